@@ -1,0 +1,45 @@
+# Each target makes the virtual environment it needs; `make help` lists what there is.
+PYTHON ?= python3.11
+CONSTRAINTS ?= constraints.txt
+VENV ?= .venv
+ARGS ?=
+READY := $(VENV)/.ready
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format bench clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(READY) ## Make the virtual environment (PYTHON=python3.11 CONSTRAINTS=constraints.txt)
+
+# The numba kernels are compiled here, once, so that no server start has to wait for them.
+$(READY): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[demo,dev]'
+	$(VENV)/bin/python -m loramux.kernels.warm
+	@touch $@
+
+demo: $(READY) ## Serve three tenants' adapters in one batch (ARGS=--exit to stop after the report)
+	@$(VENV)/bin/loramux demo $(ARGS)
+
+test: $(READY) ## Run the tests, under 10 minutes on two cores
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(READY) ## Lint, types, layers
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(READY) ## Format the code
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(READY) ## Measure loramux beside peft, one run, one table (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.mixed_batch $(ARGS)
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

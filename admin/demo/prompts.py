@@ -1,0 +1,10 @@
+"""Questions that base and adapters all answer well; greedy, 48 tokens are enough for each."""
+
+DEMO_PROMPTS = (
+    "What is the capital of France?",
+    "What colour is a flamingo?",
+    "Can I return my order?",
+    "How long does express shipping take?",
+    "When are you open on Saturday?",
+)
+MAX_ANSWER_TOKENS = 48

@@ -1,0 +1,91 @@
+"""The demo's tokenizer and chat format, and how a training conversation becomes token ids."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from loramux.admin.demo.corpus import Conversation, Corpus
+
+VOCAB_SIZE = 1024
+BOS, END, PAD, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = (
+    "<|bos|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>",
+)  # fmt: skip
+CHAT_TEMPLATE = (
+    "{{- bos_token }}"
+    "{%- for message in messages %}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{- raise_exception('roles are system, user and assistant') }}"
+    "{%- endif %}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+IGNORED = -100
+
+
+def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any text can be encoded, so a tenant's odd prompt never fails for want of a token."""
+    corpus = Corpus(seed)
+    texts: list[str] = []
+    for _ in range(12_000):
+        example = corpus.base_example()
+        texts += [example.text, example.system]
+        for turn in example.turns:
+            texts += [turn.question, turn.answer]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    # Like Llama's: plain text gets its <|bos|> here, a rendered chat already has one.
+    bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+    markers = {"additional_special_tokens": [SYSTEM, USER, ASSISTANT]}
+    named = {"bos_token": BOS, "eos_token": END, "pad_token": PAD, **markers}
+    (out / "special_tokens_map.json").write_text(json.dumps(named, indent=2) + "\n")
+    # transformers 5 writes names of its own; these are the ones that every version reads.
+    config_path = out / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    for name in ("backend", "extra_special_tokens", "is_local", "local_files_only"):
+        config.pop(name, None)
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", **markers}
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return tokenizer
+
+
+def encoded(example: Conversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Token ids and labels; of a chat only the answers, and the <|end|> that closes each, are learnt."""
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    ids = tokens(BOS)
+    if not example.turns:
+        ids += tokens(example.text + END)
+        return ids, [IGNORED, *ids[1:]]
+    ids += tokens(f"{SYSTEM}{example.system}{END}") if example.system else []
+    labels = [IGNORED] * len(ids)
+    for turn in example.turns:
+        prompt, answer = tokens(f"{USER}{turn.question}{END}{ASSISTANT}"), tokens(turn.answer + END)
+        ids += prompt + answer
+        labels += [IGNORED] * len(prompt) + answer
+    return ids, labels

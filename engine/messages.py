@@ -1,0 +1,165 @@
+"""Everything that crosses between a gateway and an engine, one record each.
+
+A request's hops: the gateway sends Add; the engine answers with StepOutput messages that hold the new token ids of
+each of the gateway's sequences, and last with Finished. The engine knows digests, never tenants.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token of a sequence is chosen; names and defaults are those of the OpenAI API and of vLLM."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 considers every token."""
+    seed: int | None = None
+    num_logprobs: int | None = None
+    """None: no log-probabilities; 0: the chosen token's; n: also the n most likely tokens'."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+
+class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Run one sequence. `max_tokens` is what the quota granted; the adapter is named by digest, None is the base."""
+
+    sequence_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    digest: str | None = None
+    share_key: str = ""
+    weight: int = 1
+    isolation_key: bytes = b""
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop a sequence. With `keep`, at most that many of its committed tokens are billed (a stop string was found)."""
+
+    sequence_id: str
+    keep: int | None = None
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Make an adapter resident; answered by AdapterState once it is or cannot be."""
+
+    call_id: str
+    digest: str
+
+
+class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Free an adapter's pages once no running sequence uses them; answered by AdapterState."""
+
+    call_id: str
+    digest: str
+
+
+class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Allow the engine to send this gateway `count` more StepOutput messages."""
+
+    count: int
+
+
+class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for Stats; `call_id` comes back in the answer."""
+
+    call_id: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probability of one chosen token and of the most likely ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one sequence. `logprobs` has one entry a token when they were asked for, else none."""
+
+    sequence_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What one or several steps produced for one gateway."""
+
+    outputs: tuple[SequenceOutput, ...]
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The end of a sequence and the truth for its bill; follows its last SequenceOutput.
+
+    `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`; with `error`, `code` is one of
+    `adapter_unavailable`, `prompt_too_long`, `request_too_large`, `not_finite`, `engine_unavailable`, `overloaded`.
+    `completion_tokens` counts the tokens that the engine committed, the end-of-sequence token included.
+    """
+
+    sequence_id: str
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    code: str | None = None
+    message: str | None = None
+
+
+class AdapterState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to Load or Unload. `state` is `resident`, `absent` or `failed`."""
+
+    call_id: str
+    digest: str
+    state: str
+    num_pages: int = 0
+    message: str | None = None
+
+
+class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter that is in the pool."""
+
+    digest: str
+    slot: int
+    num_pages: int
+    num_users: int
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A snapshot of the engine; counters only grow while the engine lives."""
+
+    call_id: str
+    num_steps: int
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_kv_pages: int
+    num_adapter_pages: int
+    prompt_tokens: int
+    completion_tokens: int
+    num_adapter_loads: int
+    num_adapter_evictions: int
+    num_preemptions: int
+    mixed_steps: int
+    """Steps that held at least two different adapters."""
+    max_adapters_in_step: int
+    adapters: tuple[ResidentAdapter, ...] = ()
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first message of an engine to each gateway: it can run sequences up to these limits."""
+
+    max_model_len: int
+    num_pages: int
+    page_tokens: int
+    device: str
+    dtype: str
+
+
+ToEngine = Add | Abort | Load | Unload | Credit | StatsRequest
+FromEngine = StepOutput | Finished | AdapterState | Stats | EngineReady

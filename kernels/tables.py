@@ -1,0 +1,103 @@
+"""The tables and metadata that kernels read; allocated once, filled between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loramux.kernels.layout import PageGeometry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolViews:
+    """The page pool `uint8[P, L, page_bytes]` and its two typed views.
+
+    `kv` is `kv_dtype[P, L, page_bytes / itemsize]`; on CPU K is `[num_kv_heads, head_dim, 16]` in the first half of
+    those elements and V `[num_kv_heads, 16, head_dim]` in the second. `adapter` is `adapter_dtype[P, L, E]`.
+    """
+
+    raw: torch.Tensor
+    kv: torch.Tensor
+    adapter: torch.Tensor
+    geometry: PageGeometry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterTables:
+    """Where each resident adapter lies, by slot; written only between steps.
+
+    `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 2]` in elements,
+    `rank` int32 `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`.
+    """
+
+    page_table: torch.Tensor
+    off: torch.Tensor
+    rank: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleGroup:
+    """Modules that share one input and therefore one shrink and one expand: q/k/v, o, gate/up, down.
+
+    `modules` index the last axis of the tables; module `i` writes columns
+    `[out_offsets[i], out_offsets[i] + out_features[i])` of the group's output.
+    """
+
+    modules: tuple[int, ...]
+    in_features: int
+    out_features: tuple[int, ...]
+    out_offsets: tuple[int, ...]
+
+    @property
+    def total_out(self) -> int:
+        return sum(self.out_features)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Rows of a batch that have an adapter, grouped by slot; base rows are not listed.
+
+    `rows` int32 `[num_lora_rows]` are token rows, `starts` int32 `[num_segments + 1]` index `rows`, and `slots` int32
+    `[num_segments]`: segment `i` is `rows[starts[i]:starts[i + 1]]` and uses adapter slot `slots[i]`.
+    """
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    slots: torch.Tensor
+
+    @property
+    def num_segments(self) -> int:
+        return int(self.slots.shape[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """Where the sequences of a step lie.
+
+    Sequence `i` has query rows `[cu_q[i], cu_q[i + 1])`; they are the last positions of its context
+    `[0, seq_lens[i])`, whose K and V are in pages `page_table[i]`. `cu_q` int32 `[num_sequences + 1]`, `seq_lens`
+    int32 `[num_sequences]`, `page_table` int32 `[num_sequences, max_pages]`, and `kv_slots` int64 `[num_tokens]` is
+    `page * page_tokens + position % page_tokens` of each row.
+    """
+
+    cu_q: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+    kv_slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a layer's attention computes: `softmax(soft_cap(q kᵀ * scale) + causal or windowed mask) v`.
+
+    `sliding_window` counts keys visible to a query, itself included; None is the whole context.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None

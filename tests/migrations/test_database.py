@@ -1,0 +1,119 @@
+"""The schema is the one of the migrations, on both databases, and a wrong one is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import insert, select
+from sqlalchemy.exc import IntegrityError
+
+from loramux.migrations.database import Database, DatabaseError
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import metadata, tenants
+
+
+def add_tenant(database: Database, slug: str) -> None:
+    with database.write() as connection:
+        connection.execute(
+            insert(tenants).values(
+                id=new_id("ten"),
+                slug=slug,
+                display_name=slug,
+                state="active",
+                weight=1,
+                isolation_secret=bytes(32),
+                created_us=database.now_us(connection),
+            )
+        )
+
+
+def test_migrations_make_exactly_the_schema(database: Database) -> None:
+    with database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_upgrade_twice_changes_nothing(database: Database) -> None:
+    add_tenant(database, "acme")
+    database.upgrade()
+    database.check_schema()
+    with database.read() as connection:
+        assert connection.execute(select(tenants.c.slug)).scalars().all() == ["acme"]
+
+
+def test_servers_that_start_together_upgrade_once(database_url: str) -> None:
+    program = "import sys; from loramux.migrations.database import Database; Database(sys.argv[1]).upgrade()"
+    # The paths are handed on, so that the servers import what this test imports.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    servers = [subprocess.Popen([sys.executable, "-c", program, database_url], env=environment) for _ in range(3)]
+    assert [server.wait(timeout=60) for server in servers] == [0, 0, 0]
+    database = Database(database_url)
+    database.check_schema()
+    database.close()
+
+
+def test_an_empty_database_is_refused_with_the_remedy(database_url: str) -> None:
+    database = Database(database_url)
+    with pytest.raises(DatabaseError, match="run 'loramux db upgrade'"):
+        database.check_schema()
+    database.close()
+
+
+def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
+    def add_the_same_twice() -> None:
+        with database.write() as connection:
+            one = insert(tenants).values(id="a", slug="x", display_name="x", state="active", weight=1)
+            for _ in range(2):
+                connection.execute(one.values(isolation_secret=b"", created_us=0))
+
+    with pytest.raises(IntegrityError):
+        add_the_same_twice()
+    with database.read() as connection:
+        assert connection.execute(select(tenants.c.id)).all() == []
+
+
+def test_the_clock_can_be_injected(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'clock.db'}", clock=lambda: 42)
+    assert database.now_us() == 42
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("not a url", "malformed"),
+        ("mysql://host/name", "not supported"),
+    ],
+    ids=["malformed", "another kind"],
+)
+def test_a_bad_url_is_refused_in_one_sentence(url: str, message: str) -> None:
+    with pytest.raises(DatabaseError, match=message):
+        Database(url)
+
+
+def test_an_unreachable_database_names_no_password() -> None:
+    database = Database("postgresql://someone:hunter2@127.0.0.1:1/none")
+    with pytest.raises(DatabaseError, match="cannot be used") as caught:
+        database.check_schema()
+    assert "hunter2" not in str(caught.value)
+    database.close()
+
+
+def test_identifiers_sort_by_time_and_do_not_repeat() -> None:
+    made = [new_id("ten") for _ in range(1000)]
+    assert len(set(made)) == 1000
+    assert all(name.startswith("ten_") and len(name) == 36 for name in made)
+    assert made[0][:16] <= made[-1][:16]
+
+
+def test_sqlite_is_crash_safe(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'pragma.db'}")
+    with database.read() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
+    database.close()
