@@ -80,7 +80,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one sequence. `logprobs` has one entry a token when they were asked for, else none."""
+    """New tokens of one sequence. `logprobs` has one entry a token when they were asked for, else none.
+
+    The token that ends a sequence (end of sequence, stop id) is counted by Finished but is not among these.
+    """
 
     sequence_id: str
     token_ids: tuple[int, ...]

@@ -1,0 +1,69 @@
+"""How one engine runs; parsed once by the command line, handed to the engine process as JSON."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model_config import ModelConfig
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of an engine. `dtype` is that of the weights' values, the KV cache and the adapters in the pool.
+
+    On a CPU, activations are float32 whatever the dtype; a CPU that cannot multiply bfloat16 multiplies in float32.
+    """
+
+    model_dir: str
+    blob_url: str
+    """Where adapters come from: `file://DIR` or `s3://BUCKET/PREFIX`."""
+    cache_dir: str
+    """The disk tier's directory."""
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    pool_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    """None: the model's own."""
+    max_batch_tokens: int = 512
+    """Token rows of one step: decode rows first, prompt chunks in the rest."""
+    max_sequences: int = 64
+    """Sequences that run at once; further ones wait."""
+    max_resident_adapters: int = 256
+    """Slots of the adapter tables."""
+    disk_tier_bytes: int = 16 << 30
+    host_tier_bytes: int = 1 << 30
+    num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    num_loaders: int = 2
+    """Threads that fetch adapters and copy them into the pool."""
+    seed: int = 0
+    """Root of the streams of requests that bring no seed of their own."""
+
+
+def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
+    """Turn `auto` into the model's own dtype; float16 weights run as float32 on a CPU, which has no kernels for it."""
+    dtype = model.dtype if requested == "auto" else requested
+    if dtype == "float16":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    if dtype not in ITEMSIZE:
+        raise ModelNotSupported(f"the dtype {requested!r} is not supported: use auto, float32 or bfloat16")
+    return dtype
+
+
+def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest context that a sequence may reach, prompt and answer together."""
+    if config.max_model_len is None:
+        return model.max_model_len
+    if not 1 <= config.max_model_len <= model.max_model_len:
+        raise ModelNotSupported(
+            f"max_model_len {config.max_model_len} is outside [1, {model.max_model_len}], the model's own limit"
+        )
+    return config.max_model_len
+
+
+def model_path(config: EngineConfig) -> Path:
+    return Path(config.model_dir)

@@ -1,0 +1,62 @@
+"""Who owns each page of the pool: one free list for KV and adapters."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+
+class PageOwner(Enum):
+    FREE = "free"
+    KV = "kv"
+    ADAPTER = "adapter"
+
+
+class PagePool:
+    """Hands out page ids in `[0, num_pages)`; the bytes themselves are elsewhere.
+
+    Pages that were freed longest ago are reused first, so that a bug which reads a freed page shows itself late and
+    often rather than seldom.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free: deque[int] = deque(range(num_pages))
+        self._owners = [PageOwner.FREE] * num_pages
+        self._num_owned = {PageOwner.KV: 0, PageOwner.ADAPTER: 0}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def num_owned(self, owner: PageOwner) -> int:
+        return self._num_owned[owner]
+
+    def can_alloc(self, count: int) -> bool:
+        return count <= len(self._free)
+
+    def alloc(self, count: int, owner: PageOwner) -> list[int]:
+        """Take `count` pages; the caller has asked `can_alloc`."""
+        assert owner is not PageOwner.FREE
+        assert self.can_alloc(count), f"{count} pages asked of {len(self._free)} free ones"
+        pages = [self._free.popleft() for _ in range(count)]
+        for page in pages:
+            self._owners[page] = owner
+        self._num_owned[owner] += count
+        return pages
+
+    def free(self, pages: list[int]) -> None:
+        """Give pages back; each must be owned, once."""
+        for page in pages:
+            owner = self._owners[page]
+            assert owner is not PageOwner.FREE, f"page {page} is freed twice"
+            self._owners[page] = PageOwner.FREE
+            self._num_owned[owner] -= 1
+            self._free.append(page)
+
+    def check_integrity(self) -> None:
+        """Every page is free or owned, never both and never twice."""
+        free = list(self._free)
+        assert len(free) == len(set(free))
+        assert all(self._owners[page] is PageOwner.FREE for page in free)
+        assert len(free) + sum(self._num_owned.values()) == self.num_pages

@@ -1,0 +1,157 @@
+"""The engine's own process: `python -m loramux.engine.process SOCKET`, its configuration as JSON on standard input.
+
+The loop reads what gateways sent, runs one step, and sends what it produced; it blocks only when there is nothing to
+do. The process ends when standard input closes, so that it never outlives the supervisor that holds the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loramux.engine.assembly import AssembledEngine, assemble_engine
+from loramux.engine.config import EngineConfig
+from loramux.engine.errors import EngineError
+from loramux.engine.gateway_link import GatewayLink
+from loramux.engine.messages import Abort, Add, Credit, FromEngine, Load, StatsRequest, ToEngine, Unload
+
+EXIT_REFUSED = 3
+"""The configuration cannot work, so a restart would not help; the reason is the last line on standard error."""
+
+LOADING_POLL_MS = 50
+"""How long to wait for an event while adapters load; the loader wakes the loop sooner."""
+
+
+class EngineServer:
+    """Serves one engine to gateways over a ROUTER socket."""
+
+    def __init__(self, assembled: AssembledEngine, socket: Any, wake_fd: int) -> None:
+        import zmq
+
+        self._engine = assembled.engine
+        self._ready = assembled.ready
+        self._socket = socket
+        self._wake_fd = wake_fd
+        self._links: dict[bytes, GatewayLink] = {}
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._zmq = zmq
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(wake_fd, zmq.POLLIN)
+        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
+
+    def serve(self) -> None:
+        """Run until standard input closes."""
+        ran = False
+        while self._receive(self._timeout_ms(ran)):
+            ran = self._engine.step() if self._engine.has_work else False
+            for outbound in self._engine.take_outbox():
+                link = self._links.get(outbound.owner)
+                if link is not None:
+                    link.post(outbound.message)
+
+    def _timeout_ms(self, ran: bool) -> int | None:
+        if ran:
+            return 0
+        return LOADING_POLL_MS if self._engine.has_work else None
+
+    def _receive(self, timeout_ms: int | None) -> bool:
+        """Take every message that is there, waiting for the first at most `timeout_ms`; False at the end of life."""
+        ready = dict(self._poller.poll(timeout_ms))
+        if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 4096):
+            return False
+        if self._wake_fd in ready:
+            os.read(self._wake_fd, 4096)
+        while True:
+            try:
+                owner, body = self._socket.recv_multipart(self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                return True
+            self._dispatch(owner, self._decoder.decode(body))
+
+    def _dispatch(self, owner: bytes, message: ToEngine) -> None:
+        match message:
+            case Add():
+                self._engine.add(owner, message)
+            case Abort():
+                self._engine.abort(message)
+            case Load():
+                self._engine.load(owner, message)
+            case Unload():
+                self._engine.unload(owner, message)
+            case StatsRequest():
+                self._link(owner).post(self._engine.stats(message))
+            case Credit(count=count):
+                self._link(owner).grant(count)
+
+    def _link(self, owner: bytes) -> GatewayLink:
+        """The gateway's link; its first message makes one and is answered with the engine's facts."""
+        link = self._links.get(owner)
+        if link is None:
+            link = self._links[owner] = GatewayLink(lambda message: self._send(owner, message))
+            link.post(self._ready)
+        return link
+
+    def _send(self, owner: bytes, message: FromEngine) -> None:
+        try:
+            self._socket.send_multipart([owner, self._encoder.encode(message)], self._zmq.NOBLOCK)
+        except self._zmq.ZMQError:
+            # ROUTER_MANDATORY reports a gateway that has gone; nobody will read what its sequences produce.
+            self._links.pop(owner, None)
+            self._engine.abort_all(owner)
+
+
+def main() -> None:
+    """Assemble the engine and serve it; a configuration that cannot work ends with EXIT_REFUSED and one sentence."""
+    # Ctrl-C reaches the whole terminal group; the supervisor decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+
+    def wake() -> None:
+        try:
+            os.write(wake_write, b"\0")
+        except BlockingIOError:
+            # A full pipe wakes the loop as well as one more byte would.
+            return
+
+    try:
+        assembled = assemble_engine(config, wake)
+    except (EngineError, ValueError) as error:
+        print(str(error), file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+    _serve(assembled, Path(sys.argv[1]), wake_read)
+
+
+def _serve(assembled: AssembledEngine, path: Path, wake_read: int) -> None:
+    import zmq
+
+    context = zmq.Context(io_threads=1)
+    socket = context.socket(zmq.ROUTER)
+    # Credits bound what is queued; a high-water mark would drop instead.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.LINGER, 0)
+    previous = os.umask(0o177)
+    socket.bind(f"ipc://{path}")
+    os.umask(previous)
+    try:
+        EngineServer(assembled, socket, wake_read).serve()
+    finally:
+        socket.close()
+        context.term()
+        assembled.loader.close()
+
+
+if __name__ == "__main__":
+    threading.current_thread().name = "engine"
+    main()

@@ -1,0 +1,104 @@
+"""Chooses the next token of each row; a row's choice depends on nothing but its own logits, settings and stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from loramux.engine.messages import TokenLogprobs
+from loramux.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The choice for one row. `token_id` is None when the row's logits are not finite."""
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
+    """Sample one token a row of `logits`, float32 `[num_rows, vocab_size]`, row `i` for `sequences[i]`.
+
+    Log-probabilities are those of the model, before temperature and truncation, as the OpenAI API defines them.
+    """
+    if not sequences:
+        return []
+    is_finite = torch.isfinite(logits).all(dim=1).tolist()
+    chosen = _with_minimum_length(logits, sequences, eos_token_ids)
+    token_ids = chosen.argmax(dim=1)
+    random_rows = [row for row, one in enumerate(sequences) if one.add.sampling.temperature > 0 and is_finite[row]]
+    if random_rows:
+        rows = torch.tensor(random_rows)
+        token_ids[rows] = _draw(chosen[rows], [sequences[row] for row in random_rows])
+    ids = token_ids.tolist()
+    logprobs = _logprobs(logits, ids, sequences)
+    return [
+        SampledToken(token_id, logprobs.get(row)) if is_finite[row] else SampledToken(None)
+        for row, token_id in enumerate(ids)
+    ]
+
+
+def _with_minimum_length(
+    logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: tuple[int, ...]
+) -> torch.Tensor:
+    """Forbid the tokens that would end a sequence before its `min_tokens`."""
+    short = [row for row, one in enumerate(sequences) if one.num_completion < one.add.sampling.min_tokens]
+    if not short:
+        return logits
+    logits = logits.clone()
+    for row in short:
+        ending = [*sequences[row].add.sampling.stop_token_ids, *eos_token_ids]
+        logits[row, ending] = -torch.inf
+    return logits
+
+
+def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """Draw from the softmax of `logits / temperature`, kept to the `top_k` likeliest and the `top_p` nucleus."""
+    params = [one.add.sampling for one in sequences]
+    temperature = torch.tensor([one.temperature for one in params], dtype=torch.float32)[:, None]
+    vocab_size = logits.shape[1]
+    top_k = torch.tensor([one.top_k or vocab_size for one in params])[:, None]
+    top_p = torch.tensor([one.top_p for one in params], dtype=torch.float32)[:, None]
+    # Subtracting the maximum first keeps a tiny temperature from overflowing.
+    scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature
+    ordered, order = torch.sort(scaled, dim=1, descending=True, stable=True)
+    probabilities = torch.softmax(ordered, dim=1)
+    before = probabilities.cumsum(dim=1) - probabilities
+    keep = (torch.arange(vocab_size) < top_k) & (before < top_p)
+    # The likeliest token always stays, also with top_p = 0.
+    keep[:, 0] = True
+    cumulative = torch.where(keep, probabilities, 0.0).cumsum(dim=1)
+    uniform = torch.tensor([_uniform(one) for one in sequences], dtype=torch.float32)[:, None]
+    pick = (cumulative <= uniform * cumulative[:, -1:]).sum(dim=1, keepdim=True)
+    pick = torch.minimum(pick, keep.sum(dim=1, keepdim=True) - 1)
+    return order.gather(1, pick).squeeze(1)
+
+
+def _uniform(sequence: Sequence) -> float:
+    """The number in [0, 1) that decides a sequence's next token: a counter-based stream, keyed by the seed.
+
+    Philox (Salmon et al., 2011): the k-th number of a stream is computed from the key and k alone, so that neither a
+    neighbour in the batch nor a preemption changes it.
+    """
+    bits = np.random.Philox(key=sequence.seed, counter=sequence.num_completion)
+    return float(np.random.Generator(bits).random(dtype=np.float32))
+
+
+def _logprobs(logits: torch.Tensor, token_ids: list[int], sequences: list[Sequence]) -> dict[int, TokenLogprobs]:
+    rows = [row for row, one in enumerate(sequences) if one.add.sampling.num_logprobs is not None]
+    if not rows:
+        return {}
+    logprobs = torch.log_softmax(logits[rows], dim=1)
+    found: dict[int, TokenLogprobs] = {}
+    for values, row in zip(logprobs, rows, strict=True):
+        token_id = token_ids[row]
+        top: tuple[tuple[int, float], ...] = ()
+        count = sequences[row].add.sampling.num_logprobs
+        if count:
+            best = values.topk(min(count, values.shape[0]))
+            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        found[row] = TokenLogprobs(token_id, float(values[token_id]), top)
+    return found

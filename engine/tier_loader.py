@@ -1,0 +1,114 @@
+"""Loads adapters from the store's tiers into pages, on threads of its own."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.packed_file import PackedAdapter
+from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
+from loramux.kernels.tables import AdapterTables, PoolViews
+
+
+class PackedLease(Protocol):
+    """A hold on a packed adapter in host memory."""
+
+    @property
+    def packed(self) -> PackedAdapter: ...
+
+    def release(self) -> None: ...
+
+
+class AdapterSource(Protocol):
+    """Where packed adapters come from; `lease` may take long and is called on loader threads only."""
+
+    def lease(self, digest: str) -> PackedLease: ...
+
+
+class TierLoader:
+    """The adapter pool's loader: fetches and copies on threads, publishes tables on the caller's.
+
+    `wake` is called from a loader thread after each event, so that an idle engine looks.
+    """
+
+    def __init__(
+        self,
+        source: AdapterSource,
+        views: PoolViews,
+        tables: AdapterTables,
+        num_threads: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self._source = source
+        self._views = views
+        self._tables = tables
+        self._wake = wake
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
+        self._events: queue.SimpleQueue[LoadEvent] = queue.SimpleQueue()
+        self._leases: dict[str, PackedLease] = {}
+
+    def fetch(self, digest: str) -> None:
+        self._threads.submit(self._fetch, digest)
+
+    def copy(self, digest: str, pages: list[int]) -> None:
+        self._threads.submit(self._copy, digest, pages)
+
+    def publish(self, digest: str, slot: int, pages: list[int]) -> None:
+        packed = self._leases[digest].packed
+        self._tables.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self._tables.off[slot] = torch.from_numpy(packed.layout.offsets)
+        self._tables.rank[slot] = torch.from_numpy(packed.layout.ranks)
+        self._tables.scale[slot] = torch.from_numpy(packed.scales)
+        self.drop(digest)
+
+    def drop(self, digest: str) -> None:
+        lease = self._leases.pop(digest, None)
+        if lease is not None:
+            lease.release()
+
+    def events(self) -> list[LoadEvent]:
+        found: list[LoadEvent] = []
+        while True:
+            try:
+                found.append(self._events.get_nowait())
+            except queue.Empty:
+                return found
+
+    def close(self) -> None:
+        """Wait for loads under way; later ones are dropped."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for digest in list(self._leases):
+            self.drop(digest)
+
+    def _fetch(self, digest: str) -> None:
+        try:
+            lease = self._source.lease(digest)
+        except StoreError as error:
+            self._report(LoadFailed(digest, str(error)))
+            return
+        except Exception as error:
+            # Whatever else goes wrong must still reach the requests that wait for this adapter.
+            self._report(LoadFailed(digest, f"loading failed: {type(error).__name__}"))
+            return
+        self._leases[digest] = lease
+        self._report(Fetched(digest, lease.packed.layout))
+
+    def _copy(self, digest: str, pages: list[int]) -> None:
+        try:
+            payload = self._leases[digest].packed.payload
+            for row, page in enumerate(pages):
+                self._views.raw[page].copy_(torch.from_numpy(payload[row]))
+        except Exception as error:
+            self.drop(digest)
+            self._report(LoadFailed(digest, f"copying failed: {type(error).__name__}"))
+            return
+        self._report(Copied(digest))
+
+    def _report(self, event: LoadEvent) -> None:
+        self._events.put(event)
+        self._wake()

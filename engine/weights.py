@@ -1,0 +1,59 @@
+"""Reads a model's tensors by name from safetensors files; nothing else is ever opened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loramux.engine.errors import ModelNotSupported
+
+
+class Weights:
+    """The tensors of one model directory, read one by one so that only one copy is in memory."""
+
+    def __init__(self, files: dict[str, safe_open]) -> None:
+        self._files = files
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor `name`; raises ModelNotSupported when it is missing or has another shape."""
+        if name not in self._files:
+            raise ModelNotSupported(f"the model has no tensor {name}")
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelNotSupported(f"the tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+        return tensor
+
+
+@contextmanager
+def open_weights(model_dir: Path) -> Iterator[Weights]:
+    """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names."""
+    with ExitStack() as stack:
+        files: dict[str, safe_open] = {}
+        for path in _shards(model_dir):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelNotSupported(f"{path} is not a readable safetensors file: {error}") from error
+            files.update(dict.fromkeys(file.keys(), file))
+        yield Weights(files)
+
+
+def _shards(model_dir: Path) -> list[Path]:
+    index = model_dir / "model.safetensors.index.json"
+    if not index.is_file():
+        return [model_dir / "model.safetensors"]
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelNotSupported(f"{index} is malformed") from error
+    if any(Path(name).name != name for name in names):
+        raise ModelNotSupported(f"{index} names a file outside the model directory")
+    return [model_dir / name for name in sorted(names)]

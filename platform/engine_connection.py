@@ -1,0 +1,189 @@
+"""One gateway's connection to one engine process: messages out, streams and answers in."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from loramux.engine.messages import (
+    Abort,
+    AdapterState,
+    Add,
+    Credit,
+    EngineReady,
+    Finished,
+    FromEngine,
+    Load,
+    SequenceOutput,
+    Stats,
+    StatsRequest,
+    StepOutput,
+    ToEngine,
+    Unload,
+)
+from loramux.platform.engine_client import EngineUnavailable
+
+INITIAL_CREDIT = 64
+"""StepOutput messages that may be under way."""
+CREDIT_BATCH = 16
+READY_TIMEOUT_S = 30.0
+
+Answer = TypeVar("Answer", AdapterState, Stats)
+
+
+class SequenceStream:
+    """What one sequence produces; an unread stream holds its own tokens and delays nobody."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._items: asyncio.Queue[SequenceOutput | Finished] = asyncio.Queue()
+        self._prompt_tokens = prompt_tokens
+        self._num_received = 0
+        self._is_ended = False
+
+    def put(self, item: SequenceOutput | Finished) -> None:
+        if isinstance(item, SequenceOutput):
+            self._num_received += len(item.token_ids)
+        self._items.put_nowait(item)
+
+    def fail(self, sequence_id: str) -> None:
+        """End a stream whose engine is gone: what was received is what is billed."""
+        self.put(
+            Finished(
+                sequence_id=sequence_id,
+                reason="error",
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=self._num_received,
+                code="engine_unavailable",
+                message="the engine stopped while this request was running",
+            )
+        )
+
+    def __aiter__(self) -> AsyncIterator[SequenceOutput | Finished]:
+        return self
+
+    async def __anext__(self) -> SequenceOutput | Finished:
+        if self._is_ended:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        self._is_ended = isinstance(item, Finished)
+        return item
+
+
+class EngineConnection:
+    """A DEALER socket to an engine. `open` returns once the engine has said what it is."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, context: zmq.asyncio.Context) -> None:
+        self._socket = socket
+        self._context = context
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._streams: dict[str, SequenceStream] = {}
+        self._calls: dict[str, asyncio.Future[AdapterState | Stats]] = {}
+        self._call_ids = itertools.count()
+        self._num_handled = 0
+        self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+
+    @staticmethod
+    async def open(path: Path) -> EngineConnection:
+        """Connect to the engine that listens at `path`; raises EngineUnavailable when it does not answer."""
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"ipc://{path}")
+        connection = EngineConnection(socket, context)
+        connection._send(Credit(count=INITIAL_CREDIT))
+        try:
+            await asyncio.wait_for(asyncio.shield(connection._ready), READY_TIMEOUT_S)
+        except TimeoutError:
+            connection.close()
+            raise EngineUnavailable("the engine does not answer") from None
+        return connection
+
+    @property
+    def info(self) -> EngineReady:
+        return self._ready.result()
+
+    def submit(self, add: Add) -> SequenceStream:
+        stream = self._streams[add.sequence_id] = SequenceStream(len(add.prompt))
+        self._send(add)
+        return stream
+
+    def abort(self, sequence_id: str, keep: int | None) -> None:
+        if sequence_id in self._streams:
+            self._send(Abort(sequence_id=sequence_id, keep=keep))
+
+    async def load(self, digest: str, timeout_s: float) -> AdapterState:
+        call_id = str(next(self._call_ids))
+        return await self._call(AdapterState, Load(call_id=call_id, digest=digest), call_id, timeout_s)
+
+    async def unload(self, digest: str, timeout_s: float) -> AdapterState:
+        call_id = str(next(self._call_ids))
+        return await self._call(AdapterState, Unload(call_id=call_id, digest=digest), call_id, timeout_s)
+
+    async def stats(self, timeout_s: float) -> Stats:
+        call_id = str(next(self._call_ids))
+        return await self._call(Stats, StatsRequest(call_id=call_id), call_id, timeout_s)
+
+    def close(self) -> None:
+        """End every stream and call, and free the socket."""
+        self._reader.cancel()
+        for sequence_id, stream in self._streams.items():
+            stream.fail(sequence_id)
+        self._streams.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineUnavailable("the engine stopped"))
+        self._calls.clear()
+        self._socket.close()
+        self._context.term()
+
+    async def _call(self, kind: type[Answer], message: ToEngine, call_id: str, timeout_s: float) -> Answer:
+        call: asyncio.Future[AdapterState | Stats] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = call
+        self._send(message)
+        try:
+            answer = await asyncio.wait_for(call, timeout_s)
+        finally:
+            self._calls.pop(call_id, None)
+        assert isinstance(answer, kind)
+        return answer
+
+    def _send(self, message: ToEngine) -> None:
+        # Without a high-water mark a send never waits, so the future that zmq.asyncio returns is already done.
+        self._socket.send(self._encoder.encode(message))
+
+    async def _read(self) -> None:
+        while True:
+            self._dispatch(self._decoder.decode(await self._socket.recv()))
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case StepOutput(outputs=outputs):
+                for output in outputs:
+                    stream = self._streams.get(output.sequence_id)
+                    if stream is not None:
+                        stream.put(output)
+                self._num_handled += 1
+                if self._num_handled % CREDIT_BATCH == 0:
+                    self._send(Credit(count=CREDIT_BATCH))
+            case Finished(sequence_id=sequence_id):
+                stream = self._streams.pop(sequence_id, None)
+                if stream is not None:
+                    stream.put(message)
+            case AdapterState(call_id=call_id) | Stats(call_id=call_id):
+                call = self._calls.get(call_id)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case EngineReady():
+                if not self._ready.done():
+                    self._ready.set_result(message)

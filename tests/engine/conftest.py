@@ -1,0 +1,101 @@
+"""An engine over a simulated device."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+
+from loramux.engine.adapter_pool import AdapterPool
+from loramux.engine.engine import Engine, EngineLimits
+from loramux.engine.messages import Add, Finished, SamplingParams, StepOutput
+from loramux.engine.page_pool import PagePool
+from loramux.engine.scheduler import Scheduler
+from loramux.engine.simulation import SimulatedExecutor, SimulatedLoader
+
+VOCAB_SIZE = 1000
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@dataclass
+class Simulation:
+    """An engine, its parts, and what each sequence has produced."""
+
+    engine: Engine
+    pages: PagePool
+    adapters: AdapterPool
+    scheduler: Scheduler
+    executor: SimulatedExecutor
+    loader: SimulatedLoader
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    finished: dict[str, Finished] = field(default_factory=dict)
+
+    def add(
+        self,
+        name: str,
+        num_prompt: int = 5,
+        max_tokens: int = 4,
+        digest: str | None = None,
+        sampling: SamplingParams = GREEDY,
+        owner: bytes = b"gateway",
+    ) -> Add:
+        seed = sum(name.encode())
+        prompt = tuple((seed + position) % VOCAB_SIZE for position in range(num_prompt))
+        add = Add(sequence_id=name, prompt=prompt, max_tokens=max_tokens, sampling=sampling, digest=digest)
+        self.engine.add(owner, add)
+        return add
+
+    def step(self) -> bool:
+        ran = self.engine.step()
+        for outbound in self.engine.take_outbox():
+            match outbound.message:
+                case StepOutput(outputs=outputs):
+                    for output in outputs:
+                        assert output.sequence_id not in self.finished, "tokens after the end"
+                        self.tokens[output.sequence_id].extend(output.token_ids)
+                case Finished():
+                    self.finished[outbound.message.sequence_id] = outbound.message
+        self.pages.check_integrity()
+        return ran
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+        else:
+            raise AssertionError("the engine did not come to rest")
+        self.step()
+        self.engine.check_integrity()
+
+    def expected(self, add: Add) -> list[int]:
+        tokens = list(add.prompt)
+        for _ in range(add.max_tokens):
+            tokens.append(self.executor.next_token(tokens[-1], len(tokens) - 1, add.digest))
+        return tokens[len(add.prompt) :]
+
+
+def simulate(
+    num_pages: int = 64,
+    num_slots: int = 8,
+    adapters: dict[str, int] | None = None,
+    max_batch_tokens: int = 64,
+    max_sequences: int = 16,
+    max_model_len: int = 512,
+    eos: tuple[int, ...] = (),
+) -> Simulation:
+    pages = PagePool(num_pages)
+    loader = SimulatedLoader(adapters or {})
+    pool = AdapterPool(pages, num_slots, loader)
+    scheduler = Scheduler(pages, pool, 16, max_batch_tokens, max_sequences)
+    executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, loader)
+    limits = EngineLimits(VOCAB_SIZE, max_model_len, eos, 16)
+    engine = Engine(limits, pages, pool, scheduler, executor, random.Random(0))
+    return Simulation(engine, pages, pool, scheduler, executor, loader)
+
+
+@pytest.fixture
+def simulation() -> Simulation:
+    return simulate(adapters={"a": 2, "b": 3, "c": 1})
