@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from loramux.adapter_store.errors import StoreError
-from loramux.adapter_store.packed_file import PackedAdapter
+from loramux.adapter_store.packing import PackedAdapter
 from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.kernels.tables import AdapterTables, PoolViews
 
