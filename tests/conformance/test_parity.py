@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def logits_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[torch.Tensor]]]:
+def logits_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
     """The logits that each sequence was sampled from."""
     import loramux.engine.engine as module
 
@@ -93,7 +92,7 @@ def logits_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[torch.
         return original(logits, sequences, eos)
 
     monkeypatch.setattr(module, "sample", recording)
-    yield recorded
+    return recorded
 
 
 def requests(subject: Subject, max_tokens: int) -> dict[str, tuple[str | None, Add]]:

@@ -53,7 +53,7 @@ async def collect(engine: LocalEngine, message: Add) -> tuple[list[int], Finishe
 
 async def until_ready(engine: LocalEngine) -> None:
     async with asyncio.timeout(60):
-        while not engine.is_ready:
+        while not engine.is_ready:  # noqa: ASYNC110  a restart has no event that a test could wait for
             await asyncio.sleep(0.05)
 
 

@@ -1,0 +1,59 @@
+"""What a figure was measured on, and whether the machine was quiet enough to measure at all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch", "transformers", "peft", "numba", "numpy")
+BUSY_SHARE = 0.15
+
+
+def busy_share(seconds: float = 2.0) -> float:
+    """The share of all cores' time that was not idle, from /proc/stat."""
+
+    def read() -> tuple[int, int]:
+        fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        return sum(fields), fields[3] + fields[4]
+
+    total, idle = read()
+    time.sleep(seconds)
+    later_total, later_idle = read()
+    return 1.0 - (later_idle - idle) / max(1, later_total - total)
+
+
+def require_idle(force: bool) -> float:
+    """Stop a measurement that other processes would spoil; returns the busy share that was seen."""
+    share = busy_share()
+    if share > BUSY_SHARE and not force:
+        raise SystemExit(
+            f"the machine is {share:.0%} busy: stop what else runs, or pass --force to measure all the same"
+        )
+    return share
+
+
+def describe() -> dict[str, str | int | bool]:
+    """Hardware, versions and commit."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    root = Path(__file__).parent.parent
+    git = ["git", "-C", str(root)]
+    commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False)
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "bfloat16_multiplication": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "commit": commit.stdout.strip() + ("+changes" if changes.stdout.strip() else ""),
+    }

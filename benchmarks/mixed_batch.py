@@ -1,0 +1,240 @@
+"""Sixteen requests with sixteen adapters in one batch: loramux, its own base-only run, and peft's two ways.
+
+In process on a CPU, one run, the answers compared first. peft's mixed batch is a static batch in which every request
+begins and ends together, which flatters it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+import warnings
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import peft_ways
+from benchmarks.machine import busy_share, describe, require_idle
+from benchmarks.random_model import SHAPES, load_peft, make_base
+from loramux.adapter_store.canonical import write_canonical
+from loramux.adapter_store.packing import PackedAdapter, pack
+from loramux.adapter_store.validation import validate_files
+from loramux.engine.assembly import AssembledEngine, assemble_engine, pack_target
+from loramux.engine.config import EngineConfig
+from loramux.engine.messages import Add, Finished, Load, SamplingParams, StepOutput
+from loramux.engine.model_config import ModelConfig
+
+FOLDER = Path(__file__).parent
+NUM_CHECKED_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One measured way of answering the requests."""
+
+    name: str
+    seconds: list[float]
+    num_tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    packed: PackedAdapter
+
+    def release(self) -> None:
+        """Held for the whole run."""
+
+
+class HeldSource:
+    """Packed adapters in memory."""
+
+    def __init__(self, packed: list[PackedAdapter]) -> None:
+        self._packed = {one.digest: one for one in packed}
+
+    def lease(self, digest: str) -> HeldLease:
+        return HeldLease(self._packed[digest])
+
+
+def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtype: str) -> list[PackedAdapter]:
+    """Save peft's adapters and take them the way an upload goes."""
+    directory = scratch / "adapters"
+    model.save_pretrained(directory)
+    target = pack_target(ModelConfig.load(base), dtype)
+    packed = []
+    for index in range(num_adapters):
+        tensors = directory / f"a{index}" / "adapter_model.safetensors"
+        report = validate_files((tensors.parent / "adapter_config.json").read_bytes(), tensors, target)
+        canonical = tensors.parent / "canonical.safetensors"
+        write_canonical(tensors, report.scales, canonical)
+        packed.append(pack(canonical, target))
+    return packed
+
+
+def assemble(base: Path, packed: list[PackedAdapter], dtype: str, threads: int) -> AssembledEngine:
+    config = EngineConfig(
+        model_dir=str(base), blob_url="", cache_dir="", dtype=dtype, pool_bytes=2 << 30, num_threads=threads
+    )
+    assembled = assemble_engine(config, lambda: None, HeldSource(packed))
+    for one in packed:
+        assembled.engine.load(b"", Load(call_id=one.digest, digest=one.digest))
+    while assembled.engine.has_work:
+        assembled.engine.step()
+    return assembled
+
+
+def run_loramux(
+    assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int, digests: list[str | None]
+) -> tuple[list[list[int]], float]:
+    """All requests at once, greedy; returns each one's tokens and the seconds from the first to the last."""
+    engine = assembled.engine
+    engine.take_outbox()
+    answers: list[list[int]] = [[] for _ in prompts]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    started = time.perf_counter()
+    for row, prompt in enumerate(prompts.tolist()):
+        add = Add(
+            sequence_id=str(row), prompt=tuple(prompt), max_tokens=num_tokens, sampling=sampling, digest=digests[row]
+        )
+        engine.add(b"", add)
+    while engine.has_work:
+        engine.step()
+        for outbound in engine.take_outbox():
+            match outbound.message:
+                case StepOutput(outputs=outputs):
+                    for output in outputs:
+                        answers[int(output.sequence_id)].extend(output.token_ids)
+                case Finished(reason=reason):
+                    assert reason == "length", outbound.message
+    return answers, time.perf_counter() - started
+
+
+def check(base: Path, prompts: torch.Tensor, model: Any, packed: list[PackedAdapter], threads: int) -> None:
+    """Refuse to measure unless loramux and peft give the same tokens in float32."""
+    expected, _ = peft_ways.mixed_batch(model, prompts, NUM_CHECKED_TOKENS)
+    assembled = assemble(base, packed, "float32", threads)
+    found, _ = run_loramux(assembled, prompts, NUM_CHECKED_TOKENS, [one.digest for one in packed])
+    assembled.loader.close()
+    if found != expected:
+        raise SystemExit("loramux and peft disagree in float32: nothing was measured")
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way], str]:
+    shape = SHAPES[arguments.model]
+    count, rank, threads = arguments.adapters, arguments.rank, arguments.threads
+    scratch = FOLDER / "scratch" / arguments.model
+    base = scratch / "base"
+    make_base(shape, base)
+    torch.set_num_threads(threads)
+    prompts = torch.randint(10, shape.vocab_size, (count, arguments.prompt), generator=torch.Generator().manual_seed(2))
+    ways: dict[str, Way] = {}
+
+    def record(name: str, seconds: float) -> None:
+        way = ways.setdefault(name, Way(name, [], count * arguments.output))
+        way.seconds.append(seconds)
+        console.print(f"  {name}: {count * arguments.output / seconds:.1f} tokens/s")
+
+    console.print("float32: the same tokens from loramux and peft, then peft where it multiplies float32")
+    model = load_peft(base, count, rank, torch.float32)
+    check(base, prompts, model, pack_adapters(model, base, scratch, count, "float32"), threads)
+    console.print(f"  checked: {count} x {NUM_CHECKED_TOKENS} tokens are equal")
+    if not arguments.skip_float32:
+        record(
+            "transformers static batch, base only, float32", peft_ways.base_only(model, prompts, arguments.output)[1]
+        )
+        record("peft mixed batch, float32", peft_ways.mixed_batch(model, prompts, arguments.output)[1])
+    del model
+    gc.collect()
+
+    console.print("bfloat16")
+    model = load_peft(base, count, rank, torch.bfloat16)
+    packed = pack_adapters(model, base, scratch, count, "bfloat16")
+    record("transformers static batch, base only", peft_ways.base_only(model, prompts, arguments.output)[1])
+    record("peft mixed batch", peft_ways.mixed_batch(model, prompts, arguments.output)[1])
+    record("peft switching adapters", peft_ways.switching(model, prompts, arguments.output)[1])
+    del model
+    gc.collect()
+    assembled = assemble(base, packed, "bfloat16", threads)
+    digests: list[str | None] = [one.digest for one in packed]
+    run_loramux(assembled, prompts, 4, digests)
+    # Alternating, so that a drift of the machine meets both.
+    for _ in range(arguments.repeats):
+        record("loramux, base only", run_loramux(assembled, prompts, arguments.output, [None] * count)[1])
+        record("loramux, distinct adapters", run_loramux(assembled, prompts, arguments.output, digests)[1])
+        record("loramux, one adapter", run_loramux(assembled, prompts, arguments.output, digests[:1] * count)[1])
+    assembled.loader.close()
+    workload = (
+        f"{arguments.model} ({shape.num_layers} layers, hidden {shape.hidden_size}), bfloat16: {count} requests with "
+        f"{count} adapters of rank {rank} on all seven linears, prompt {arguments.prompt}, output {arguments.output}, "
+        f"greedy, {threads} threads"
+    )
+    return list(ways.values()), workload
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="1b")
+    parser.add_argument("--adapters", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--output", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each loramux way; the median counts")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--skip-float32", action="store_true", help="do not time peft in float32")
+    parser.add_argument("--force", action="store_true", help="measure on a busy machine")
+    parser.add_argument("--save", type=Path, help="write the figures as JSON, for benchmarks/results/")
+    arguments = parser.parse_args()
+    # peft asks transformers 5 by old names; that is not what is measured here.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    console = Console()
+    machine = describe()
+    busy_before = require_idle(arguments.force)
+    with peft_ways.quiet_transformers():
+        ways, workload = measure(arguments, console)
+    speed = {way.name: way.tokens_per_second for way in ways}
+    table = Table(title=workload)
+    for heading in ("way", "tokens/s", "of loramux with adapters"):
+        table.add_column(heading, justify="left" if heading == "way" else "right")
+    ours = speed["loramux, distinct adapters"]
+    for name, value in sorted(speed.items(), key=lambda item: item[1]):
+        table.add_row(name, f"{value:.1f}", f"{value / ours:.2f}")
+    console.print(table)
+    best_peft = max(speed["peft mixed batch"], speed["peft switching adapters"])
+    base = speed["loramux, base only"]
+    ratios = {
+        "distinct adapters over the better peft way": ours / best_peft,
+        "base only over transformers' static batch": base / speed["transformers static batch, base only"],
+        "time of distinct adapters over base only": base / ours,
+        "time of one adapter over base only": base / speed["loramux, one adapter"],
+    }
+    for name, value in ratios.items():
+        console.print(f"{name}: {value:.2f}")
+    for name, value in machine.items():
+        console.print(f"[dim]{name}: {value}[/dim]")
+    if arguments.save:
+        document = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "workload": workload,
+            "machine": machine,
+            "busy_share": {"before": round(busy_before, 3), "after": round(busy_share(), 3)},
+            "seconds": {way.name: [round(value, 3) for value in way.seconds] for way in ways},
+            "tokens_per_second": {name: round(value, 2) for name, value in speed.items()},
+            "ratios": {name: round(value, 3) for name, value in ratios.items()},
+        }
+        arguments.save.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""A small base, adapters made for it with numpy, and every kind of blob store."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from sqlalchemy import insert
+
+from loramux.adapter_store.blob_url import open_blob_store
+from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
+from loramux.adapter_store.canonical import write_canonical
+from loramux.adapter_store.memory_blobs import MemoryBlobStore
+from loramux.adapter_store.packed_file import write_packed
+from loramux.adapter_store.packing import PackedAdapter, pack
+from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.validation import validate_files
+from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import tenants
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_LAYERS = 32, 4, 2, 8, 48, 2
+
+MODULES = (
+    LinearShape("self_attn.q_proj", HIDDEN, HEADS * HEAD_DIM),
+    LinearShape("self_attn.k_proj", HIDDEN, KV_HEADS * HEAD_DIM),
+    LinearShape("self_attn.v_proj", HIDDEN, KV_HEADS * HEAD_DIM),
+    LinearShape("self_attn.o_proj", HEADS * HEAD_DIM, HIDDEN),
+    LinearShape("mlp.gate_proj", HIDDEN, INTERMEDIATE),
+    LinearShape("mlp.up_proj", HIDDEN, INTERMEDIATE),
+    LinearShape("mlp.down_proj", INTERMEDIATE, HIDDEN),
+)
+
+
+def tensor_name(layer: int, module: str, half: str) -> str:
+    return f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight"
+
+
+@dataclass
+class AdapterFiles:
+    """An adapter's two files, as PEFT would save them, open to any change."""
+
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def config_bytes(self) -> bytes:
+        return json.dumps(self.config).encode()
+
+    @property
+    def tensor_bytes(self) -> bytes:
+        return save(self.tensors)
+
+
+@dataclass(frozen=True)
+class AdapterMaker:
+    """Makes random adapters for a target."""
+
+    target: PackTarget
+
+    def __call__(
+        self,
+        seed: int = 0,
+        rank: int = 4,
+        modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.v_proj"),
+        layers: tuple[int, ...] | None = None,
+        ranks: Callable[[int, str], int] | None = None,
+        dtype: Any = np.float32,
+        **config: Any,
+    ) -> AdapterFiles:
+        """`ranks(layer, module)` gives other ranks than `rank`; they go into the configuration's rank_pattern."""
+        generator = np.random.default_rng(seed)
+        files = AdapterFiles(
+            {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "base_model_name_or_path": "some/base",
+                "bias": "none",
+                "r": rank,
+                "lora_alpha": 2 * rank,
+                "target_modules": [name.rsplit(".", 1)[1] for name in modules],
+                **config,
+            }
+        )
+        for layer in range(self.target.geometry.num_layers):
+            if layers is not None and layer not in layers:
+                continue
+            for shape in self.target.modules:
+                if shape.name not in modules:
+                    continue
+                r = ranks(layer, shape.name) if ranks else rank
+                if r != rank:
+                    key = f"model.layers.{layer}.{shape.name}"
+                    files.config.setdefault("rank_pattern", {})[key] = r
+                A = generator.standard_normal((r, shape.in_features)) * 0.1
+                B = generator.standard_normal((shape.out_features, r)) * 0.1
+                files.tensors[tensor_name(layer, shape.name, "A")] = A.astype(dtype)
+                files.tensors[tensor_name(layer, shape.name, "B")] = B.astype(dtype)
+        return files
+
+
+def make_target(dtype: str = "float32", modules: tuple[LinearShape, ...] = MODULES) -> PackTarget:
+    geometry = PageGeometry(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        kv_itemsize=4,
+        adapter_itemsize=4 if dtype == "float32" else 2,
+    )
+    return PackTarget(modules=modules, geometry=geometry, dtype=dtype)
+
+
+@pytest.fixture
+def target() -> PackTarget:
+    return make_target()
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def any_target(request: pytest.FixtureRequest) -> PackTarget:
+    """The small base with a pool of each dtype."""
+    return make_target(request.param)
+
+
+@pytest.fixture
+def odd_target() -> PackTarget:
+    """Rows whose lengths fit no power of two, so that they are padded."""
+    return make_target(modules=(LinearShape("self_attn.q_proj", 63, 1000), LinearShape("mlp.down_proj", 130, 63)))
+
+
+@pytest.fixture
+def make_adapter(target: PackTarget) -> AdapterMaker:
+    return AdapterMaker(target)
+
+
+@pytest.fixture
+def adapter_maker() -> type[AdapterMaker]:
+    """For tests that bring their own target."""
+    return AdapterMaker
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """A real HTTP server that speaks S3."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables by which boto3 finds the server."""
+    for name, value in (
+        ("AWS_ENDPOINT_URL", s3_endpoint),
+        ("AWS_ACCESS_KEY_ID", "test"),
+        ("AWS_SECRET_ACCESS_KEY", "test"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+        ("AWS_EC2_METADATA_DISABLED", "true"),
+    ):
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def s3_bucket(s3_environment: None) -> str:
+    """A new bucket."""
+    import boto3
+
+    bucket = f"loramux-{uuid.uuid4().hex}"
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=bucket)
+    client.close()
+    return bucket
+
+
+def open_blobs(kind: str, request: pytest.FixtureRequest) -> BlobStore:
+    if kind == "memory":
+        return MemoryBlobStore()
+    if kind == "local":
+        return open_blob_store(f"file://{request.getfixturevalue('tmp_path') / 'blobs'}")
+    return open_blob_store(f"s3://{request.getfixturevalue('s3_bucket')}/some/prefix")
+
+
+@pytest.fixture(params=["memory", "local", "s3"])
+def blobs(request: pytest.FixtureRequest) -> BlobStore:
+    """An empty blob store of each kind."""
+    return open_blobs(request.param, request)
+
+
+@pytest.fixture
+def memory_blobs() -> MemoryBlobStore:
+    return MemoryBlobStore()
+
+
+@pytest.fixture
+def make_tenant(database: Database) -> Callable[[str], str]:
+    """Adds a tenant and returns its identifier."""
+
+    def make(slug: str) -> str:
+        tenant_id = new_id("ten")
+        with database.write() as connection:
+            connection.execute(
+                insert(tenants).values(
+                    id=tenant_id,
+                    slug=slug,
+                    display_name=slug,
+                    state="active",
+                    weight=1,
+                    isolation_secret=bytes(32),
+                    created_us=database.now_us(connection),
+                )
+            )
+        return tenant_id
+
+    return make
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter whose canonical file is in a blob store."""
+
+    digest: str
+    packed: PackedAdapter
+
+
+@pytest.fixture
+def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path) -> Callable[..., StoredAdapter]:
+    """Puts a random adapter's canonical file, and on request its packed one, as ingestion does."""
+
+    def store(blobs: BlobStore, is_packed: bool = False, **adapter: Any) -> StoredAdapter:
+        files = make_adapter(**adapter)
+        canonical, packed_path = tmp_path / uuid.uuid4().hex, tmp_path / uuid.uuid4().hex
+        report = validate_files(files.config_bytes, files.tensor_bytes, target)
+        digest = write_canonical(files.tensor_bytes, report.scales, canonical)
+        packed = pack(canonical, target)
+        write_packed(packed_path, packed, target)
+        blobs.put(canonical_key(digest), canonical)
+        if is_packed:
+            blobs.put(packed_key(digest, target.pack_key), packed_path)
+        return StoredAdapter(digest, packed)
+
+    return store

@@ -1,0 +1,125 @@
+"""One suite for every blob store."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from loramux.adapter_store.blob_url import open_blob_store
+from loramux.adapter_store.blobs import BlobStore
+from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable, InvalidBlobUrl
+from loramux.adapter_store.local_blobs import LocalBlobStore
+
+
+def test_what_was_put_comes_back(blobs: BlobStore, tmp_path: Path) -> None:
+    blobs.check()
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(bytes(range(256)) * 9000)
+    assert blobs.put("adapters/a.safetensors", source)
+    assert blobs.put("packed/d/k", b"")
+    blobs.get("adapters/a.safetensors", copy)
+    assert copy.read_bytes() == source.read_bytes()
+    assert blobs.read_bytes("packed/d/k") == b""
+    assert blobs.exists("packed/d/k")
+
+
+def test_a_blob_is_never_replaced(blobs: BlobStore, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"second")
+    assert blobs.put("k/one", b"first")
+    assert not blobs.put("k/one", b"second")
+    assert not blobs.put("k/one", source)
+    assert blobs.read_bytes("k/one") == b"first"
+
+
+def test_a_deleted_blob_is_gone_and_can_be_put_again(blobs: BlobStore) -> None:
+    blobs.put("k/one", b"1")
+    blobs.delete("k/one")
+    blobs.delete("k/one")
+    assert not blobs.exists("k/one")
+    assert blobs.put("k/one", b"2")
+
+
+def test_a_missing_blob_has_its_own_error(blobs: BlobStore, tmp_path: Path) -> None:
+    assert not blobs.exists("k/none")
+    with pytest.raises(BlobNotFound):
+        blobs.read_bytes("k/none")
+    with pytest.raises(BlobNotFound):
+        blobs.get("k/none", tmp_path / "copy")
+
+
+def test_keys_are_listed_by_prefix_in_order(blobs: BlobStore) -> None:
+    for key in ("uploads/u2/b", "uploads/u1/a", "uploads/u1/b", "packed/x/y", "uploads2/z"):
+        blobs.put(key, b"1")
+    assert list(blobs.list_keys("uploads/")) == ["uploads/u1/a", "uploads/u1/b", "uploads/u2/b"]
+    assert list(blobs.list_keys("uploads/u1")) == ["uploads/u1/a", "uploads/u1/b"]
+    assert len(list(blobs.list_keys())) == 5
+    assert list(blobs.list_keys("nothing/")) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", ".hidden", "a b", "ä", "a\0", "a\n"]
+)
+def test_a_key_that_is_no_key_is_an_error_of_ours(blobs: BlobStore, key: str) -> None:
+    for use in (blobs.exists, blobs.read_bytes, blobs.delete):
+        with pytest.raises(ValueError, match="not a blob key"):
+            use(key)
+
+
+def test_of_many_writers_exactly_one_wins(blobs: BlobStore) -> None:
+    won = []
+
+    def write(number: int) -> None:
+        if blobs.put("k/contended", b"%d" % number):
+            won.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert blobs.read_bytes("k/contended") == b"%d" % won[0]
+
+
+def test_a_local_store_leaves_nothing_behind(tmp_path: Path) -> None:
+    root = tmp_path / "blobs"
+    blobs = LocalBlobStore(root)
+    blobs.put("uploads/u/a", b"1")
+    with pytest.raises(BlobStoreUnavailable):
+        blobs.put("uploads/u/b", tmp_path / "no such file")
+    blobs.delete("uploads/u/a")
+    assert [path for path in root.rglob("*") if path.is_file()] == []
+    assert not (root / "uploads").exists()
+
+
+def test_a_directory_that_cannot_be_one_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(BlobStoreUnavailable, match="cannot be written"):
+        open_blob_store(f"file://{tmp_path / 'file' / 'below'}").check()
+
+
+def test_a_missing_bucket_is_said_in_a_sentence(s3_environment: None) -> None:
+    blobs = open_blob_store("s3://no-such-bucket")
+    with pytest.raises(BlobStoreUnavailable, match="no-such-bucket does not exist"):
+        blobs.check()
+    with pytest.raises(BlobStoreUnavailable, match="no-such-bucket"):
+        blobs.put("k/one", b"1")
+    with pytest.raises(BlobStoreUnavailable, match="no-such-bucket"):
+        list(blobs.list_keys())
+
+
+def test_a_server_that_is_down_is_unavailable(s3_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(BlobStoreUnavailable, match="bucket"):
+        open_blob_store("s3://bucket").read_bytes("k/one")
+
+
+@pytest.mark.parametrize(
+    "url", ["", "file://", "/srv/blobs", "gs://bucket", "s3://", "s3:///prefix", "s3://B_/x", "s3://bucket/a b"]
+)
+def test_a_bad_url_is_refused_with_the_way_to_mend_it(url: str) -> None:
+    with pytest.raises(InvalidBlobUrl, match=r"use (file|s3)://"):
+        open_blob_store(url)

@@ -1,0 +1,120 @@
+"""The admin app over real services: SQLite, local blobs and the real validation process; only the engine is a fake."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_worker import IngestWorker
+from loramux.adapter_store.local_blobs import LocalBlobStore
+from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.validator import SubprocessValidator
+from loramux.admin.app import create_admin_app
+from loramux.admin.services import AdminServices
+from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.migrations.database import Database
+from loramux.platform.api_keys import ApiKeys
+from loramux.platform.ledger import Ledger
+from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.tenants import Tenants
+
+ADMIN_KEY = "a-key-of-more-than-thirty-two-characters"
+NUM_LAYERS = 2
+TARGET = PackTarget(
+    modules=(LinearShape("self_attn.q_proj", 32, 32), LinearShape("mlp.down_proj", 48, 32)),
+    geometry=PageGeometry(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
+    dtype="float32",
+)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class AdminSide:
+    """The services, their app and the worker behind them."""
+
+    services: AdminServices
+    blobs: LocalBlobStore
+
+
+@pytest.fixture
+def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
+    database = Database(f"sqlite:///{tmp_path / 'loramux.db'}")
+    database.upgrade()
+    registry = AdapterRegistry(database, reserved_names=("the-base",))
+    blobs = LocalBlobStore(tmp_path / "blobs")
+    ingest = Ingest(registry, blobs, TARGET, tmp_path / "scratch", SubprocessValidator())
+    worker = IngestWorker(ingest)
+    with ThreadPoolExecutor(4) as executor:
+        services = AdminServices(
+            database=database,
+            tenants=Tenants(database),
+            api_keys=ApiKeys(database, ADMIN_KEY),
+            registry=registry,
+            ingest=ingest,
+            quotas=QuotaPolicies(database),
+            ledger=Ledger(database),
+            engine=None,  # type: ignore[arg-type]
+            executor=executor,
+        )
+        worker.start()
+        yield AdminSide(services, blobs)
+        worker.stop()
+    database.close()
+
+
+@pytest.fixture
+async def http(admin_side: AdminSide) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the admin app with the operator's key."""
+    transport = httpx.ASGITransport(create_admin_app(admin_side.services))
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
+        yield client
+
+
+MakeAdapter = Callable[..., Path]
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path) -> MakeAdapter:
+    """Writes a PEFT directory that fits TARGET; every call makes other weights."""
+
+    def make(rank: int = 2, config: dict[str, object] | None = None, poison: float | None = None) -> Path:
+        directory = tmp_path / f"peft-{secrets.token_hex(4)}"
+        directory.mkdir()
+        random = np.random.default_rng(secrets.randbits(32))
+        tensors = {}
+        for layer in range(NUM_LAYERS):
+            for module in TARGET.modules:
+                name = f"base_model.model.model.layers.{layer}.{module.name}"
+                shapes = {"lora_A": (rank, module.in_features), "lora_B": (module.out_features, rank)}
+                for part, shape in shapes.items():
+                    tensors[f"{name}.{part}.weight"] = (random.standard_normal(shape) * 0.02).astype(np.float32)
+        if poison is not None:
+            next(iter(tensors.values()))[0, 0] = poison
+        save_file(tensors, directory / "adapter_model.safetensors")
+        document: dict[str, object] = {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "target_modules": ["q_proj", "down_proj"],
+            **(config or {}),
+        }
+        (directory / "adapter_config.json").write_text(json.dumps(document))
+        return directory
+
+    return make

@@ -1,0 +1,204 @@
+"""An adapter's way over REST: declared, uploaded, validated, served by an alias; and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+async def new_adapter(http: httpx.AsyncClient, tenant: str = "acme", name: str = "support") -> str:
+    await http.post("/admin/v1/tenants", json={"slug": tenant})
+    response = await http.post("/admin/v1/adapters", json={"tenant": tenant, "name": name})
+    assert response.status_code == 201, response.text
+    return str(response.json()["id"])
+
+
+def declared(directory: Path) -> list[dict[str, Any]]:
+    contents = {name: (directory / name).read_bytes() for name in FILES}
+    return [
+        {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    ]
+
+
+async def push(http: httpx.AsyncClient, adapter_id: str, directory: Path) -> dict[str, Any]:
+    upload = await http.post(f"/admin/v1/adapters/{adapter_id}/uploads", json={"files": declared(directory)})
+    assert upload.status_code == 201, upload.text
+    for file in upload.json()["files"]:
+        put = await http.put(file["url"], content=(directory / file["name"]).read_bytes())
+        assert put.status_code == 204, put.text
+    response = await http.post(f"/admin/v1/adapters/{adapter_id}/versions", json={"upload_id": upload.json()["id"]})
+    assert response.status_code == 202, response.text
+    version = response.json()
+    with anyio.fail_after(30):
+        while version["state"] in ("pending", "validating"):
+            await anyio.sleep(0.05)
+            answer = await http.get(f"/admin/v1/adapters/{adapter_id}/versions/{version['number']}")
+            version = answer.json()
+    return dict(version)
+
+
+async def test_a_pushed_adapter_becomes_ready_and_default(
+    http: httpx.AsyncClient, make_adapter: Callable[..., Path]
+) -> None:
+    adapter_id = await new_adapter(http)
+    version = await push(http, adapter_id, make_adapter(rank=3))
+    assert (version["state"], version["number"], version["max_rank"]) == ("ready", 1, 3)
+    assert len(version["digest"]) == 64
+    assert version["error"] is None
+    listed = (await http.get("/admin/v1/adapters", params={"tenant": "acme"})).json()
+    assert [(item["model"], item["aliases"]) for item in listed["data"]] == [("acme/support", {"default": 1})]
+
+
+async def test_identical_bytes_answer_the_existing_version(
+    http: httpx.AsyncClient, make_adapter: Callable[..., Path]
+) -> None:
+    adapter_id = await new_adapter(http)
+    directory = make_adapter()
+    first = await push(http, adapter_id, directory)
+    again = await push(http, adapter_id, directory)
+    assert (again["id"], again["number"]) == (first["id"], 1)
+
+
+async def test_an_alias_moves_to_a_ready_version_only(
+    http: httpx.AsyncClient, make_adapter: Callable[..., Path]
+) -> None:
+    adapter_id = await new_adapter(http)
+    await push(http, adapter_id, make_adapter())
+    await push(http, adapter_id, make_adapter())
+    base = f"/admin/v1/adapters/{adapter_id}"
+    assert (await http.put(f"{base}/aliases/default", json={"version": 2})).status_code == 200
+    assert (await http.get(f"{base}/aliases")).json()["data"] == {"default": 2}
+    rejected = await push(http, adapter_id, make_adapter(config={"use_dora": True}))
+    refused = await http.put(f"{base}/aliases/default", json={"version": rejected["number"]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "version_not_ready")
+    missing = await http.put(f"{base}/aliases/default", json={"version": 9})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "version_not_found")
+    assert (await http.get(f"{base}/aliases")).json()["data"] == {"default": 2}
+
+
+def truncated(directory: Path) -> None:
+    path = directory / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def pickled(directory: Path) -> None:
+    (directory / "adapter_model.safetensors").write_bytes(b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00" * 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "damage"),
+    [
+        pytest.param({"poison": float("nan")}, None, id="nan weights"),
+        pytest.param({"config": {"r": 0}}, None, id="rank 0"),
+        pytest.param({}, truncated, id="truncated"),
+        pytest.param({}, pickled, id="pickle"),
+        pytest.param({"config": {"use_dora": True}}, None, id="dora"),
+    ],
+)
+async def test_a_bad_adapter_is_rejected_with_a_code_and_leaves_no_blob(
+    http: httpx.AsyncClient,
+    admin_side: Any,
+    make_adapter: Callable[..., Path],
+    options: dict[str, Any],
+    damage: Callable[[Path], None] | None,
+) -> None:
+    adapter_id = await new_adapter(http)
+    directory = make_adapter(**options)
+    if damage is not None:
+        damage(directory)
+    version = await push(http, adapter_id, directory)
+    assert version["state"] == "rejected"
+    assert version["digest"] is None
+    assert set(version["error"]) == {"code", "message", "param"}
+    assert version["error"]["code"]
+    with anyio.fail_after(5):
+        while list(admin_side.blobs.list_keys()):  # noqa: ASYNC110 - the worker is a thread
+            await anyio.sleep(0.02)
+    assert (await http.get(f"/admin/v1/adapters/{adapter_id}/aliases")).json()["data"] == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        pytest.param({"size": 0}, "invalid_size", id="empty"),
+        pytest.param({"size": 10**15}, "file_too_large", id="petabyte"),
+        pytest.param({"size": "10"}, "invalid_type", id="size as text"),
+        pytest.param({"sha256": "zz"}, "invalid_sha256", id="no digest"),
+        pytest.param({"name": "../../etc/passwd"}, "invalid_files", id="traversal"),
+        pytest.param({"path": "/tmp"}, "unknown_parameter", id="unknown field"),
+    ],
+)
+async def test_a_bad_declaration_is_refused(
+    http: httpx.AsyncClient, make_adapter: Callable[..., Path], change: dict[str, Any], code: str
+) -> None:
+    adapter_id = await new_adapter(http)
+    files = declared(make_adapter())
+    files[0].update(change)
+    response = await http.post(f"/admin/v1/adapters/{adapter_id}/uploads", json={"files": files})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        pytest.param(b"{}", "size_mismatch", id="too short"),
+        pytest.param(b"x" * 100_000, "size_mismatch", id="too long"),
+        pytest.param(None, "checksum_mismatch", id="other bytes"),
+    ],
+)
+async def test_bytes_that_were_not_declared_are_refused(
+    http: httpx.AsyncClient, make_adapter: Callable[..., Path], content: bytes | None, code: str
+) -> None:
+    adapter_id = await new_adapter(http)
+    files = declared(make_adapter())
+    upload = (await http.post(f"/admin/v1/adapters/{adapter_id}/uploads", json={"files": files})).json()
+    body = b"x" * files[0]["size"] if content is None else content
+    put = await http.put(upload["files"][0]["url"], content=body)
+    assert (put.status_code, put.json()["error"]["code"]) == (400, code)
+    version = await http.post(f"/admin/v1/adapters/{adapter_id}/versions", json={"upload_id": upload["id"]})
+    assert (version.status_code, version.json()["error"]["code"]) == (400, "upload_incomplete")
+
+
+async def test_an_upload_belongs_to_its_adapter(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
+    first, second = await new_adapter(http), await new_adapter(http, "globex", "other")
+    directory = make_adapter()
+    upload = (await http.post(f"/admin/v1/adapters/{first}/uploads", json={"files": declared(directory)})).json()
+    elsewhere = upload["files"][0]["url"].replace(first, second)
+    put = await http.put(elsewhere, content=(directory / FILES[0]).read_bytes())
+    assert (put.status_code, put.json()["error"]["code"]) == (404, "upload_not_found")
+    version = await http.post(f"/admin/v1/adapters/{second}/versions", json={"upload_id": upload["id"]})
+    assert (version.status_code, version.json()["error"]["code"]) == (404, "upload_not_found")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        pytest.param("Support", "invalid_name", id="upper case"),
+        pytest.param("a/b", "invalid_name", id="slash"),
+        pytest.param("а", "invalid_name", id="cyrillic homoglyph"),
+        pytest.param("a\x00", "invalid_name", id="nul"),
+        pytest.param("x" * 64, "invalid_name", id="too long"),
+        pytest.param("the-base", "reserved_name", id="the base's name"),
+    ],
+)
+async def test_adapter_names_are_slugs(http: httpx.AsyncClient, name: str, code: str) -> None:
+    await http.post("/admin/v1/tenants", json={"slug": "acme"})
+    response = await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": name})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+
+
+async def test_a_second_adapter_of_the_same_name_conflicts(http: httpx.AsyncClient) -> None:
+    await new_adapter(http)
+    response = await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": "support"})
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "adapter_exists")

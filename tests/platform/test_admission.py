@@ -1,0 +1,313 @@
+"""Quota is exact: what is reserved is held, what is settled is charged, and each request is settled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.platform.admission import LEASE_US, Admission
+from loramux.platform.buckets import MAX_LIMIT, UNITS
+from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge
+from loramux.platform.quotas import METRICS, QuotaPolicies
+from loramux.platform.reservations import Checkpoint, ReservationRequest, Settlement
+from loramux.platform.tenants import Tenant, Tenants
+
+MakeRequest = Callable[..., ReservationRequest]
+
+
+@pytest.fixture
+def make_request(acme: Tenant, acme_key: str) -> MakeRequest:
+    def make(prompt: int = 10, most: int = 30) -> ReservationRequest:
+        return ReservationRequest(
+            request_id=new_id("req"),
+            tenant_id=acme.id,
+            api_key_id=acme_key,
+            model="acme/support@1",
+            adapter_version_id=None,
+            endpoint="completions",
+            prompt_tokens=prompt,
+            reserved_tokens=most,
+        )
+
+    return make
+
+
+def used(prompt: int, completion: int) -> Settlement:
+    return Settlement(status="completed", prompt_tokens=prompt, completion_tokens=completion)
+
+
+def counter(database: Database) -> Any:
+    with database.read() as connection:
+        return connection.execute(select(schema.quota_counters)).one()
+
+
+def test_without_a_policy_everything_is_admitted_and_nothing_is_promised(
+    clocked: Database, make_request: MakeRequest
+) -> None:
+    assert Admission(clocked).reserve(make_request(most=10**9)).limits == ()
+
+
+def test_tokens_are_held_then_charged_at_the_truth(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
+    admission = Admission(clocked)
+    first = admission.reserve(make_request(most=60))
+    assert [(rate.kind, rate.limit, rate.remaining) for rate in first.limits] == [("tokens", 100, 40)]
+    with pytest.raises(QuotaExceeded):
+        admission.reserve(make_request(most=41))
+    assert admission.settle(first.request_id, used(10, 5))
+    assert (counter(clocked).level, counter(clocked).reserved) == (85 * UNITS, 0)
+    second = admission.reserve(make_request(most=85))
+    assert second.limits[0].remaining == 0
+
+
+def test_the_wait_that_is_told_is_the_wait_that_helps(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 60)
+    admission = Admission(clocked)
+    admission.settle(admission.reserve(make_request(most=60)).request_id, used(20, 40))
+    with pytest.raises(QuotaExceeded) as caught:
+        admission.reserve(make_request(most=30))
+    assert caught.value.retry_after_s == 30
+    assert caught.value.response_headers()["retry-after"] == "30"
+    assert caught.value.headers["x-ratelimit-remaining-tokens"] == "0"
+    clock.advance(29.999_999)
+    with pytest.raises(QuotaExceeded):
+        admission.reserve(make_request(most=30))
+    clock.advance(0.000_001)
+    admission.reserve(make_request(most=30))
+
+
+def test_a_clock_that_goes_back_neither_refills_nor_drains(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "requests_per_minute", 1)
+    admission = Admission(clocked)
+    admission.reserve(make_request())
+    clock.advance(-3600)
+    with pytest.raises(QuotaExceeded) as caught:
+        admission.reserve(make_request())
+    assert caught.value.retry_after_s == 60
+    clock.advance(3600)
+    with pytest.raises(QuotaExceeded):
+        admission.reserve(make_request())
+
+
+def test_a_burst_admits_more_at_once_and_any_minute_at_most_limit_and_burst(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "requests_per_minute", 6, burst=3)
+    admission = Admission(clocked)
+    admitted = 0
+    for _ in range(60):
+        try:
+            admission.reserve(make_request())
+            admitted += 1
+        except QuotaExceeded:
+            pass
+        clock.advance(1)
+    assert admitted == 6 + 3 - 1
+
+
+def test_a_cost_above_the_burst_is_too_large_not_too_early(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
+    with pytest.raises(RequestTooLarge) as caught:
+        Admission(clocked).reserve(make_request(most=101))
+    assert (caught.value.status, caught.value.code) == (400, "request_too_large")
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_limit_of_zero_admits_nothing_and_says_that_waiting_does_not_help(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, metric: str
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, metric, 0)
+    with pytest.raises(QuotaExceeded) as caught:
+        Admission(clocked).reserve(make_request())
+    assert (caught.value.status, caught.value.code) == (429, "insufficient_quota")
+
+
+def test_concurrency_is_held_until_settled(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
+    QuotaPolicies(clocked).set(acme.id, "concurrent_requests", 1)
+    admission = Admission(clocked)
+    first = admission.reserve(make_request())
+    assert first.limits == ()
+    with pytest.raises(QuotaExceeded) as caught:
+        admission.reserve(make_request())
+    assert caught.value.param == "concurrent_requests"
+    admission.settle(first.request_id, used(1, 1))
+    admission.reserve(make_request())
+
+
+def test_a_refusal_takes_nothing_from_any_policy(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
+    policies, admission = QuotaPolicies(clocked), Admission(clocked)
+    policies.set(acme.id, "requests_per_minute", 5)
+    policies.set(acme.id, "concurrent_requests", 0)
+    with pytest.raises(QuotaExceeded):
+        admission.reserve(make_request())
+    with clocked.read() as connection:
+        levels = connection.execute(select(schema.quota_counters.c.level, schema.quota_counters.c.reserved)).all()
+        assert sorted(tuple(row) for row in levels) == [(0, 0), (5 * UNITS, 0)]
+        assert connection.execute(select(schema.reservations)).all() == []
+
+
+def test_a_request_that_never_ran_gets_its_request_back(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "requests_per_minute", 5)
+    admission = Admission(clocked)
+    never = Settlement(status="failed", prompt_tokens=0, completion_tokens=0, has_run=False)
+    admission.settle(admission.reserve(make_request()).request_id, never)
+    assert counter(clocked).level == 5 * UNITS
+    admission.settle(admission.reserve(make_request()).request_id, used(1, 0))
+    assert counter(clocked).level == 4 * UNITS
+
+
+def test_settling_twice_charges_once(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
+    admission = Admission(clocked)
+    reservation = admission.reserve(make_request())
+    assert admission.settle(reservation.request_id, used(10, 5))
+    assert not admission.settle(reservation.request_id, used(10, 20))
+    assert counter(clocked).level == 85 * UNITS
+    with clocked.read() as connection:
+        event = connection.execute(select(schema.usage_events)).one()
+    assert (event.prompt_tokens, event.completion_tokens, event.status) == (10, 5, "completed")
+    with pytest.raises(LookupError):
+        admission.settle("req_none", used(1, 1))
+
+
+def test_an_expired_reservation_is_recovered_at_its_checkpoint_and_not_settled_again(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
+    admission = Admission(clocked)
+    dead, alive = admission.reserve(make_request()), admission.reserve(make_request())
+    clock.advance(LEASE_US / 1_000_000)
+    assert admission.recover_expired() == 0
+    admission.checkpoint([Checkpoint(alive.request_id, 3)])
+    clock.advance(0.000_001)
+    # Written by a gateway that is about to die: the tokens count, the lease has not been extended in time.
+    assert admission.recover_expired() == 1
+    assert admission.recover_expired() == 0
+    assert not admission.settle(dead.request_id, used(10, 20))
+    clock.advance(LEASE_US / 1_000_000)
+    assert admission.recover_expired() == 1
+    with clocked.read() as connection:
+        events = connection.execute(select(schema.usage_events).order_by("request_id")).all()
+    assert {(event.request_id, event.status, event.completion_tokens) for event in events} == {
+        (dead.request_id, "recovered", 0),
+        (alive.request_id, "recovered", 3),
+    }
+    assert counter(clocked).reserved == 0
+    admission.checkpoint([Checkpoint(dead.request_id, 20)])
+    assert admission.recover_expired() == 0
+
+
+def test_a_policy_that_is_lifted_while_a_request_runs_does_not_disturb_it(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    policies, admission = QuotaPolicies(clocked), Admission(clocked)
+    policy = policies.set(acme.id, "tokens_per_minute", 100)
+    reservation = admission.reserve(make_request())
+    assert policies.delete(policy.id)
+    assert not policies.delete(policy.id)
+    assert admission.settle(reservation.request_id, used(10, 5))
+    policies.set(acme.id, "tokens_per_minute", 50)
+    assert counter(clocked).level == 50 * UNITS
+
+
+def test_a_changed_limit_keeps_what_is_held_and_earned(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
+) -> None:
+    policies, admission = QuotaPolicies(clocked), Admission(clocked)
+    policy = policies.set(acme.id, "tokens_per_minute", 60)
+    admission.settle(admission.reserve(make_request(most=60)).request_id, used(60, 0))
+    clock.advance(10)
+    changed = policies.set(acme.id, "tokens_per_minute", 120)
+    assert changed == replace(policy, limit=120, burst=120, updated_us=clock.now_us)
+    assert policies.get(policy.id) == changed
+    clock.advance(10)
+    assert admission.reserve(make_request(most=30)).limits[0].remaining == 0
+    policies.set(acme.id, "tokens_per_minute", 5)
+    assert (counter(clocked).level, counter(clocked).reserved) == (5 * UNITS, 30)
+    assert policies.list(acme.id, limit=10).data == policies.list(None, limit=10).data
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        (("money_per_day", 1), "metric"),
+        (("tokens_per_minute", -1), "limit"),
+        (("tokens_per_minute", MAX_LIMIT + 1), "limit"),
+        (("tokens_per_minute", 1, -1), "burst"),
+        (("tokens_per_minute", 1, MAX_LIMIT + 1), "burst"),
+        (("tokens_per_minute", 1, 0), "burst"),
+        (("concurrent_requests", 1, 1), "burst"),
+    ],
+    ids=["unknown metric", "negative", "overflow", "negative burst", "burst overflow", "no burst", "concurrency burst"],
+)
+def test_a_bad_policy_is_refused_with_the_fields_name(
+    clocked: Database, acme: Tenant, arguments: Any, param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        QuotaPolicies(clocked).set(acme.id, *arguments)
+    assert caught.value.param == param
+
+
+def test_the_largest_limit_fits_the_columns(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", MAX_LIMIT)
+    admission = Admission(clocked)
+    admission.settle(admission.reserve(make_request(most=MAX_LIMIT)).request_id, used(MAX_LIMIT, 0))
+    assert counter(clocked).level == 0
+
+
+def test_a_policy_of_an_unknown_tenant_is_refused(clocked: Database) -> None:
+    with pytest.raises(NotFound):
+        QuotaPolicies(clocked).set("ten_none", "tokens_per_minute", 1)
+
+
+def test_clients_that_race_for_the_last_tokens_never_overspend(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
+    admission = Admission(clocked)
+
+    def attempt(_: int) -> bool:
+        try:
+            reservation = admission.reserve(make_request(most=30))
+        except QuotaExceeded:
+            return False
+        return admission.settle(reservation.request_id, used(10, 20))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(attempt, range(24))) == 3
+    assert (counter(clocked).level, counter(clocked).reserved) == (10 * UNITS, 0)
+
+
+def test_policies_change_while_requests_run_without_deadlock(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    policies, admission = QuotaPolicies(clocked), Admission(clocked)
+    metrics = METRICS[:2]
+
+    def change(i: int) -> None:
+        policies.set(acme.id, metrics[i % 2], 10**6 + i)
+
+    def run(_: int) -> None:
+        admission.settle(admission.reserve(make_request()).request_id, used(1, 1))
+
+    with ThreadPoolExecutor(6) as threads:
+        for future in [threads.submit(work, i) for i in range(20) for work in (change, run, run)]:
+            future.result(timeout=30)
+    assert Tenants(clocked).get("acme") == acme

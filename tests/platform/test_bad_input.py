@@ -1,0 +1,206 @@
+"""Whatever a client sends, it gets a status, a code and a field; nothing runs and nothing is reserved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from loramux.migrations import schema
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+async def refused(gateway: Any, path: str, status: int, code: str, param: str | None, **sent: Any) -> dict[str, Any]:
+    response = await gateway.http.post(path, **sent)
+    body = response.json()
+    assert list(body) == ["error"]
+    error = body["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert (response.status_code, error["code"], error["param"]) == (status, code, param), error
+    assert response.headers["x-request-id"].startswith("req_")
+    assert gateway.engine.adds == []
+    with gateway.database.read() as connection:
+        assert connection.execute(select(schema.reservations)).all() == []
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"model": None}, "invalid_type", "model"),
+        ({"model": 5}, "invalid_type", "model"),
+        ({"model": "x" * 300}, "invalid_value", "model"),
+        ({"model": "acme/a@1:b"}, "invalid_model_name", "model"),
+        ({"model": "acme/a:b@1"}, "invalid_model_name", "model"),
+        ({"prompt": None}, "invalid_value", "prompt"),
+        ({"prompt": []}, "invalid_value", "prompt"),
+        ({"prompt": [[]]}, "invalid_value", "prompt"),
+        ({"prompt": [1, "a"]}, "invalid_value", "prompt"),
+        ({"prompt": [1.5]}, "invalid_value", "prompt"),
+        ({"prompt": [True]}, "invalid_value", "prompt"),
+        ({"prompt": [-1]}, "invalid_value", "prompt"),
+        ({"prompt": [1024]}, "invalid_value", "prompt"),
+        ({"prompt": [5] * 256}, "context_length_exceeded", "prompt"),
+        ({"prompt": "word " * 5000}, "context_length_exceeded", "prompt"),
+        ({"max_tokens": 0}, "invalid_value", "max_tokens"),
+        ({"max_tokens": -1}, "invalid_value", "max_tokens"),
+        ({"max_tokens": 1.5}, "invalid_type", "max_tokens"),
+        ({"max_tokens": "5"}, "invalid_type", "max_tokens"),
+        ({"max_tokens": True}, "invalid_type", "max_tokens"),
+        ({"max_tokens": 10**30}, "invalid_value", "max_tokens"),
+        ({"max_tokens": 256}, "context_length_exceeded", "max_tokens"),
+        ({"temperature": -0.1}, "invalid_value", "temperature"),
+        ({"temperature": 2.1}, "invalid_value", "temperature"),
+        ({"temperature": "hot"}, "invalid_type", "temperature"),
+        ({"temperature": True}, "invalid_type", "temperature"),
+        ({"temperature": 10**400}, "invalid_value", "temperature"),
+        ({"top_p": 0}, "invalid_value", "top_p"),
+        ({"top_p": 1.01}, "invalid_value", "top_p"),
+        ({"n": 0}, "invalid_value", "n"),
+        ({"n": 129}, "invalid_value", "n"),
+        ({"prompt": ["a"] * 129}, "invalid_value", "n"),
+        ({"seed": 2**63}, "invalid_value", "seed"),
+        ({"seed": 0.5}, "invalid_type", "seed"),
+        ({"stop": 5}, "invalid_type", "stop"),
+        ({"stop": ""}, "invalid_value", "stop"),
+        ({"stop": ["a"] * 17}, "invalid_value", "stop"),
+        ({"stop": ["a", 5]}, "invalid_type", "stop[1]"),
+        ({"stop_token_ids": [1024]}, "invalid_value", "stop_token_ids"),
+        ({"top_k": -2}, "invalid_value", "top_k"),
+        ({"min_tokens": 17}, "invalid_value", "min_tokens"),
+        ({"stream": "yes"}, "invalid_type", "stream"),
+        ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
+        ({"stream": True, "stream_options": {"usage": 1}}, "unknown_parameter", "stream_options.usage"),
+        ({"logprobs": 21}, "invalid_value", "logprobs"),
+        ({"logprobs": True}, "invalid_type", "logprobs"),
+        ({"presence_penalty": 0.5}, "unsupported_parameter", "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "unsupported_parameter", "logit_bias"),
+        ({"min_p": 0.1}, "unsupported_parameter", "min_p"),
+        ({"repetition_penalty": 1.1}, "unsupported_parameter", "repetition_penalty"),
+        ({"best_of": 3}, "unsupported_parameter", "best_of"),
+        ({"echo": True}, "unsupported_parameter", "echo"),
+        ({"suffix": "x"}, "unsupported_parameter", "suffix"),
+        ({"priority": 9}, "unknown_parameter", "priority"),
+        ({"usage": {}}, "unknown_parameter", "usage"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+async def test_a_bad_completion_is_refused(gateway: Any, change: dict[str, Any], code: str, param: str) -> None:
+    body = {"model": "base", "prompt": "Hello", **change}
+    await refused(gateway, TEXT, 400, code, param, json=body)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": "Hello"}, "invalid_type", "messages"),
+        ({"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "invalid_value", "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "invalid_type", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "invalid_type", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "unknown_parameter", "messages[0].weight"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, "context_length_exceeded", "messages"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "invalid_value", "max_completion_tokens"),
+        ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+        ({"logprobs": 2}, "invalid_type", "logprobs"),
+        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+        ({"modalities": ["audio"]}, "unsupported_parameter", "modalities"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+async def test_a_bad_chat_is_refused(gateway: Any, change: dict[str, Any], code: str, param: str) -> None:
+    body = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], **change}
+    await refused(gateway, CHAT, 400, code, param, json=body)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"model"',
+        b'{"model": "base", "prompt": "a", "temperature": NaN}',
+        b'{"model": "base", "prompt": "a", "temperature": -Infinity}',
+        b'{"model": "base", "prompt": "a", "temperature": 1e999}',
+        b'{"model": "base", "prompt": "a", "n": 1, "n": 2}',
+        b'{"model": "base", "prompt": "\xff"}',
+        b'{"model": "base", "prompt": "\\ud800"}',
+        b'{"model": "base", "prompt": "a", "stop": ["\\uDC00x"]}',
+        b'{"model": "base", "prompt": "a", "\\ud83e": 1}',
+        b'{"model": "base", "prompt": ' + b"[" * 100_000,
+        b'{"model": "base", "prompt": "a", "seed": ' + b"1" * 5000 + b"}",
+    ],
+    ids=[
+        "empty", "cut", "list", "null", "text", "NaN", "Infinity", "overflow", "duplicate", "bytes", "half a pair", "other half", "half a name", "deep", "digits",
+    ],
+)  # fmt: skip
+async def test_what_is_not_json_is_refused(gateway: Any, content: bytes) -> None:
+    await refused(gateway, TEXT, 400, "invalid_json", None, content=content)
+
+
+async def test_a_missing_field_is_named(gateway: Any) -> None:
+    await refused(gateway, TEXT, 400, "missing_required_parameter", "prompt", json={"model": "base"})
+    await refused(gateway, CHAT, 400, "missing_required_parameter", "messages", json={"model": "base"})
+
+
+@pytest.mark.parametrize("has_length", [True, False], ids=["declared", "chunked"])
+async def test_a_body_that_is_too_long_is_refused_unread(gateway: Any, has_length: bool) -> None:
+    size = gateway.services.settings.max_body_bytes + 1
+
+    async def chunks() -> Any:
+        for _ in range(0, size, 65536):
+            yield b" " * 65536
+
+    content = b" " * size if has_length else chunks()
+    await refused(gateway, TEXT, 413, "payload_too_large", None, content=content)
+
+
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [
+        (None, "missing_api_key"),
+        ("", "missing_api_key"),
+        ("Bearer", "missing_api_key"),
+        ("Basic abc", "missing_api_key"),
+        ("Bearer sk-lmx-0000000000000000-0000000000000000000000000000000000000000000", "invalid_api_key"),
+        ("Bearer sk-openai", "invalid_api_key"),
+        ("Bearer " + "x" * 8000, "invalid_api_key"),
+    ],
+    ids=["none", "empty", "no key", "basic", "unknown", "foreign", "long"],
+)
+@pytest.mark.parametrize("path", [TEXT, CHAT], ids=["completions", "chat"])
+async def test_without_a_good_key_nothing_is_even_read(gateway: Any, path: str, header: str | None, code: str) -> None:
+    del gateway.http.headers["authorization"]
+    headers = {} if header is None else {"authorization": header}
+    error = await refused(gateway, path, 401, code, None, headers=headers, content=b"{")
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v2/completions", 404, "not_found"),
+        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/openapi.json", 404, "not_found"),
+        ("GET", "/metrics", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/base", 405, "method_not_allowed"),
+    ],
+)
+async def test_unknown_paths_and_methods_have_the_envelope(
+    gateway: Any, method: str, path: str, status: int, code: str
+) -> None:
+    response = await gateway.http.request(method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert response.headers["x-request-id"]

@@ -1,0 +1,158 @@
+"""The report adds up, over every grouping and bucket, on both databases."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.platform.admission import Admission
+from loramux.platform.api_keys import ApiKeys
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.ledger import Ledger, UsageRow
+from loramux.platform.reservations import ReservationRequest, Settlement
+from loramux.platform.tenants import Tenants
+from loramux.platform.usage_csv import usage_csv
+
+HOUR_US = 3_600_000_000
+
+
+@pytest.fixture
+def used(clocked: Database, clock: Any) -> list[str]:
+    """Three requests of acme's in two hours and one of other's; returns the request ids."""
+    tenants, keys, admission = Tenants(clocked), ApiKeys(clocked), Admission(clocked)
+    clock.now_us = 500_000 * HOUR_US
+    made = []
+    for slug, model, prompt, completion, status in [
+        ("acme", "acme/support@1", 10, 1, "completed"),
+        ("acme", "base", 20, 2, "completed"),
+        ("other", "base", 40, 4, "aborted"),
+        ("acme", "base", 80, 8, "completed"),
+    ]:
+        tenant = tenants.get(slug) or tenants.create(slug)
+        request = ReservationRequest(
+            request_id=new_id("req"),
+            tenant_id=tenant.id,
+            api_key_id=keys.create(tenant.id, "test").key.id,
+            model=model,
+            adapter_version_id=None,
+            endpoint="completions",
+            prompt_tokens=prompt,
+            reserved_tokens=prompt + completion,
+        )
+        admission.reserve(request)
+        clock.advance(1200)
+        settlement = Settlement(
+            status=status, prompt_tokens=prompt, completion_tokens=completion, cached_tokens=prompt // 2
+        )
+        admission.settle(request.request_id, settlement)
+        made.append(request.request_id)
+    return made
+
+
+def sums(rows: tuple[UsageRow, ...]) -> list[tuple[int, int, int, int]]:
+    return [(row.requests, row.prompt_tokens, row.cached_tokens, row.completion_tokens) for row in rows]
+
+
+def test_the_total_is_the_sum_of_the_events(clocked: Database, used: list[str], clock: Any) -> None:
+    ledger = Ledger(clocked)
+    total = ledger.report(None, 0, clock.now_us + 1)
+    assert sums(total) == [(4, 150, 75, 15)]
+    events = ledger.events(None, limit=10).data
+    assert {event.request_id for event in events} == set(used)
+    assert sum(event.prompt_tokens for event in events) == 150
+
+
+def test_a_tenant_sees_only_its_own(clocked: Database, used: list[str], clock: Any) -> None:
+    ledger, tenants = Ledger(clocked), Tenants(clocked)
+    other = tenants.get("other")
+    assert other is not None
+    assert sums(ledger.report(other.id, 0, clock.now_us + 1)) == [(1, 40, 20, 4)]
+    assert [event.tenant for event in ledger.events(other.id, limit=10).data] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("group_by", "expected"),
+    [
+        (("tenant",), {("acme",): 110, ("other",): 40}),
+        (("model",), {("acme/support@1",): 10, ("base",): 140}),
+        (("status",), {("completed",): 110, ("aborted",): 40}),
+        (("tenant", "model"), {("acme", "acme/support@1"): 10, ("acme", "base"): 100, ("other", "base"): 40}),
+        (("endpoint",), {("completions",): 150}),
+        (("adapter", "version"), {(None, None): 150}),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else "",
+)
+def test_groups_partition_the_total(
+    clocked: Database, used: list[str], clock: Any, group_by: tuple[str, ...], expected: dict[tuple[str, ...], int]
+) -> None:
+    rows = Ledger(clocked).report(None, 0, clock.now_us + 1, group_by=group_by)
+    assert {tuple(getattr(row, name) for name in group_by): row.prompt_tokens for row in rows} == expected
+
+
+def test_buckets_are_half_open_hours_cut_to_the_range(clocked: Database, used: list[str]) -> None:
+    start = 500_000 * HOUR_US
+    rows = Ledger(clocked).report(None, start + 1, start + HOUR_US + 600_000_000, bucket="1h")
+    # Requests finish after 20, 40, 60 and 80 minutes; the third falls into the second hour, the fourth is outside.
+    assert [(row.start_us - start, row.end_us - start) for row in rows] == [
+        (1, HOUR_US),
+        (HOUR_US, HOUR_US + 600_000_000),
+    ]
+    assert sums(rows) == [(2, 30, 15, 3), (1, 40, 20, 4)]
+
+
+def test_events_page_newest_first(clocked: Database, used: list[str]) -> None:
+    ledger = Ledger(clocked)
+    newest = sorted(used, reverse=True)
+    first = ledger.events(None, limit=3)
+    assert [event.request_id for event in first.data] == newest[:3]
+    assert first.has_more
+    assert [event.request_id for event in ledger.events(None, limit=3, after=newest[2]).data] == newest[3:]
+
+
+def test_an_empty_range_is_zero_not_nothing(clocked: Database, used: list[str]) -> None:
+    assert sums(Ledger(clocked).report(None, 0, 1)) == [(0, 0, 0, 0)]
+    assert Ledger(clocked).report(None, 0, 1, group_by=["tenant"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        ((5, 5, None, ()), "end"),
+        ((-1, 5, None, ()), "start"),
+        ((0, 2**63, None, ()), "end"),
+        ((0, 5, "1w", ()), "bucket"),
+        ((0, 2 * HOUR_US * 24 * 365, "1m", ()), "bucket"),
+        ((0, 5, None, ("tenant_id",)), "group_by"),
+        ((0, 5, None, ("tenant", "tenant")), "group_by"),
+    ],
+    ids=["empty", "before 1970", "overflow", "unknown bucket", "too many buckets", "unknown group", "group twice"],
+)
+def test_a_bad_question_is_refused_with_the_fields_name(clocked: Database, arguments: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Ledger(clocked).report(None, *arguments)
+    assert caught.value.param == param
+
+
+def test_csv_reads_back_and_holds_no_formula() -> None:
+    row = UsageRow(
+        start_us=0,
+        end_us=1,
+        model='=HYPERLINK("x")',
+        tenant="a,b",
+        requests=1,
+        prompt_tokens=2,
+        cached_tokens=0,
+        completion_tokens=3,
+    )
+    text = "".join(usage_csv([row, replace(row, model=None)], ["tenant", "model"]))
+    header, first, second = csv.reader(text.splitlines())
+    assert header == [
+        "start_us", "end_us", "tenant", "model", "requests", "prompt_tokens", "cached_tokens", "completion_tokens",
+    ]  # fmt: skip
+    assert first == ["0", "1", "a,b", '\'=HYPERLINK("x")', "1", "2", "0", "3"]
+    assert second[3] == ""
