@@ -1,0 +1,111 @@
+"""A `loramux serve` process, driven the way an operator drives it: by the command line and by official clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+LORAMUX = [sys.executable, "-m", "loramux.admin.cli"]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Where a server keeps its things, and how it is reached; outlives a restart."""
+
+    model: Path
+    data_dir: Path
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    port: int
+    admin_port: int
+    admin_key: str
+
+    def client(self, api_key: str) -> OpenAI:
+        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=api_key, max_retries=0, timeout=60.0)
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            **self.environment,
+            "LORAMUX_ADMIN_URL": f"http://127.0.0.1:{self.admin_port}",
+            "LORAMUX_ADMIN_KEY": self.admin_key,
+        }
+        return subprocess.run(
+            [*LORAMUX, *arguments], env=environment, capture_output=True, text=True, timeout=90, check=False
+        )
+
+    def json(self, *arguments: str) -> Any:
+        done = self.command(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    @contextmanager
+    def running(self) -> Iterator[subprocess.Popen[str]]:
+        """Serve until the block ends; what still runs then is told to stop."""
+        server = subprocess.Popen(
+            [
+                *(*LORAMUX, "serve", "--model", str(self.model), "--data-dir", str(self.data_dir)),
+                *("--port", str(self.port), "--admin-port", str(self.admin_port), "--served-name", "demo-base"),
+                *self.arguments,
+            ],
+            env={**self.environment, "LORAMUX_ADMIN_KEY": self.admin_key},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            self._wait_until_ready(server)
+            yield server
+        finally:
+            if server.poll() is None:
+                server.send_signal(signal.SIGTERM)
+            try:
+                server.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.communicate()
+                raise
+
+    def _wait_until_ready(self, server: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            assert server.poll() is None, server.communicate()[0]
+            try:
+                if httpx.get(f"http://127.0.0.1:{self.port}/health/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
+        raise AssertionError("the server was not ready in time")
+
+
+def deployment(model: Path, data_dir: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> Deployment:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return Deployment(
+        model=model,
+        data_dir=data_dir,
+        arguments=arguments,
+        environment={**inherited, "PYTHONPATH": paths, **environment},
+        port=free_port(),
+        admin_port=free_port(),
+        admin_key=secrets.token_hex(24),
+    )

@@ -1,0 +1,351 @@
+"""The whole path through `loramux serve`: on SQLite with local blobs, and on PostgreSQL with S3."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+from peft import PeftModel
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from loramux.admin.demo.prompts import DEMO_PROMPTS
+from tests.conformance.served import Deployment, deployment
+
+DEMO = Path(__file__).parents[2] / "admin" / "demo"
+ADAPTERS = {"harbour": "pirate", "chambers": "formal", "parcels": "json"}
+BUCKET = "loramux-test"
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A running deployment with a tenant and a key for each adapter."""
+
+    deployment: Deployment
+    keys: dict[str, str]
+    blobs: Any
+    """Lists the blob store's keys."""
+
+
+@pytest.fixture(scope="module", params=["sqlite and local blobs", "postgres and s3"])
+def stand(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, postgres_server: str
+) -> Iterator[Stand]:
+    directory = tmp_path_factory.mktemp("served")
+    if request.param.startswith("sqlite"):
+        blob_dir = directory / "data" / "blobs"
+        made = deployment(DEMO / "base", directory / "data", (), {})
+
+        def list_files() -> list[str]:
+            return sorted(str(path.relative_to(blob_dir)) for path in blob_dir.rglob("*") if path.is_file())
+
+        yield from serve(made, list_files)
+        return
+    s3 = ThreadedMotoServer(port=0, verbose=False)
+    s3.start()
+    host, port = s3.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    bucket = boto3.resource(
+        "s3",
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+    ).create_bucket(Bucket=BUCKET)
+    arguments = ("--database-url", postgres_server, "--blob-url", f"s3://{BUCKET}/models")
+    made = deployment(DEMO / "base", directory / "data", arguments, environment)
+    yield from serve(made, lambda: sorted(item.key for item in bucket.objects.all()))
+    s3.stop()
+
+
+def serve(made: Deployment, blobs: Any) -> Iterator[Stand]:
+    with made.running():
+        keys = {}
+        for tenant, adapter in ADAPTERS.items():
+            assert made.json("tenants", "create", tenant)["slug"] == tenant
+            keys[tenant] = made.json("keys", "create", "--tenant", tenant)["secret"]
+            pushed = made.json(
+                "adapters", "push", str(DEMO / "adapters" / adapter), "--tenant", tenant, "--name", adapter
+            )
+            assert (pushed["model"], pushed["version"]) == (f"{tenant}/{adapter}", 1)
+            assert len(pushed["digest"]) == 64
+        yield Stand(made, keys, blobs)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str | None, str], str]:
+    """What transformers and peft answer to each demo prompt, by adapter; None is the base. bfloat16, as served."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
+    base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, DEMO / "adapters" / "pirate", adapter_name="pirate")
+    for name in ("formal", "json"):
+        model.load_adapter(DEMO / "adapters" / name, adapter_name=name)
+    answers: dict[tuple[str | None, str], str] = {}
+    for prompt in DEMO_PROMPTS:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        for name in (None, *ADAPTERS.values()):
+            if name is not None:
+                model.set_adapter(name)
+                output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+            else:
+                with model.disable_adapter():
+                    output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+            new = output[0, inputs["input_ids"].shape[1] :]
+            answers[name, prompt] = tokenizer.decode(new, skip_special_tokens=True)
+    return answers
+
+
+def usage(stand: Stand, tenant: str) -> tuple[int, int, int]:
+    """Requests, prompt tokens and completion tokens that a tenant was billed."""
+    done = stand.deployment.command("usage", "--tenant", tenant, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    results = [result for bucket in json.loads(done.stdout)["data"] for result in bucket["results"]]
+    return (
+        sum(one["requests"] for one in results),
+        sum(one["prompt_tokens"] for one in results),
+        sum(one["completion_tokens"] for one in results),
+    )
+
+
+def ask(stand: Stand, tenant: str, model: str, prompt: str, stream: bool) -> tuple[str, int, int]:
+    """One greedy chat answer and the tokens that the server says it cost."""
+    client = stand.deployment.client(stand.keys[tenant])
+    messages: Any = [{"role": "user", "content": prompt}]
+    if not stream:
+        answer = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=48)
+        assert answer.usage is not None
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content or "", answer.usage.prompt_tokens, answer.usage.completion_tokens
+    text, spent = "", None
+    for chunk in client.chat.completions.create(
+        model=model,
+        messages=messages,
+        temperature=0,
+        max_tokens=48,
+        stream=True,
+        stream_options={"include_usage": True},
+    ):
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        spent = chunk.usage or spent
+    assert spent is not None
+    return text, spent.prompt_tokens, spent.completion_tokens
+
+
+def test_every_tenant_gets_its_own_answers_and_its_own_bill(
+    stand: Stand, expected: dict[tuple[str | None, str], str]
+) -> None:
+    before = {tenant: usage(stand, tenant) for tenant in ADAPTERS}
+    asked = [
+        (tenant, name, prompt, index % 2 == 0)
+        for index, prompt in enumerate(DEMO_PROMPTS)
+        for tenant, adapter in ADAPTERS.items()
+        for name in (adapter, None)
+    ]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = list(threads.map(lambda one: ask(stand, one[0], one[1] or "demo-base", one[2], stream=one[3]), asked))
+    spent = {tenant: [0, 0, 0] for tenant in ADAPTERS}
+    for (tenant, name, prompt, _), (text, prompt_tokens, completion_tokens) in zip(asked, answers, strict=True):
+        assert text == expected[name, prompt]
+        for index, amount in enumerate((1, prompt_tokens, completion_tokens)):
+            spent[tenant][index] += amount
+    for tenant in ADAPTERS:
+        billed = [now - then for now, then in zip(usage(stand, tenant), before[tenant], strict=True)]
+        assert billed == spent[tenant]
+
+
+def test_models_are_the_tenants_own(stand: Stand) -> None:
+    listed = {
+        tenant: {model.id for model in stand.deployment.client(key).models.list()} for tenant, key in stand.keys.items()
+    }
+    assert listed == {tenant: {"demo-base", f"{tenant}/{adapter}"} for tenant, adapter in ADAPTERS.items()}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"model": "nobody/nothing"}, 404, "model_not_found"),
+        ({"model": "parcels/json"}, 404, "model_not_found"),
+        ({"prompt": "cow " * 5000}, 400, "context_length_exceeded"),
+        ({"max_tokens": 0}, 400, None),
+        ({"temperature": "warm"}, 400, None),
+        ({"prompt": 7.5}, 400, None),
+        (b'{"model": "pirate", "prompt": "x", "temperature": NaN}', 400, None),
+        (b'{"model": "pirate", "prompt": "x"', 400, None),
+        (b'{"model": "pirate", "model": "json", "prompt": "x"}', 400, None),
+    ],
+    ids=[
+        "unknown model",
+        "another tenant's model",
+        "too long a prompt",
+        "max_tokens 0",
+        "temperature of the wrong type",
+        "prompt of the wrong type",
+        "temperature NaN",
+        "malformed JSON",
+        "duplicate key",
+    ],
+)
+def test_a_bad_request_is_answered_and_disturbs_nobody(
+    stand: Stand,
+    expected: dict[tuple[str | None, str], str],
+    body: dict[str, Any] | bytes,
+    status: int,
+    code: str | None,
+) -> None:
+    before = usage(stand, "harbour")
+    prompt = DEMO_PROMPTS[2]
+    with ThreadPoolExecutor(1) as threads:
+        neighbour = threads.submit(ask, stand, "chambers", "formal", prompt, True)
+        content = body if isinstance(body, bytes) else json.dumps({"model": "pirate", "prompt": "x", **body}).encode()
+        answer = httpx.post(
+            f"http://127.0.0.1:{stand.deployment.port}/v1/completions",
+            content=content,
+            headers={"authorization": f"Bearer {stand.keys['harbour']}", "content-type": "application/json"},
+        )
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert code is None or error["code"] == code
+        assert answer.headers["x-request-id"]
+        assert neighbour.result()[0] == expected["formal", prompt]
+    assert usage(stand, "harbour") == before
+
+
+def test_a_bad_key_opens_nothing(stand: Stand) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        stand.deployment.client("sk-lmx-aaaaaaaaaaaaaaaa-" + "b" * 43).models.list()
+
+
+def spoil(kind: str, directory: Path) -> None:
+    """Make a copy of an adapter unfit in one way."""
+    config_path, tensors_path = directory / "adapter_config.json", directory / "adapter_model.safetensors"
+    config = json.loads(config_path.read_text())
+    match kind:
+        case "truncated":
+            tensors_path.write_bytes(tensors_path.read_bytes()[:-100])
+        case "pickle":
+            tensors_path.write_bytes(b"\x80\x04\x95" + bytes(200))
+        case "rank 0":
+            config["r"] = 0
+        case "NaN weights":
+            tensors = {
+                name: np.full(value.shape, np.nan, np.float32) if "lora_B" in name else value.astype(np.float32)
+                for name, value in load_file(tensors_path).items()
+            }
+            save_file(tensors, tensors_path)
+        case "another base":
+            tensors = {
+                name: np.ones((value.shape[0], value.shape[1] + 8), np.float32) if "lora_A" in name else value
+                for name, value in load_file(tensors_path).items()
+            }
+            save_file(tensors, tensors_path)
+    config_path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", ["truncated", "pickle", "rank 0", "NaN weights", "another base"])
+def test_an_unfit_adapter_is_rejected_and_leaves_nothing(stand: Stand, tmp_path: Path, kind: str) -> None:
+    directory = tmp_path / "adapter"
+    shutil.copytree(DEMO / "adapters" / "formal", directory)
+    # numpy knows no bfloat16, and a float32 adapter is as good.
+    from safetensors.torch import load_file as load_torch
+    from safetensors.torch import save_file as save_torch
+
+    path = directory / "adapter_model.safetensors"
+    save_torch({name: value.float() for name, value in load_torch(path).items()}, path)
+    spoil(kind, directory)
+    before = stand.blobs()
+    name = kind.replace(" ", "-").lower()
+    done = stand.deployment.command("adapters", "push", str(directory), "--tenant", "harbour", "--name", name, "--json")
+    assert done.returncode == 1, done.stdout
+    error = json.loads(done.stdout)["error"]
+    assert error["code"]
+    assert error["message"]
+    assert stand.blobs() == before
+    with pytest.raises(openai.NotFoundError):
+        ask(stand, "harbour", name, DEMO_PROMPTS[0], stream=False)
+
+
+def test_a_quota_is_enforced_before_a_request_runs(stand: Stand) -> None:
+    made = stand.deployment
+    assert made.json("tenants", "create", "thrifty")["slug"] == "thrifty"
+    key = made.json("keys", "create", "--tenant", "thrifty")["secret"]
+    made.json("quotas", "set", "--tenant", "thrifty", "--metric", "requests_per_minute", "--limit", "2")
+    client = made.client(key)
+    for _ in range(2):
+        client.completions.create(model="demo-base", prompt="Hello", max_tokens=1)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model="demo-base", prompt="Hello", max_tokens=1)
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert usage(stand, "thrifty")[0] == 2
+    made.json("quotas", "set", "--tenant", "thrifty", "--metric", "tokens_per_minute", "--limit", "50")
+    with pytest.raises(openai.BadRequestError, match="tokens_per_minute"):
+        client.completions.create(model="demo-base", prompt="Hello", max_tokens=100)
+
+
+def test_metrics_and_health_are_served(stand: Stand) -> None:
+    admin = f"http://127.0.0.1:{stand.deployment.admin_port}"
+    metrics = httpx.get(f"{admin}/metrics").text
+    assert "loramux_" in metrics
+    for port in (stand.deployment.port, stand.deployment.admin_port):
+        for path in ("live", "ready"):
+            assert httpx.get(f"http://127.0.0.1:{port}/health/{path}").status_code == 200
+
+
+def test_a_restart_keeps_everything_and_an_interrupt_drains(
+    tmp_path: Path, expected: dict[tuple[str | None, str], str]
+) -> None:
+    made = deployment(DEMO / "base", tmp_path / "data", (), {})
+    with made.running():
+        made.json("tenants", "create", "harbour")
+        key = made.json("keys", "create", "--tenant", "harbour")["secret"]
+        made.json("adapters", "push", str(DEMO / "adapters" / "pirate"), "--tenant", "harbour", "--name", "pirate")
+    with made.running() as server:
+        stand = Stand(made, {"harbour": key}, None)
+        prompt = DEMO_PROMPTS[0]
+        assert ask(stand, "harbour", "pirate", prompt, stream=True)[0] == expected["pirate", prompt]
+        started = threading.Event()
+        received: list[str] = []
+
+        def read_on() -> str | None:
+            reason = None
+            for chunk in made.client(key).completions.create(
+                model="pirate",
+                prompt="Arr",
+                max_tokens=200,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            ):
+                started.set()
+                received.append(chunk.choices[0].text)
+                reason = chunk.choices[0].finish_reason or reason
+            return reason
+
+        with ThreadPoolExecutor(1) as threads:
+            reading = threads.submit(read_on)
+            assert started.wait(30)
+            server.send_signal(signal.SIGINT)
+            assert reading.result() == "length"
+        assert server.wait(60) == 0
