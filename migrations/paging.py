@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Row, Select
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,28 +17,27 @@ class Page(Generic[T]):
     data: tuple[T, ...]
     has_more: bool
 
-    def map(self, make: Callable[[T], U]) -> Page[U]:
-        """The same page with each item turned into another."""
-        return Page(tuple(make(item) for item in self.data), self.has_more)
-
 
 def keyset_rows(
     connection: Connection,
-    query: Select[Any],
+    query: Select[*tuple[Any, ...]],
     id_column: ColumnElement[Any],
     limit: int,
     after: str | None,
     before: str | None,
-) -> tuple[list[Row[Any]], bool]:
+) -> tuple[list[Row[*tuple[Any, ...]]], bool]:
     """Run `query` for one page, newest first by `id_column`, and say whether there is more.
 
     `after` continues behind that identifier, toward older rows. `before` alone goes the other way: it gives the
     `limit` rows just newer than that identifier, still newest first. With both, the page starts behind `after` and
     ends ahead of `before`. An identifier that no row has is a position like any other. Raises ValueError when `limit`
-    is not positive.
+    is not positive or a position is no plain text, which a database would fail on.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")
+    for position in (after, before):
+        if position is not None and not (position.isascii() and position.isprintable()):
+            raise ValueError("after and before must be identifiers of this list")
     if after is not None:
         query = query.where(id_column < after)
     if before is not None:

@@ -210,6 +210,7 @@ def file(name: str = CONFIG_FILE, size: int = 10, sha256: str = "0" * 64) -> Upl
     return UploadFile(name, size, sha256)
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("files", "code", "param"),
     [
@@ -232,6 +233,7 @@ def test_a_bad_announcement_is_refused(house: House, files: list[UploadFile], co
     assert (refused.value.code, refused.value.param) == (code, param)
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("data", "code"),
     [

@@ -1,0 +1,141 @@
+"""Blobs as files below a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from loramux.adapter_store.blobs import BlobStore, check_key
+from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
+
+# No blob key begins with a dot, so that unfinished files are never taken for blobs.
+_UNFINISHED = ".unfinished"
+_PUT_ATTEMPTS = 5
+
+
+class LocalBlobStore(BlobStore):
+    """Writes to an unfinished file, flushes it, and links it to its place: a blob appears whole and is never replaced.
+
+    The directory must be on a file system with hard links.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    def check(self) -> None:
+        with _unavailable(f"the blob directory {self._root} cannot be written"):
+            unfinished = self._write_unfinished(b"")
+            unfinished.unlink()
+
+    def put(self, key: str, source: Path | bytes) -> bool:
+        place = self._path(key)
+        with _unavailable(f"blob {key} cannot be written"):
+            if place.exists():
+                return False
+            unfinished = self._write_unfinished(source)
+            try:
+                return self._link(unfinished, place)
+            finally:
+                unfinished.unlink()
+
+    def get(self, key: str, destination: Path) -> None:
+        with _unavailable(f"blob {key} cannot be read"), self._found(key):
+            shutil.copyfile(self._path(key), destination)
+
+    def read_bytes(self, key: str) -> bytes:
+        with _unavailable(f"blob {key} cannot be read"), self._found(key):
+            return self._path(key).read_bytes()
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def delete(self, key: str) -> None:
+        place = self._path(key)
+        with _unavailable(f"blob {key} cannot be deleted"):
+            try:
+                place.unlink()
+            except FileNotFoundError:
+                return
+            for parent in place.parents:
+                if parent == self._root:
+                    break
+                # A directory that still holds blobs stays, and with it all above.
+                try:
+                    parent.rmdir()
+                except OSError:
+                    break
+
+    def list_keys(self, prefix: str = "") -> Iterator[str]:
+        keys = []
+        for directory, names, files in os.walk(self._root):
+            names[:] = [name for name in names if name != _UNFINISHED]
+            keys += [(Path(directory) / name).relative_to(self._root).as_posix() for name in files]
+        yield from sorted(key for key in keys if key.startswith(prefix))
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    @contextmanager
+    def _found(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            # The reader's own destination may be what is missing.
+            if self.exists(key):
+                raise
+            raise BlobNotFound(f"no blob {key}") from None
+
+    def _write_unfinished(self, source: Path | bytes) -> Path:
+        directory = self._root / _UNFINISHED
+        directory.mkdir(parents=True, exist_ok=True)
+        unfinished = directory / uuid.uuid4().hex
+        try:
+            with unfinished.open("xb") as out:
+                if isinstance(source, bytes):
+                    out.write(source)
+                else:
+                    with source.open("rb") as file:
+                        shutil.copyfileobj(file, out, 1 << 20)
+                out.flush()
+                os.fsync(out.fileno())
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        return unfinished
+
+    def _link(self, unfinished: Path, place: Path) -> bool:
+        for attempt in range(_PUT_ATTEMPTS):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(unfinished, place)
+            except FileExistsError:
+                return False
+            except FileNotFoundError:
+                # A deletion has just removed the directory that it left empty.
+                if attempt == _PUT_ATTEMPTS - 1:
+                    raise
+            else:
+                _flush_directory(place.parent)
+                return True
+        raise AssertionError("unreachable")
+
+
+def _flush_directory(directory: Path) -> None:
+    with suppress(FileNotFoundError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _unavailable(message: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BlobStoreUnavailable(f"{message}: {error.strerror or error}") from error

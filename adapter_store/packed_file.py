@@ -1,0 +1,123 @@
+"""A packed adapter in a file: a header with each module's shape, rank and scale, then the pages.
+
+    bytes [0, 8)    magic
+    bytes [8, 12)   length of the header, little-endian
+    bytes [12, 44)  SHA-256 of the header
+    then the header (JSON), zeros up to a multiple of 4096, and the payload to the end of the file
+
+The header holds the payload's SHA-256, and a CRC-32 of each module so that a damaged one can be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from loramux.adapter_store.errors import AdapterCorrupt
+from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.target import PACK_FORMAT, PackTarget
+from loramux.kernels.layout import AdapterLayout, adapter_layout, row_layout
+
+_MAGIC = b"LMXPACK\x01"
+_PREFIX = struct.Struct("<8sI32s")
+_PAYLOAD_ALIGNMENT = 4096
+_MAX_HEADER_BYTES = 4 << 20
+
+
+def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
+    """Write `packed` to `path` and flush it to the disk."""
+    header = json.dumps(
+        {
+            "format": PACK_FORMAT,
+            "digest": packed.digest,
+            "pack_key": target.pack_key,
+            "target": target.document(),
+            "num_pages": packed.num_pages,
+            "ranks": packed.layout.ranks.tolist(),
+            "scales": packed.scales.tolist(),
+            "crc32": _module_checksums(packed.payload, packed.layout, target),
+            "sha256": hashlib.sha256(packed.payload.data).hexdigest(),
+        },
+        sort_keys=True,
+        separators=(",", ":"),
+    ).encode()
+    with path.open("wb") as file:
+        file.write(_PREFIX.pack(_MAGIC, len(header), hashlib.sha256(header).digest()))
+        file.write(header)
+        file.write(b"\0" * (-file.tell() % _PAYLOAD_ALIGNMENT))
+        file.write(packed.payload.data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_packed(path: Path, target: PackTarget | None = None, digest: str | None = None) -> PackedAdapter:
+    """Read a packed adapter; every byte is verified.
+
+    Raises AdapterCorrupt where a checksum does not fit, or the file is another adapter's or for another target than
+    was asked for.
+    """
+    with path.open("rb") as file:
+        header = _read_header(file)
+        found = PackTarget.from_document(header["target"])
+        if (target is not None and found != target) or (digest is not None and header["digest"] != digest):
+            raise AdapterCorrupt(f"the packed file holds adapter {header['digest'][:12]} for {header['pack_key']}")
+        layout = adapter_layout(found.geometry, found.modules, np.array(header["ranks"], np.int32))
+        shape = (header["num_pages"], found.geometry.num_layers, found.geometry.page_bytes)
+        # One byte more than expected is asked for, so that a file that is too long is noticed.
+        num_bytes = shape[0] * shape[1] * shape[2]
+        payload = np.fromfile(file, np.uint8, num_bytes + 1)
+    if layout.num_pages != header["num_pages"] or payload.size != num_bytes:
+        raise AdapterCorrupt(f"the packed file has {payload.size} bytes of pages, {num_bytes} were expected")
+    payload = payload.reshape(shape)
+    if hashlib.sha256(payload.data).hexdigest() != header["sha256"]:
+        raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header['crc32'])}")
+    return PackedAdapter(header["digest"], layout, np.array(header["scales"], np.float32), payload)
+
+
+def _read_header(file: BinaryIO) -> dict[str, Any]:
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        raise AdapterCorrupt("the packed file ends inside its header")
+    magic, length, checksum = _PREFIX.unpack(prefix)
+    if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+        raise AdapterCorrupt("the file is no packed adapter of this format")
+    text = file.read(length)
+    if hashlib.sha256(text).digest() != checksum:
+        raise AdapterCorrupt("the header of the packed file is damaged")
+    file.seek(-file.tell() % _PAYLOAD_ALIGNMENT, os.SEEK_CUR)
+    header: dict[str, Any] = json.loads(text)
+    return header
+
+
+def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> list[list[int]]:
+    """CRC-32 of each module's elements `[num_layers, num_modules]`, 0 where it is absent."""
+    pages = payload.view(target.storage_dtype)
+    page_elements = target.geometry.adapter_elements
+    checksums = [[0] * len(target.modules) for _ in range(target.geometry.num_layers)]
+    for layer, row in enumerate(checksums):
+        stream = pages[:, layer].reshape(-1)
+        for m, module in enumerate(target.modules):
+            rank = int(layout.ranks[layer, m])
+            if rank:
+                begin, b_begin = (int(offset) for offset in layout.offsets[layer, m])
+                end = b_begin + rank * row_layout(module.out_features, page_elements).padded_len
+                row[m] = zlib.crc32(stream[begin:end])
+    return checksums
+
+
+def _damaged(payload: Any, layout: AdapterLayout, target: PackTarget, wanted: list[list[int]]) -> str:
+    found = _module_checksums(payload, layout, target)
+    names = [
+        f"layer {layer} {module.name}"
+        for layer in range(target.geometry.num_layers)
+        for m, module in enumerate(target.modules)
+        if found[layer][m] != wanted[layer][m]
+    ]
+    return ", ".join(names[:5]) or "its padding"

@@ -1,0 +1,85 @@
+"""The facts about adapters that cross this package's border."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+VersionState = Literal["pending", "validating", "ready", "rejected"]
+UploadState = Literal["open", "used"]
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)
+"""An upload holds exactly these two files."""
+
+DEFAULT_ALIAS = "default"
+"""The alias that a bare adapter name means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A tenant's named adapter; its weights are in its versions."""
+
+    id: str
+    tenant_id: str
+    tenant_slug: str
+    name: str
+    created_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One immutable set of weights, or the record of why it was refused.
+
+    `digest`, `max_rank`, `num_pages`, `canonical_bytes` and `ready_us` are known once the state is `ready`. `report`
+    then holds what validation found; of a rejected version it is `{"error": {"code", "message", "param"}}`.
+    """
+
+    id: str
+    adapter_id: str
+    number: int
+    state: VersionState
+    digest: str | None
+    max_rank: int | None
+    num_pages: int | None
+    canonical_bytes: int | None
+    report: Mapping[str, Any]
+    created_us: int
+    ready_us: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class UploadFile:
+    """A file as the client declared it: name, bytes, and the SHA-256 of its bytes in hexadecimal."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Files on their way to becoming a version; open until used or expired."""
+
+    id: str
+    adapter_id: str
+    files: tuple[UploadFile, ...]
+    state: UploadState
+    created_us: int
+    expires_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """A ready version that a request runs with, as resolved once from a model name."""
+
+    tenant_id: str
+    tenant_slug: str
+    adapter_id: str
+    adapter_name: str
+    version_id: str
+    version: int
+    digest: str
+    max_rank: int

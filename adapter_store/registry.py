@@ -1,0 +1,276 @@
+"""Which adapters, versions and aliases exist, and which version a name means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from loramux.adapter_store.errors import (
+    AdapterExists,
+    AdapterNotFound,
+    InvalidName,
+    TenantNotFound,
+    VersionNotFound,
+    VersionNotReady,
+)
+from loramux.adapter_store.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, tenants
+
+SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
+IDENTIFIER = re.compile(r"[a-z]{3}_[0-9a-f]{32}")
+MAX_VERSION = 2**31 - 1
+"""The largest version number that the database holds."""
+
+
+class AdapterRegistry:
+    """The SQL facts about adapters. Versions come into being through `Ingest`.
+
+    `reserved_names` are names that no adapter may take: the served base model's.
+    """
+
+    def __init__(self, database: Database, reserved_names: Collection[str] = ()) -> None:
+        self.database = database
+        self._reserved_names = frozenset(reserved_names)
+
+    def create_adapter(self, tenant_id: str, name: str) -> Adapter:
+        """Raises InvalidName, TenantNotFound or AdapterExists."""
+        check_slug(name, "name")
+        if name in self._reserved_names:
+            raise InvalidName("reserved_name", f"{name!r} is the name of the base model", "name")
+        adapter_id = new_id("ada")
+        if not is_identifier(tenant_id):
+            raise TenantNotFound(f"no tenant {tenant_id!r}")
+        try:
+            with self.database.write() as connection:
+                slug = connection.execute(select(tenants.c.slug).where(tenants.c.id == tenant_id)).scalar()
+                if slug is None:
+                    raise TenantNotFound(f"no tenant {tenant_id!r}")
+                created_us = self.database.now_us(connection)
+                connection.execute(
+                    insert(adapters).values(id=adapter_id, tenant_id=tenant_id, name=name, created_us=created_us)
+                )
+        except IntegrityError:
+            raise AdapterExists(f"the tenant already has an adapter {name!r}") from None
+        return Adapter(adapter_id, tenant_id, slug, name, created_us)
+
+    def get_adapter(self, adapter_id: str) -> Adapter | None:
+        if not is_identifier(adapter_id):
+            return None
+        with self.database.read() as connection:
+            row = connection.execute(_select_adapters().where(adapters.c.id == adapter_id)).first()
+        return _adapter(row) if row else None
+
+    def find_adapter(self, tenant_id: str, name: str) -> Adapter | None:
+        if not is_identifier(tenant_id) or not SLUG.fullmatch(name):
+            return None
+        query = _select_adapters().where(adapters.c.tenant_id == tenant_id, adapters.c.name == name)
+        with self.database.read() as connection:
+            row = connection.execute(query).first()
+        return _adapter(row) if row else None
+
+    def list_adapters(
+        self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
+    ) -> Page[Adapter]:
+        """One tenant's adapters, or every tenant's; newest first."""
+        query = _select_adapters()
+        if tenant_id is not None:
+            query = query.where(adapters.c.tenant_id == tenant_id)
+        with self.database.read() as connection:
+            rows, has_more = keyset_rows(connection, query, adapters.c.id, limit, after, before)
+        return Page(tuple(_adapter(row) for row in rows), has_more)
+
+    def list_versions(
+        self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
+    ) -> Page[AdapterVersion]:
+        """An adapter's versions, newest first; `after` and `before` are version identifiers."""
+        query = select_versions().where(adapter_versions.c.adapter_id == adapter_id)
+        with self.database.read() as connection:
+            rows, has_more = keyset_rows(connection, query, adapter_versions.c.id, limit, after, before)
+        return Page(tuple(version_of(row) for row in rows), has_more)
+
+    def get_version(self, adapter_id: str, number: int) -> AdapterVersion | None:
+        if not is_identifier(adapter_id) or not 0 < number <= MAX_VERSION:
+            return None
+        query = select_versions().where(
+            adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.number == number
+        )
+        with self.database.read() as connection:
+            row = connection.execute(query).first()
+        return version_of(row) if row else None
+
+    def aliases(self, adapter_id: str) -> dict[str, int]:
+        """The version number that each alias of an adapter names."""
+        query = (
+            select(adapter_aliases.c.name, adapter_versions.c.number)
+            .join(adapter_versions, adapter_versions.c.id == adapter_aliases.c.version_id)
+            .where(adapter_aliases.c.adapter_id == adapter_id)
+            .order_by(adapter_aliases.c.name)
+        )
+        with self.database.read() as connection:
+            return {row.name: row.number for row in connection.execute(query)}
+
+    def set_alias(self, adapter_id: str, name: str, number: int) -> None:
+        """Make an alias name a ready version. Raises InvalidName, AdapterNotFound, VersionNotFound, VersionNotReady."""
+        check_slug(name, "name")
+        with self.database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            version = None
+            if 0 < number <= MAX_VERSION:
+                version = connection.execute(
+                    select(adapter_versions.c.id, adapter_versions.c.state).where(
+                        adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.number == number
+                    )
+                ).first()
+            if version is None:
+                raise VersionNotFound(f"the adapter has no version {number}")
+            if version.state != "ready":
+                raise VersionNotReady(f"version {number} is {version.state}, only a ready version can be served")
+            point_alias(connection, adapter_id, name, version.id, self.database.now_us(connection))
+
+    def resolve(
+        self,
+        tenant_slug: str,
+        adapter_name: str,
+        version: int | None = None,
+        digest_prefix: str | None = None,
+        alias: str | None = None,
+    ) -> AdapterRef | None:
+        """The ready version that a name means: by number, by digest prefix, by alias, else by the default alias.
+
+        A digest prefix has 12 to 64 hexadecimal digits; one that fits two different digests names nothing.
+        """
+        if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
+            return None
+        query = _select_refs().where(tenants.c.slug == tenant_slug, adapters.c.name == adapter_name)
+        if version is not None:
+            if not 0 < version <= MAX_VERSION:
+                return None
+            query = query.where(adapter_versions.c.number == version)
+        elif digest_prefix is not None:
+            if not DIGEST_PREFIX.fullmatch(digest_prefix):
+                return None
+            query = query.where(adapter_versions.c.digest.startswith(digest_prefix)).order_by(
+                adapter_versions.c.number.desc()
+            )
+        else:
+            wanted = DEFAULT_ALIAS if alias is None else alias
+            if not SLUG.fullmatch(wanted):
+                return None
+            query = _join_alias(query, wanted)
+        with self.database.read() as connection:
+            rows = connection.execute(query).all()
+        if not rows or any(row.digest != rows[0].digest for row in rows):
+            return None
+        return _ref(rows[0])
+
+    def list_models(self, tenant_id: str) -> list[AdapterRef]:
+        """The version behind the bare name of each of a tenant's adapters, by name."""
+        query = _join_alias(_select_refs().where(adapters.c.tenant_id == tenant_id), DEFAULT_ALIAS)
+        with self.database.read() as connection:
+            return [_ref(row) for row in connection.execute(query.order_by(adapters.c.name))]
+
+
+def is_identifier(text: str) -> bool:
+    """Whether text has the form of an identifier; other text need not, and must not, reach a query."""
+    return IDENTIFIER.fullmatch(text) is not None
+
+
+def check_slug(text: str, param: str) -> None:
+    if not SLUG.fullmatch(text):
+        raise InvalidName(
+            "invalid_name",
+            "a name has 1 to 63 of the characters a-z, 0-9, '.', '_' and '-' and begins with a letter or digit",
+            param,
+        )
+
+
+def lock_adapter(connection: Connection, adapter_id: str) -> None:
+    """Hold an adapter's row until the transaction ends: its versions and aliases change one at a time."""
+    found = None
+    if is_identifier(adapter_id):
+        query = select(adapters.c.id).where(adapters.c.id == adapter_id).with_for_update()
+        found = connection.execute(query).scalar()
+    if found is None:
+        raise AdapterNotFound(f"no adapter {adapter_id!r}")
+
+
+def point_alias(connection: Connection, adapter_id: str, name: str, version_id: str, now_us: int) -> None:
+    """Create or move an alias; the adapter's row must be locked."""
+    changed = connection.execute(
+        update(adapter_aliases)
+        .where(adapter_aliases.c.adapter_id == adapter_id, adapter_aliases.c.name == name)
+        .values(version_id=version_id, updated_us=now_us)
+    )
+    if changed.rowcount == 0:
+        connection.execute(
+            insert(adapter_aliases).values(adapter_id=adapter_id, name=name, version_id=version_id, updated_us=now_us)
+        )
+
+
+def select_versions() -> Select[*tuple[Any, ...]]:
+    """The columns that `version_of` reads."""
+    columns = adapter_versions.c
+    return select(
+        columns.id,
+        columns.adapter_id,
+        columns.number,
+        columns.state,
+        columns.digest,
+        columns.max_rank,
+        columns.num_pages,
+        columns.canonical_bytes,
+        columns.report,
+        columns.created_us,
+        columns.ready_us,
+    )
+
+
+def version_of(row: Row[*tuple[Any, ...]]) -> AdapterVersion:
+    return AdapterVersion(*row)
+
+
+def _select_adapters() -> Select[*tuple[Any, ...]]:
+    return select(adapters.c.id, adapters.c.tenant_id, tenants.c.slug, adapters.c.name, adapters.c.created_us).join(
+        tenants, tenants.c.id == adapters.c.tenant_id
+    )
+
+
+def _adapter(row: Row[*tuple[Any, ...]]) -> Adapter:
+    return Adapter(*row)
+
+
+def _select_refs() -> Select[*tuple[Any, ...]]:
+    return (
+        select(
+            tenants.c.id,
+            tenants.c.slug,
+            adapters.c.id,
+            adapters.c.name,
+            adapter_versions.c.id,
+            adapter_versions.c.number,
+            adapter_versions.c.digest,
+            adapter_versions.c.max_rank,
+        )
+        .select_from(adapter_versions)
+        .join(adapters, adapters.c.id == adapter_versions.c.adapter_id)
+        .join(tenants, tenants.c.id == adapters.c.tenant_id)
+        .where(adapter_versions.c.state == "ready")
+    )
+
+
+def _join_alias(query: Select[*tuple[Any, ...]], alias: str) -> Select[*tuple[Any, ...]]:
+    return query.join(adapter_aliases, adapter_aliases.c.version_id == adapter_versions.c.id).where(
+        adapter_aliases.c.adapter_id == adapter_versions.c.adapter_id, adapter_aliases.c.name == alias
+    )
+
+
+def _ref(row: Row[*tuple[Any, ...]]) -> AdapterRef:
+    return AdapterRef(*row)

@@ -1,0 +1,58 @@
+"""JSON as it is written, or an error: no duplicate keys, no NaN, no numbers beyond a double."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+class InvalidJson(ValueError):
+    """The text is not the JSON that we accept; the message says why."""
+
+
+class DuplicateKey(InvalidJson):
+    """An object has a key twice, so that two readers could see two different values."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key!r} appears twice")
+        self.key = key
+
+
+def parse_strict_json(text: bytes) -> Any:
+    """Parse UTF-8 JSON; raises InvalidJson."""
+    try:
+        return json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+    except InvalidJson:
+        raise
+    except UnicodeDecodeError:
+        raise InvalidJson("the text is not UTF-8") from None
+    except RecursionError:
+        raise InvalidJson("values are nested too deeply") from None
+    except ValueError as error:
+        raise InvalidJson(str(error)) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise DuplicateKey(key)
+        values[key] = value
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise InvalidJson(f"{name} is not a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise InvalidJson(f"{text} is too large")
+    return value

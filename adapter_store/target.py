@@ -1,0 +1,78 @@
+"""What adapters are checked against and packed for: the base model's linears, the page's sizes, the pool's dtype."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.kernels.layout import MAX_RANK, LinearShape, PageGeometry, adapter_layout
+
+PACK_FORMAT = 1
+"""Version of the packed layout; a new one makes every packed file be rebuilt."""
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_WIDEST_ITEMSIZE = 4
+_MAX_HEADER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackTarget:
+    """One engine's layout. `modules` are named as PEFT names them below a layer; `dtype` is float32 or bfloat16."""
+
+    modules: tuple[LinearShape, ...]
+    geometry: PageGeometry
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if _ITEMSIZE.get(self.dtype) != self.geometry.adapter_itemsize:
+            raise ValueError(
+                f"adapters of dtype {self.dtype!r} do not fit pages of {self.geometry.adapter_itemsize}-byte elements"
+            )
+
+    @property
+    def storage_dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of packed elements; bfloat16 is held as its bits."""
+        return np.dtype("<f4") if self.dtype == "float32" else np.dtype("<u2")
+
+    @property
+    def pack_key(self) -> str:
+        """Names the layout: packed files of equal keys are interchangeable."""
+        identity = {"format": PACK_FORMAT, **self.document(), "tp_size": 1, "tp_rank": 0}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def max_tensors_bytes(self) -> int:
+        """The largest safetensors file that can be valid: every module at the highest rank, in float32."""
+        elements = sum(module.in_features + module.out_features for module in self.modules)
+        return _MAX_HEADER_BYTES + 8 + self.geometry.num_layers * elements * MAX_RANK * _WIDEST_ITEMSIZE
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The packed size of an adapter that has every module at the highest rank."""
+        ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
+        return self.num_pages(ranks) * self.geometry.total_page_bytes
+
+    def num_pages(self, ranks: npt.NDArray[np.int32]) -> int:
+        """Pages of an adapter with `ranks` int32 `[num_layers, num_modules]`."""
+        return adapter_layout(self.geometry, self.modules, ranks).num_pages
+
+    def document(self) -> dict[str, Any]:
+        """This target as plain JSON values, for packed files and the validation process."""
+        return {
+            "modules": [asdict(module) for module in self.modules],
+            "geometry": asdict(self.geometry),
+            "dtype": self.dtype,
+        }
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> PackTarget:
+        return cls(
+            modules=tuple(LinearShape(**module) for module in document["modules"]),
+            geometry=PageGeometry(**document["geometry"]),
+            dtype=document["dtype"],
+        )
