@@ -1,0 +1,195 @@
+"""KV writes and paged attention against a plain softmax over dense K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.kernels.layout import PageGeometry
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+
+NUM_LAYERS = 2
+LAYER = 1
+
+
+def batch_of(contexts: Sequence[int], num_queries: Sequence[int], num_pages: int) -> AttentionBatch:
+    """Sequences in shuffled pages; unused entries of the table name the last page, which is never written."""
+    pages = torch.randperm(num_pages - 1, dtype=torch.int32)
+    page_table = torch.full((len(contexts), -(-max(contexts) // 16) + 1), num_pages - 1, dtype=torch.int32)
+    kv_slots = []
+    for i, (length, rows) in enumerate(zip(contexts, num_queries, strict=True)):
+        count = -(-length // 16)
+        page_table[i, :count], pages = pages[:count], pages[count:]
+        position = torch.arange(length - rows, length)
+        kv_slots.append(page_table[i].long()[position // 16] * 16 + position % 16)
+    return AttentionBatch(
+        cu_q=torch.tensor([0, *torch.tensor(num_queries).cumsum(0)], dtype=torch.int32),
+        seq_lens=torch.tensor(contexts, dtype=torch.int32),
+        page_table=page_table,
+        kv_slots=torch.cat(kv_slots),
+    )
+
+
+def whole_contexts(batch: AttentionBatch) -> AttentionBatch:
+    """The same sequences with every token of their contexts as a row."""
+    lengths = batch.seq_lens.tolist()
+    slots = [
+        batch.page_table[i].long()[torch.arange(length) // 16] * 16 + torch.arange(length) % 16
+        for i, length in enumerate(lengths)
+    ]
+    cu_q = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    return AttentionBatch(cu_q, batch.seq_lens, batch.page_table, torch.cat(slots))
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Attention of the last rows of one sequence, head by head and row by row, in float64."""
+    out = torch.empty(q.shape, dtype=torch.float64)
+    first = k.shape[0] - q.shape[0]
+    for t in range(q.shape[0]):
+        begin = 0 if spec.sliding_window is None else max(0, first + t + 1 - spec.sliding_window)
+        for head in range(spec.num_heads):
+            kv_head = head * spec.num_kv_heads // spec.num_heads
+            scores = k[begin : first + t + 1, kv_head].double() @ q[t, head].double() * spec.scale
+            if spec.soft_cap is not None:
+                scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            out[t, head] = torch.softmax(scores, 0) @ v[begin : first + t + 1, kv_head].double()
+    return out
+
+
+HEADS = {
+    "mha": (2, 2, 16),
+    "gqa-4": (8, 2, 64),
+    "gqa-3": (3, 1, 24),
+    "gqa-6": (6, 1, 8),
+    "head-dim-40": (4, 2, 40),
+}
+"""Query heads, KV heads, head_dim."""
+
+BATCHES = {
+    "one-token": ([1], [1]),
+    "decode": ([5, 33, 16, 17, 100], [1, 1, 1, 1, 1]),
+    "prefill": ([5, 16, 40], [5, 16, 40]),
+    "chunked-prefill": ([50, 17], [20, 2]),
+    "mixed": ([33, 40, 1, 70, 18], [1, 40, 1, 9, 1]),
+}
+"""Context lengths and query rows."""
+
+
+@pytest.mark.parametrize(("contexts", "num_queries"), BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize(
+    ("sliding_window", "soft_cap"),
+    [
+        pytest.param(None, None, id="whole"),
+        pytest.param(7, None, id="window-7"),
+        pytest.param(None, 5.0, id="soft-cap"),
+        pytest.param(20, 2.0, id="window-20-soft-cap"),
+    ],
+)
+def test_equals_a_plain_softmax(
+    contexts: list[int],
+    num_queries: list[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    dtype: torch.dtype,
+    make_kernels: Callable[..., Any],
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    check_attention(
+        contexts, num_queries,
+        AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5, sliding_window, soft_cap),
+        dtype, make_kernels, make_poisoned_pool,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("contexts", "num_queries", "sliding_window"),
+    [
+        pytest.param([900, 3, 400], [1, 1, 1], None, id="decode-on-all-threads"),
+        pytest.param([900, 3, 400], [1, 1, 1], 100, id="windowed-decode-on-all-threads"),
+        pytest.param([300], [150], None, id="several-tiles"),
+        pytest.param([300], [300], 40, id="several-windowed-tiles"),
+    ],
+)
+def test_long_contexts(
+    contexts: list[int],
+    num_queries: list[int],
+    sliding_window: int | None,
+    dtype: torch.dtype,
+    make_kernels: Callable[..., Any],
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    spec = AttentionSpec(8, 2, 32, 0.2, sliding_window)
+    check_attention(contexts, num_queries, spec, dtype, make_kernels, make_poisoned_pool)
+
+
+def check_attention(
+    contexts: list[int],
+    num_queries: list[int],
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    make_kernels: Callable[..., Any],
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    geometry = PageGeometry(NUM_LAYERS, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dtype.itemsize)
+    num_pages = sum(-(-length // 16) for length in contexts) + 3
+    pool = make_poisoned_pool(num_pages, geometry, dtype)
+    kernels = make_kernels(pool)
+    batch = batch_of(contexts, num_queries, num_pages)
+    # Rows of K and V are views of wider rows, as they come out of a joined q/k/v linear.
+    width = spec.num_kv_heads * spec.head_dim
+    kv = torch.randn(sum(contexts), 2 * width)
+    k = kv[:, :width].unflatten(1, (spec.num_kv_heads, spec.head_dim))
+    v = kv[:, width:].unflatten(1, (spec.num_kv_heads, spec.head_dim))
+    kernels.kv_write(k, v, LAYER, whole_contexts(batch))
+
+    q = torch.randn(sum(num_queries), spec.num_heads, spec.head_dim) * 2
+    out = torch.full_like(q, torch.nan)
+    kernels.paged_attention(q, LAYER, batch, spec, out)
+
+    stored_k, stored_v = k.to(dtype).float(), v.to(dtype).float()
+    row, context = 0, 0
+    for length, rows in zip(contexts, num_queries, strict=True):
+        span = slice(context, context + length)
+        expected = plain_attention(q[row : row + rows], stored_k[span], stored_v[span], spec)
+        torch.testing.assert_close(out[row : row + rows].double(), expected, rtol=1e-4, atol=2e-5)
+        row, context = row + rows, context + length
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 4000], ids=["one-row", "40-rows", "on-all-threads"])
+def test_kv_write_stores_the_rounded_value_and_nothing_else(
+    num_rows: int, dtype: torch.dtype, make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    heads, head_dim = 3, 8
+    geometry = PageGeometry(NUM_LAYERS, heads, head_dim, dtype.itemsize, dtype.itemsize)
+    num_pages = -(-num_rows // 16) + 2
+    pool = make_poisoned_pool(num_pages, geometry, dtype)
+    before = pool.raw.clone()
+    kv_slots = torch.randperm(num_pages * 16)[:num_rows]
+    batch = AttentionBatch(
+        cu_q=torch.tensor([0, num_rows], dtype=torch.int32),
+        seq_lens=torch.tensor([num_rows], dtype=torch.int32),
+        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        kv_slots=kv_slots,
+    )
+    k, v = torch.randn(num_rows, heads, head_dim), torch.randn(num_rows, heads, head_dim)
+    # Ties, overflow to infinity, infinity and NaN round as torch rounds them.
+    special = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, torch.inf, -torch.inf, torch.nan, -0.0, 1e-40])
+    k[0, 0] = v[0, 1] = special
+    make_kernels(pool).kv_write(k, v, LAYER, batch)
+
+    assert torch.equal(pool.raw[:, 0], before[:, 0])
+    half = geometry.kv_elements // 2
+    keys = pool.kv[:, LAYER, :half].unflatten(1, (heads, head_dim, 16)).permute(0, 3, 1, 2).flatten(0, 1)
+    values = pool.kv[:, LAYER, half:].unflatten(1, (heads, 16, head_dim)).permute(0, 2, 1, 3).flatten(0, 1)
+    for stored, rows in ((keys, k), (values, v)):
+        torch.testing.assert_close(stored[kv_slots], rows.to(dtype), rtol=0, atol=0, equal_nan=True)
+        untouched = torch.ones(num_pages * 16, dtype=torch.bool)
+        untouched[kv_slots] = False
+        assert stored[untouched].isnan().all()

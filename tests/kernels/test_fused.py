@@ -1,0 +1,71 @@
+"""Norm, rotary embedding and gate against torch, for odd sizes and strided rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from loramux.kernels.layout import PageGeometry
+from loramux.kernels.tables import PoolViews
+
+
+@pytest.fixture
+def kernels(make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]) -> Any:
+    return make_kernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
+
+
+SHAPES = {"no-rows": (0, 64), "one-row": (1, 63), "odd": (7, 1000), "on-all-threads": (50, 1027)}
+
+
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES.values(), ids=SHAPES.keys())
+def test_rms_norm(kernels: Any, num_rows: int, size: int) -> None:
+    x, weight = torch.randn(num_rows, size + 9)[:, 4 : size + 4] * 3, torch.randn(size)
+    out = kernels.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(out, functional.rms_norm(x, (size,), weight, 1e-5), rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_of_heads_inside_wider_rows(kernels: Any) -> None:
+    heads = torch.randn(5, 100)[:, 10:90].unflatten(1, (5, 16))
+    weight = torch.randn(16)
+    out = kernels.rms_norm(heads, weight, 1e-6)
+    torch.testing.assert_close(out, functional.rms_norm(heads, (16,), weight, 1e-6), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES.values(), ids=SHAPES.keys())
+def test_silu_and_mul(kernels: Any, num_rows: int, size: int) -> None:
+    gate_up = torch.randn(num_rows, 2 * size) * 8
+    gate_up[:, 1] = 200
+    gate_up[:, 2] = -200
+    expected = functional.silu(gate_up[:, :size]) * gate_up[:, size:]
+    torch.testing.assert_close(kernels.silu_and_mul(gate_up), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rotated", [32, 12], ids=["whole-head", "part-of-head"])
+@pytest.mark.parametrize("num_rows", [0, 1, 9, 500], ids=lambda n: f"{n}-rows")
+def test_rotary_turns_each_pair_in_place(kernels: Any, num_rows: int, rotated: int) -> None:
+    qkv = torch.randn(num_rows, 8 * 32)
+    before = qkv.clone()
+    q, k = qkv[:, : 4 * 32].unflatten(1, (4, 32)), qkv[:, 4 * 32 : 6 * 32].unflatten(1, (2, 32))
+    angle = torch.randn(num_rows, rotated // 2)
+    kernels.rotary(q, k, angle.cos(), angle.sin())
+
+    heads = before[:, : 6 * 32].unflatten(1, (6, 32))
+    pairs = torch.complex(heads[..., : rotated // 2], heads[..., rotated // 2 : rotated])
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)[:, None]
+    expected = torch.cat([turned.real, turned.imag, heads[..., rotated:]], -1)
+    torch.testing.assert_close(qkv[:, : 6 * 32].unflatten(1, (6, 32)), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(qkv[:, 6 * 32 :], before[:, 6 * 32 :])
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "silu_and_mul"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
+def test_a_row_that_is_not_finite_stays_so_alone(kernels: Any, name: str, bad: float) -> None:
+    x = torch.randn(3, 64)
+    x[1, 3] = bad
+    out = kernels.rms_norm(x, torch.ones(64), 1e-6) if name == "rms_norm" else kernels.silu_and_mul(x)
+    assert out[[0, 2]].isfinite().all()
+    assert not out[1].isfinite().all()

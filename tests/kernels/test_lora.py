@@ -1,0 +1,123 @@
+"""Shrink and expand against dense matrices, over ragged ranks, shuffled pages and poisoned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.tables import ModuleGroup
+
+GEOMETRY = {
+    torch.float32: PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
+    torch.bfloat16: PageGeometry(num_layers=2, num_kv_heads=3, head_dim=40, kv_itemsize=2, adapter_itemsize=2),
+}
+"""Pages of 1,024 elements, and of 3,840, which is no power of two."""
+
+NUM_SLOTS = 5
+RANKS = (0, 1, 3, 31, 64, 128)
+
+SLOTS = {
+    "empty": [],
+    "all-base": [-1] * 6,
+    "one-row": [2],
+    "one-base-row": [-1],
+    "one-adapter-40-rows": [1] * 40,
+    "one-adapter-100-rows": [1] * 100,
+    "each-its-own": [4, 0, 3, 1, 2],
+    "mixed": [-1, 0, 2, 2, -1, 4, 0, 0, 1, -1, 3, 2, 2],
+}
+
+OUT_FEATURES = {"one": (96,), "three": (64, 63, 200)}
+
+
+def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
+    """Modules 1, 2, ... of the tables; module 0 belongs to another group."""
+    offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
+    modules = tuple(range(1, len(out_features) + 1))
+    return ModuleGroup(modules, in_features, tuple(out_features), tuple(offsets))
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
+@pytest.mark.parametrize("out_features", OUT_FEATURES.values(), ids=OUT_FEATURES.keys())
+@pytest.mark.parametrize("in_features", [63, 128, 1000], ids=lambda n: f"in-{n}")
+def test_equals_dense_matrices(
+    in_features: int,
+    out_features: tuple[int, ...],
+    slots: list[int],
+    dtype: torch.dtype,
+    make_kernels: Callable[..., Any],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    rng = np.random.default_rng(in_features + len(slots))
+    group = group_of(in_features, out_features)
+    modules = [LinearShape("other", 72, 72), *(LinearShape("m", in_features, out) for out in out_features)]
+    ranks = rng.choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
+    adapters = make_adapter_pool(modules, ranks, GEOMETRY[dtype], dtype)
+    kernels = make_kernels(adapters.pool)
+    segments = kernels.build_segments(np.array(slots, np.int32))
+    num_rows = len(slots)
+    layer = 1
+
+    x = torch.randn(num_rows, in_features + 5)[:, 2 : in_features + 2]
+    planes = torch.full((num_rows, len(modules), 130), torch.nan)[:, 1:]
+    kernels.lora_shrink(x, layer, group, adapters.tables, segments, planes)
+    y_wide = torch.randn(num_rows, group.total_out + 3)
+    before = y_wide.clone()
+    y = y_wide[:, 1 : 1 + group.total_out]
+    kernels.lora_expand(planes, layer, group, adapters.tables, segments, y)
+
+    for t, slot in enumerate(slots):
+        if slot < 0:
+            assert planes[t].isnan().all()
+            assert torch.equal(y_wide[t], before[t])
+            continue
+        for i, module in enumerate(group.modules):
+            a, b = adapters.a[slot, layer, module], adapters.b[slot, layer, module]
+            v = a.double() @ x[t].double()
+            torch.testing.assert_close(planes[t, i, : a.shape[0]].double(), v, rtol=1e-4, atol=1e-4)
+            assert planes[t, i, a.shape[0] :].isnan().all()
+            columns = slice(1 + group.out_offsets[i], 1 + group.out_offsets[i] + group.out_features[i])
+            delta = adapters.tables.scale[slot, layer, module].double() * (v @ b.double())
+            torch.testing.assert_close(y_wide[t, columns].double(), before[t, columns] + delta, rtol=1e-4, atol=1e-3)
+            if a.shape[0] == 0:
+                assert torch.equal(y_wide[t, columns], before[t, columns])
+    assert torch.equal(y_wide[:, [0, -2, -1]], before[:, [0, -2, -1]])
+
+
+@pytest.mark.parametrize("slot", [0, 1], ids=["finite-neighbour", "not-finite"])
+def test_a_row_that_is_not_finite_harms_only_itself(
+    slot: int, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+) -> None:
+    geometry = GEOMETRY[torch.float32]
+    adapters = make_adapter_pool([LinearShape("m", 128, 128)], np.full((2, 2, 1), 4, np.int32), geometry, torch.float32)
+    kernels = make_kernels(adapters.pool)
+    group = ModuleGroup((0,), 128, (128,), (0,))
+    x = torch.randn(2, 128)
+    x[1, 7] = torch.inf
+    segments = kernels.build_segments(np.array([0, slot], np.int32))
+    planes, y = torch.full((2, 1, 4), torch.nan), torch.zeros(2, 128)
+    kernels.lora_shrink(x, 0, group, adapters.tables, segments, planes)
+    kernels.lora_expand(planes, 0, group, adapters.tables, segments, y)
+    assert y[0].isfinite().all()
+    assert not y[1].isfinite().any()
+
+
+def test_tables_may_be_rewritten_between_steps(
+    make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+) -> None:
+    adapters = make_adapter_pool(
+        [LinearShape("m", 128, 128)], np.full((2, 2, 1), 4, np.int32), GEOMETRY[torch.float32], torch.float32
+    )
+    kernels = make_kernels(adapters.pool)
+    group = ModuleGroup((0,), 128, (128,), (0,))
+    x, planes = torch.randn(1, 128), torch.empty(1, 1, 4)
+    segments = kernels.build_segments(np.zeros(1, np.int32))
+    kernels.lora_shrink(x, 0, group, adapters.tables, segments, planes)
+    adapters.tables.page_table[0] = adapters.tables.page_table[1]
+    kernels.lora_shrink(x, 0, group, adapters.tables, segments, planes)
+    torch.testing.assert_close(planes[0, 0], adapters.a[1, 0, 0] @ x[0], rtol=1e-4, atol=1e-4)
