@@ -1,0 +1,57 @@
+"""The OpenAI listener."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loramux.platform import chat, completions, models
+from loramux.platform.error_responses import install_error_handling
+from loramux.platform.health import health_router
+from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.services import GatewayServices
+
+ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/models": "models"}
+
+
+def create_openai_app(services: GatewayServices) -> FastAPI:
+    """The app; `services.running.maintain()` must run beside it."""
+    # Nothing is public but health, the documentation pages neither.
+    app = FastAPI(title="loramux", openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.services = services
+    for router in (completions.router, chat.router, models.router):
+        app.include_router(router)
+    app.include_router(health_router(services.database, services.engine, services.executor))
+    app.add_middleware(Metered, metrics=services.metrics)
+    install_error_handling(app)
+    return app
+
+
+class Metered:
+    """Counts answers and times them to their last byte."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = 500
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        finally:
+            endpoint = ENDPOINTS.get(scope["path"], "other")
+            self._metrics.requests.labels(endpoint, str(status)).inc()
+            self._metrics.request_seconds.labels(endpoint).observe(time.monotonic() - started)

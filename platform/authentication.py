@@ -1,0 +1,32 @@
+"""Who calls a route of the gateway: a dependency that every route but health names."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from loramux.platform.errors import Unauthenticated
+from loramux.platform.principals import Principal
+from loramux.platform.services import GatewayServices
+
+
+def services_of(request: Request) -> GatewayServices:
+    return cast(GatewayServices, request.app.state.services)
+
+
+Services = Annotated[GatewayServices, Depends(services_of)]
+
+
+async def authenticated(request: Request, services: Services) -> Principal:
+    """The caller; raises Unauthenticated."""
+    kind, _, presented = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not presented.strip():
+        raise Unauthenticated("give an API key: Authorization: Bearer sk-lmx-...", code="missing_api_key")
+    principal = await services.call(services.api_keys.authenticate, presented.strip())
+    if principal is None:
+        raise Unauthenticated("the API key is unknown, expired or revoked")
+    return principal
+
+
+Caller = Annotated[Principal, Depends(authenticated)]

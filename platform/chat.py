@@ -1,0 +1,60 @@
+"""`POST /v1/chat/completions`: authenticate, resolve, tokenise, reserve, run, answer, settle."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from loramux.platform.authentication import Caller, Services
+from loramux.platform.chat_answer import ChatAnswer
+from loramux.platform.error_responses import request_id_of
+from loramux.platform.openai_requests import ChatMessage, ChatRequest
+from loramux.platform.planning import Prompts, make_plan, resolve
+from loramux.platform.request_body import parse_body, read_body
+from loramux.platform.serving import serve
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request, caller: Caller, services: Services) -> Response:
+    body = parse_body(await read_body(request, services.settings.max_body_bytes), ChatRequest)
+    body.check()
+    target = await resolve(services, caller, body.model)
+
+    def tokenise() -> Prompts:
+        return (services.tokenizer.encode_chat([_message(message) for message in body.messages]),)
+
+    request_id = request_id_of(request)
+    plan = await make_plan(
+        services,
+        request_id,
+        caller,
+        target,
+        body,
+        endpoint="chat",
+        prompt_param="messages",
+        num_prompts=1,
+        tokenise=tokenise,
+        max_tokens=body.token_limit,
+        default_max_tokens=None,
+        num_logprobs=body.num_logprobs,
+    )
+    answer = ChatAnswer(
+        id=f"chatcmpl-{request_id.removeprefix('req_')}",
+        model=body.model,
+        created_s=int(time.time()),
+        tokenizer=services.tokenizer,
+        has_logprobs=bool(body.logprobs),
+        include_usage=body.include_usage,
+    )
+    return await serve(request, services, plan, answer, stream=bool(body.stream), include_usage=body.include_usage)
+
+
+def _message(message: ChatMessage) -> dict[str, str]:
+    # OpenAI's newer name for the system role; templates know the older one.
+    role = "system" if message.role == "developer" else message.role
+    shown = {"role": role, "content": message.content}
+    return {**shown, "name": message.name} if message.name is not None else shown

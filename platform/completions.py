@@ -1,0 +1,60 @@
+"""`POST /v1/completions`: authenticate, resolve, tokenise, reserve, run, answer, settle."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from loramux.platform.authentication import Caller, Services
+from loramux.platform.completion_answer import CompletionAnswer
+from loramux.platform.error_responses import request_id_of
+from loramux.platform.openai_requests import CompletionRequest
+from loramux.platform.planning import Prompts, check_token_ids, make_plan, resolve
+from loramux.platform.request_body import parse_body, read_body
+from loramux.platform.serving import serve
+
+DEFAULT_MAX_TOKENS = 16
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request, caller: Caller, services: Services) -> Response:
+    body = parse_body(await read_body(request, services.settings.max_body_bytes), CompletionRequest)
+    body.check()
+    target = await resolve(services, caller, body.model)
+
+    def tokenise() -> Prompts:
+        return tuple(
+            services.tokenizer.encode(prompt)
+            if isinstance(prompt, str)
+            else check_token_ids(prompt, services.model.vocab_size)
+            for prompt in body.prompt
+        )
+
+    request_id = request_id_of(request)
+    plan = await make_plan(
+        services,
+        request_id,
+        caller,
+        target,
+        body,
+        endpoint="completions",
+        prompt_param="prompt",
+        num_prompts=len(body.prompt),
+        tokenise=tokenise,
+        max_tokens=body.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        num_logprobs=body.logprobs,
+    )
+    answer = CompletionAnswer(
+        id=f"cmpl-{request_id.removeprefix('req_')}",
+        model=body.model,
+        created_s=int(time.time()),
+        tokenizer=services.tokenizer,
+        has_logprobs=body.logprobs is not None,
+        include_usage=body.include_usage,
+    )
+    return await serve(request, services, plan, answer, stream=bool(body.stream), include_usage=body.include_usage)

@@ -1,0 +1,26 @@
+"""The codes of the engine's Finished as the caller's errors."""
+
+from __future__ import annotations
+
+from loramux.platform.errors import ApiError, InvalidRequest, Unavailable
+
+RETRY_S = 5.0
+
+
+def engine_failure(code: str | None, message: str | None) -> ApiError:
+    """Why a sequence ended with an error, as the caller is told."""
+    match code:
+        case "prompt_too_long":
+            return InvalidRequest(message or "the prompt is too long", param="prompt", code="context_length_exceeded")
+        case "request_too_large" | "invalid_request":
+            return InvalidRequest(message or "the engine cannot run this request", code=code)
+        case "adapter_unavailable":
+            return Unavailable("the adapter cannot be loaded now; try again", code=code, retry_after_s=RETRY_S)
+        case "overloaded":
+            return Unavailable("the engine is overloaded; try again", code=code, retry_after_s=RETRY_S)
+        case "engine_unavailable":
+            return Unavailable("the engine stopped; try again", code=code, retry_after_s=RETRY_S)
+        case "not_finite":
+            return ApiError("the model produced values that are not finite", code=code)
+        case _:
+            return ApiError(message or "the engine failed")

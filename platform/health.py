@@ -1,0 +1,48 @@
+"""`/health/live` and `/health/ready`, on both listeners and without a key."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+
+from fastapi import APIRouter
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.responses import Response
+
+from loramux.migrations.database import Database
+from loramux.platform.engine_client import EngineClient
+from loramux.platform.error_responses import json_response
+from loramux.platform.services import call_on
+
+DATABASE_WAIT_S = 2.0
+
+
+def health_router(database: Database, engine: EngineClient, executor: Executor) -> APIRouter:
+    """Routes that say whether this process lives, and whether a request sent now would be served."""
+    router = APIRouter()
+
+    @router.get("/health/live")
+    async def live() -> Response:
+        return json_response({"status": "live"})
+
+    @router.get("/health/ready")
+    async def ready() -> Response:
+        checks = {"engine": engine.is_ready, "database": await _answers(database, executor)}
+        is_ready = all(checks.values())
+        return json_response({"status": "ready" if is_ready else "not ready", **checks}, 200 if is_ready else 503)
+
+    return router
+
+
+async def _answers(database: Database, executor: Executor) -> bool:
+    try:
+        await asyncio.wait_for(call_on(executor, _ping, database), DATABASE_WAIT_S)
+    except (SQLAlchemyError, TimeoutError):
+        return False
+    return True
+
+
+def _ping(database: Database) -> None:
+    with database.read() as connection:
+        connection.execute(select(1))

@@ -1,0 +1,61 @@
+"""Text to token ids and back, for one base model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from loramux.platform.chat_template import ChatTemplate, ModelFilesError
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.token_bytes import TokenBytes
+
+
+class ModelTokenizer:
+    """The tokenizer and chat template of a Hugging Face directory. Safe to call from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._bytes = TokenBytes(tokenizer)
+
+    @staticmethod
+    def load(model_dir: Path) -> ModelTokenizer:
+        """Raises ModelFilesError with the file and the reason."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ModelFilesError(f"{path} is missing: a fast tokenizer is needed")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
+        return ModelTokenizer(tokenizer, ChatTemplate.load(model_dir))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """A plain prompt, with the special tokens that the model expects around one."""
+        return tuple(self._tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """A conversation up to where the assistant speaks; raises InvalidRequest."""
+        if self._chat_template is None:
+            raise InvalidRequest(
+                "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
+            )
+        text = self._chat_template.render(messages)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids without special tokens; an incomplete character at either end becomes U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; a special token's are its name."""
+        return self._bytes.of(token_id)

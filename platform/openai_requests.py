@@ -1,0 +1,243 @@
+"""The bodies of OpenAI calls: strict types, no unknown fields, and nothing accepted that is not done.
+
+A field that cannot change the answer is accepted and ignored. One that would change it, but is not supported, may
+only hold the value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from loramux.engine.messages import SamplingParams
+from loramux.platform.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_LOGPROBS = 20
+MAX_MODEL_NAME = 256
+INT64 = 2**63
+
+T = TypeVar("T")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _usable_stops(stops: list[str] | None) -> list[str] | None:
+    if stops is not None and len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops or ()):
+        raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters")
+    return stops
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(_Strict):
+    """What chat and completions have in common."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (None, 0),
+        "presence_penalty": (None, 0),
+        "logit_bias": (None, {}),
+        "min_p": (None, 0),
+        "repetition_penalty": (None, 1),
+    }
+
+    model: str = Field(max_length=MAX_MODEL_NAME)
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop: Annotated[list[str] | None, BeforeValidator(_one_or_many), AfterValidator(_usable_stops)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=INT64)
+
+    # vLLM's extensions.
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+
+    # Not supported unless they ask for nothing: see NEUTRAL.
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    # Cannot change the answer.
+    user: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what is well-formed but cannot be done."""
+        for name, neutral in self.NEUTRAL.items():
+            if getattr(self, name) not in neutral:
+                raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+
+    def sampling(self, num_logprobs: int | None, vocab_size: int) -> SamplingParams:
+        stop_ids = tuple(self.stop_token_ids or ())
+        if not all(0 <= token < vocab_size for token in stop_ids):
+            raise InvalidRequest(f"token ids lie in 0 to {vocab_size - 1}", param="stop_token_ids")
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            # vLLM and Hugging Face write "every token" as -1 or 0.
+            top_k=max(0, _or(self.top_k, 0)),
+            seed=self.seed,
+            num_logprobs=num_logprobs,
+            stop_token_ids=stop_ids,
+            ignore_eos=bool(self.ignore_eos),
+            min_tokens=_or(self.min_tokens, 0),
+        )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """One or several prompts, each a text or token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise ValueError("a prompt is a text, a list of texts, token ids, or a list of token ids")
+    if not value:
+        raise ValueError("the prompt is empty")
+    if _is_ids(value):
+        return (tuple(value),)
+    if all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if all(isinstance(item, list) and item and _is_ids(item) for item in value):
+        return tuple(tuple(item) for item in value)
+    raise ValueError("a list of prompts holds only texts, or only non-empty lists of token ids")
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int and 0 <= item < INT64 for item in value)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `/v1/completions`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.NEUTRAL,
+        "best_of": (None, 1),
+        "echo": (None, False),
+        "suffix": (None, ""),
+    }
+
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+def _content(value: Any) -> Any:
+    """The parts of a message as one text."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('only parts {"type": "text", "text": ...} are supported')
+        if set(part) != {"type", "text"}:
+            raise ValueError("a text part has no other fields than type and text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class ChatMessage(_Strict):
+    """One message. The fields that are only null are those of our own answers, which clients send back."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content)]
+    name: str | None = None
+    refusal: None = None
+    annotations: list[None] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[None] | None = Field(None, max_length=0)
+
+
+class ChatRequest(GenerationRequest):
+    """The body of `/v1/chat/completions`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.NEUTRAL,
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "reasoning_effort": (None,),
+        "verbosity": (None,),
+        "web_search_options": (None,),
+        "response_format": (None, {"type": "text"}),
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    response_format: Any = None
+
+    # Cannot change the answer.
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -1,0 +1,107 @@
+"""From a checked body to a plan: the model resolved once, the prompts tokenised, every limit applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loramux.engine.messages import SamplingParams
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.generation import Plan
+from loramux.platform.model_names import ResolvedModel
+from loramux.platform.openai_requests import GenerationRequest
+from loramux.platform.principals import Principal
+from loramux.platform.services import GatewayServices
+from loramux.platform.tenants import Share
+
+Prompts = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that a principal asked for, and the principal's place in the engine."""
+
+    tenant_id: str
+    model: ResolvedModel
+    share: Share
+
+
+async def resolve(services: GatewayServices, principal: Principal, name: str) -> Target:
+    """Raises ModelNotFound and PermissionDenied."""
+
+    def read() -> Target:
+        model = services.resolver.resolve(principal, name)
+        assert principal.tenant_id is not None
+        return Target(principal.tenant_id, model, services.tenants.share(principal.tenant_id))
+
+    return await services.call(read)
+
+
+async def make_plan(
+    services: GatewayServices,
+    request_id: str,
+    principal: Principal,
+    target: Target,
+    body: GenerationRequest,
+    *,
+    endpoint: str,
+    prompt_param: str,
+    num_prompts: int,
+    tokenise: Callable[[], Prompts],
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    num_logprobs: int | None,
+) -> Plan:
+    """Tokenise and check; `default_max_tokens` None is the remaining context. Raises InvalidRequest."""
+    n = body.num_choices
+    if num_prompts * n > services.settings.max_choices:
+        raise InvalidRequest(f"prompts times n may be at most {services.settings.max_choices}", param="n")
+    sampling = body.sampling(num_logprobs, services.model.vocab_size)
+    prompts = await services.call(tokenise)
+    max_tokens = _max_tokens(services.max_model_len, prompts, prompt_param, max_tokens, default_max_tokens)
+    if num_prompts * n * max_tokens > services.settings.max_request_tokens:
+        most = services.settings.max_request_tokens
+        raise InvalidRequest(f"prompts times n times max_tokens may be at most {most}", param="max_tokens")
+    _check_min_tokens(sampling, max_tokens)
+    return Plan(
+        request_id=request_id,
+        principal=principal,
+        tenant_id=target.tenant_id,
+        share=target.share,
+        model=target.model,
+        endpoint=endpoint,
+        prompts=prompts,
+        num_choices=n,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stops=tuple(body.stop or ()),
+    )
+
+
+def check_token_ids(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    if not all(token < vocab_size for token in prompt):
+        raise InvalidRequest(f"token ids lie in 0 to {vocab_size - 1}", param="prompt")
+    return prompt
+
+
+def _max_tokens(max_model_len: int, prompts: Prompts, prompt_param: str, asked: int | None, default: int | None) -> int:
+    """Tokens that each choice may have; raises InvalidRequest when they and the longest prompt do not fit."""
+    if not all(prompts):
+        raise InvalidRequest("the prompt is empty", param=prompt_param)
+    longest = max(len(prompt) for prompt in prompts)
+    remaining = max_model_len - longest
+    if remaining < 1 or (asked is not None and asked > remaining):
+        wanted = "" if asked is None else f" and asks for {asked} more"
+        raise InvalidRequest(
+            f"This model's maximum context length is {max_model_len} tokens; the prompt has {longest}{wanted}.",
+            param=prompt_param if remaining < 1 else "max_tokens",
+            code="context_length_exceeded",
+        )
+    if asked is not None:
+        return asked
+    return remaining if default is None else min(default, remaining)
+
+
+def _check_min_tokens(sampling: SamplingParams, max_tokens: int) -> None:
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens exceeds max_tokens, which is {max_tokens}", param="min_tokens")

@@ -1,0 +1,19 @@
+"""Who is calling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """An authenticated caller. A platform administrator belongs to no tenant and therefore cannot infer."""
+
+    key_id: str
+    tenant_id: str | None
+    tenant_slug: str | None
+    scopes: frozenset[str]
+
+    @property
+    def is_platform_admin(self) -> bool:
+        return "platform:admin" in self.scopes

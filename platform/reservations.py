@@ -1,0 +1,64 @@
+"""What crosses between a running request and admission, one record each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservationRequest:
+    """What a request may cost at most: `reserved_tokens` is all prompts plus prompts x n x max_tokens."""
+
+    request_id: str
+    tenant_id: str
+    api_key_id: str
+    model: str
+    """As the ledger names it: `tenant/adapter@version` or the served base name."""
+    adapter_version_id: str | None
+    endpoint: str
+    prompt_tokens: int
+    reserved_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """How much of one rate is left. `kind` is `requests` or `tokens`, as in the response headers."""
+
+    kind: str
+    limit: int
+    remaining: int
+    reset_us: int
+    """Time until the bucket is full again if nothing more is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """An open reservation, and the rates that bind its tenant."""
+
+    request_id: str
+    reserved_tokens: int
+    created_us: int
+    limits: tuple[RateLimit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """How many tokens a running request has committed so far."""
+
+    request_id: str
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """The truth of one request. `status` is `completed`, `aborted`, `failed` or `recovered`.
+
+    `has_run` is False for a request that the engine never ran: it costs nothing and its request is given back.
+    """
+
+    status: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    first_token_us: int | None = None
+    has_run: bool = True

@@ -1,0 +1,139 @@
+"""The requests that run in this gateway: started, checkpointed, settled, drained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.platform.admission import Admission
+from loramux.platform.engine_client import EngineClient
+from loramux.platform.generation import Generation, Plan
+from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.reservations import Checkpoint, Reservation, ReservationRequest, Settlement
+
+SETTLE_DELAYS_S = (0.2, 1.0, 3.0)
+"""Waits between attempts to settle; after the last, the reservation is recovered when its lease has expired."""
+
+CHECKPOINT_INTERVAL_S = 5.0
+
+log = structlog.get_logger()
+
+
+class Call(Protocol):
+    """Runs a blocking function on a thread."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+
+
+class RunningRequests:
+    """Owns the task of every admitted request until it is settled. `maintain` must run beside the server."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        engine: EngineClient,
+        tokenizer: ModelTokenizer,
+        metrics: GatewayMetrics,
+        call: Call,
+        clock: Callable[[], int],
+    ) -> None:
+        self._admission = admission
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._call = call
+        self._clock = clock
+        self._tasks: dict[asyncio.Task[None], Generation] = {}
+        self._unrun: set[asyncio.Future[None]] = set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._tasks)
+
+    async def reserve(self, plan: Plan) -> Reservation:
+        """Hold what the request may cost; raises QuotaExceeded or RequestTooLarge."""
+        adapter = plan.model.adapter
+        request = ReservationRequest(
+            request_id=plan.request_id,
+            tenant_id=plan.tenant_id,
+            api_key_id=plan.principal.key_id,
+            model=plan.model.name,
+            adapter_version_id=adapter.version_id if adapter is not None else None,
+            endpoint=plan.endpoint,
+            prompt_tokens=plan.prompt_tokens,
+            reserved_tokens=plan.reserved_tokens,
+        )
+        # Shielded: a reservation that commits while its client leaves must still be settled by someone.
+        reserving = asyncio.ensure_future(self._call(self._admission.reserve, request))
+        try:
+            reservation: Reservation = await asyncio.shield(reserving)
+        except asyncio.CancelledError:
+            reserving.add_done_callback(lambda done: self._settle_unrun(plan.request_id, done))
+            raise
+        return reservation
+
+    def start(self, plan: Plan) -> Generation:
+        """Run a reserved request; it is settled whatever becomes of its client."""
+        generation = Generation(plan, self._engine, self._tokenizer, self._settle, self._clock)
+        task = asyncio.create_task(generation.run(), name=plan.request_id)
+        self._tasks[task] = generation
+        self._metrics.running.inc()
+        task.add_done_callback(self._forget)
+        return generation
+
+    async def maintain(self) -> None:
+        """Checkpoint what runs and recover what a dead gateway left, for ever."""
+        while True:
+            try:
+                await self.checkpoint()
+                num_recovered = await self._call(self._admission.recover_expired)
+                self._metrics.recovered.inc(num_recovered)
+            except SQLAlchemyError as error:
+                log.warning("checkpoint failed; trying again", error=str(error))
+            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+
+    async def checkpoint(self) -> None:
+        """Write down how far every running request is, and extend its lease."""
+        checkpoints = [Checkpoint(item.plan.request_id, item.num_received) for item in self._tasks.values()]
+        if checkpoints:
+            await self._call(self._admission.checkpoint, checkpoints)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until every request is settled; False when some still run after `timeout_s`."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+        return not self._tasks
+
+    async def _settle(self, request_id: str, settlement: Settlement) -> None:
+        """Settle, again and again while the database is in trouble; a second settlement changes nothing."""
+        for delay_s in (*SETTLE_DELAYS_S, None):
+            try:
+                await self._call(self._admission.settle, request_id, settlement)
+            except SQLAlchemyError as error:
+                log.warning("settling failed", request_id=request_id, error=str(error))
+                if delay_s is not None:
+                    await asyncio.sleep(delay_s)
+            else:
+                self._metrics.count_tokens(settlement)
+                return
+        self._metrics.settle_failures.inc()
+        log.error("a request could not be settled; it will be recovered", request_id=request_id, spent=settlement)
+
+    def _settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
+        if reserving.cancelled() or reserving.exception() is not None:
+            return
+        never = Settlement(status="aborted", prompt_tokens=0, completion_tokens=0, has_run=False)
+        settling = asyncio.ensure_future(self._settle(request_id, never))
+        self._unrun.add(settling)
+        settling.add_done_callback(self._unrun.discard)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        self._metrics.running.dec()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a request's task failed", request_id=task.get_name(), exc_info=error)

@@ -1,0 +1,109 @@
+"""What the gateway works with; composed once, at the start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from loramux.adapter_store.registry import AdapterRegistry
+from loramux.migrations.database import Database
+from loramux.platform.admission import Admission
+from loramux.platform.api_keys import ApiKeys
+from loramux.platform.engine_client import EngineClient
+from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.model_names import ModelResolver
+from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.running import RunningRequests
+from loramux.platform.tenants import Tenants
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The base model as clients see it."""
+
+    served_name: str
+    max_model_len: int
+    vocab_size: int
+    created_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """Caps on one request, each checked before work is done for it."""
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_choices: int = 128
+    """Prompts times n."""
+    max_request_tokens: int = 1024 * 1024
+    """Prompts times n times max_tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayServices:
+    """The services behind the OpenAI routes. Blocking ones go through `call`; `running.maintain` must run beside."""
+
+    database: Database
+    tenants: Tenants
+    api_keys: ApiKeys
+    resolver: ModelResolver
+    running: RunningRequests
+    engine: EngineClient
+    tokenizer: ModelTokenizer
+    model: ModelInfo
+    metrics: GatewayMetrics
+    settings: GatewaySettings
+    executor: Executor
+
+    @staticmethod
+    def compose(
+        *,
+        database: Database,
+        tenants: Tenants,
+        api_keys: ApiKeys,
+        registry: AdapterRegistry,
+        engine: EngineClient,
+        tokenizer: ModelTokenizer,
+        model: ModelInfo,
+        executor: Executor,
+        settings: GatewaySettings | None = None,
+        metrics: GatewayMetrics | None = None,
+    ) -> GatewayServices:
+        """Put a gateway together. `executor` runs what blocks: SQL and the tokenizer."""
+        metrics = metrics if metrics is not None else GatewayMetrics()
+        running = RunningRequests(
+            Admission(database), engine, tokenizer, metrics, partial(call_on, executor), database.now_us
+        )
+        return GatewayServices(
+            database=database,
+            tenants=tenants,
+            api_keys=api_keys,
+            resolver=ModelResolver(registry, model.served_name),
+            running=running,
+            engine=engine,
+            tokenizer=tokenizer,
+            model=model,
+            metrics=metrics,
+            settings=settings if settings is not None else GatewaySettings(),
+            executor=executor,
+        )
+
+    async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a blocking function on a thread."""
+        return await call_on(self.executor, function, *args, **kwargs)
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that the running engine takes; its pool may hold less than the model could."""
+        info = self.engine.info
+        return self.model.max_model_len if info is None else min(self.model.max_model_len, info.max_model_len)
+
+
+async def call_on(executor: Executor, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    return await asyncio.get_running_loop().run_in_executor(executor, partial(function, *args, **kwargs))

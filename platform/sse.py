@@ -1,0 +1,36 @@
+"""Server-sent events (WHATWG HTML, section 9.2) as the OpenAI API uses them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(document: Any) -> bytes:
+    # JSON escapes line ends, so one data line holds the whole document.
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come. Who produces them must watch for the client's disconnect."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        # Proxies that buffer would turn a stream into one late answer.
+        self.init_headers({**headers, "cache-control": "no-store", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,125 @@
+"""Tenants: the accounts that own adapters and keys and that pay."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row, insert, select
+from sqlalchemy.exc import IntegrityError
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.errors import Conflict, InvalidRequest
+
+SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+MAX_DISPLAY_NAME = 200
+
+
+class TenantExists(Conflict):
+    """A tenant with this slug exists."""
+
+    code = "tenant_exists"
+
+
+class InvalidSlug(InvalidRequest):
+    """Not a slug: `[a-z0-9][a-z0-9._-]{0,62}`."""
+
+    code = "invalid_slug"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One account. `weight` is its entitlement in fair scheduling."""
+
+    id: str
+    slug: str
+    display_name: str
+    state: str
+    weight: int
+    created_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the engine is told of a tenant: its place in fair scheduling and its prefix-cache namespace."""
+
+    key: str
+    weight: int
+    isolation_key: bytes
+
+
+class Tenants:
+    """The tenants in the database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, slug: str, display_name: str | None = None) -> Tenant:
+        """Make an active tenant; raises InvalidSlug and TenantExists."""
+        if not SLUG.fullmatch(slug):
+            raise InvalidSlug(
+                "a slug is 1 to 63 characters of a-z, 0-9, '.', '_' and '-', the first a letter or a digit",
+                param="slug",
+            )
+        shown = display_name if display_name is not None else slug
+        if not 1 <= len(shown) <= MAX_DISPLAY_NAME or not shown.isprintable():
+            raise InvalidRequest(
+                f"a display name is 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name"
+            )
+        try:
+            with self._database.write() as connection:
+                values = {
+                    "id": new_id("ten"),
+                    "slug": slug,
+                    "display_name": shown,
+                    "state": "active",
+                    "weight": 1,
+                    "created_us": self._database.now_us(connection),
+                }
+                connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
+        except IntegrityError:
+            raise TenantExists(f"the tenant {slug!r} exists", param="slug") from None
+        return Tenant(**values)  # type: ignore[arg-type]
+
+    def get(self, id_or_slug: str) -> Tenant | None:
+        # A slug has no more than 63 characters, so nothing but an identifier or a slug reaches the database.
+        if not SLUG.fullmatch(id_or_slug):
+            return None
+        table = schema.tenants
+        query = select(table).where((table.c.id == id_or_slug) | (table.c.slug == id_or_slug))
+        with self._database.read() as connection:
+            found = {row.id: _tenant(row) for row in connection.execute(query)}
+        # A slug may look like another tenant's identifier; the identifier wins.
+        return found.get(id_or_slug) or next(iter(found.values()), None)
+
+    def list(self, limit: int, after: str | None = None, before: str | None = None) -> Page[Tenant]:
+        table = schema.tenants
+        with self._database.read() as connection:
+            rows, has_more = keyset_rows(connection, select(table), table.c.id, limit, after, before)
+        return Page(tuple(_tenant(row) for row in rows), has_more)
+
+    def share(self, tenant_id: str) -> Share:
+        """The tenant's share; its isolation key is derived, so that the secret itself never leaves the database."""
+        table = schema.tenants
+        query = select(table.c.weight, table.c.isolation_secret).where(table.c.id == tenant_id)
+        with self._database.read() as connection:
+            row = connection.execute(query).one()
+        isolation_key = hmac.digest(row.isolation_secret, b"loramux prefix cache", "sha256")
+        return Share(key=tenant_id, weight=row.weight, isolation_key=isolation_key)
+
+
+def _tenant(row: Row[Any]) -> Tenant:
+    return Tenant(
+        id=row.id,
+        slug=row.slug,
+        display_name=row.display_name,
+        state=row.state,
+        weight=row.weight,
+        created_us=row.created_us,
+    )
