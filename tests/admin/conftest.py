@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import structlog
 from safetensors.numpy import save_file
 
 from loramux.adapter_store.ingest import Ingest
@@ -21,12 +27,16 @@ from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import SubprocessValidator
 from loramux.admin.app import create_admin_app
+from loramux.admin.http_servers import HttpServer
+from loramux.admin.listeners import bind, url_of
 from loramux.admin.services import AdminServices
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.ledger import Ledger
+from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.tenants import Tenants
 
 ADMIN_KEY = "a-key-of-more-than-thirty-two-characters"
@@ -43,12 +53,20 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(autouse=True)
+def log() -> Iterator[list[Any]]:
+    """What the services logged; kept off standard output, which belongs to the command line."""
+    with structlog.testing.capture_logs() as entries:
+        yield entries
+
+
 @dataclass
 class AdminSide:
-    """The services, their app and the worker behind them."""
+    """The services behind the app, and what a test may look into or break."""
 
     services: AdminServices
     blobs: LocalBlobStore
+    engine: ScriptedEngine
 
 
 @pytest.fixture
@@ -59,6 +77,7 @@ def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
     blobs = LocalBlobStore(tmp_path / "blobs")
     ingest = Ingest(registry, blobs, TARGET, tmp_path / "scratch", SubprocessValidator())
     worker = IngestWorker(ingest)
+    engine = ScriptedEngine()
     with ThreadPoolExecutor(4) as executor:
         services = AdminServices(
             database=database,
@@ -68,11 +87,14 @@ def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
             ingest=ingest,
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),
-            engine=None,  # type: ignore[arg-type]
+            engine=engine,
+            metrics=GatewayMetrics(),
+            metrics_token=None,
+            is_loopback=True,
             executor=executor,
         )
         worker.start()
-        yield AdminSide(services, blobs)
+        yield AdminSide(services, blobs, engine)
         worker.stop()
     database.close()
 
@@ -84,6 +106,26 @@ async def http(admin_side: AdminSide) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
         yield client
+
+
+@pytest.fixture
+def admin_url(admin_side: AdminSide) -> Iterator[str]:
+    """The admin app on a real listener."""
+    listener = bind("127.0.0.1", 0, "admin_port")
+    url = url_of(listener)
+    server = HttpServer(create_admin_app(admin_side.services), listener)
+    thread = threading.Thread(target=lambda: asyncio.run(server.run_until_stopped()))
+    thread.start()
+    with httpx.Client(base_url=url, trust_env=False) as client:
+        for _ in range(200):
+            with suppress(httpx.TransportError):
+                client.get("/health/live")
+                break
+            time.sleep(0.02)
+    yield url
+    server.stop()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 MakeAdapter = Callable[..., Path]

@@ -1,0 +1,147 @@
+"""Puts the gateway process together: database, stores, services, both apps. Imports everything but torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from alembic.util import CommandError
+from fastapi import FastAPI
+from pydantic import SecretStr
+from sqlalchemy import inspect
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.adapter_store.blob_url import open_blob_store
+from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_worker import IngestWorker
+from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.validator import SubprocessValidator
+from loramux.admin.app import create_admin_app
+from loramux.admin.data_directory import DataDirectory
+from loramux.admin.errors import StartRefused
+from loramux.admin.services import AdminServices
+from loramux.admin.settings import Settings
+from loramux.engine.config import ITEMSIZE, EngineConfig, resolve_max_model_len
+from loramux.engine.model_config import ModelConfig
+from loramux.migrations.database import Database, DatabaseError
+from loramux.platform.api_keys import ApiKeys
+from loramux.platform.app import create_openai_app
+from loramux.platform.chat_template import ModelFilesError
+from loramux.platform.engine_client import EngineClient
+from loramux.platform.ledger import Ledger
+from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.running import RunningRequests
+from loramux.platform.services import GatewayServices, ModelInfo
+from loramux.platform.tenants import Tenants
+
+NUM_THREADS = 16
+"""For SQL and the tokenizer; each waits for the database most of its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """Both apps, and what must run or be asked beside them."""
+
+    gateway_app: FastAPI
+    admin_app: FastAPI
+    running: RunningRequests
+    api_keys: ApiKeys
+
+
+@contextmanager
+def assemble(
+    settings: Settings,
+    directory: DataDirectory,
+    model: ModelConfig,
+    config: EngineConfig,
+    engine: EngineClient,
+    is_loopback: bool,
+) -> Iterator[Assembled]:
+    """The whole process but its listeners; raises StartRefused. Blocking at both ends."""
+    served_name = settings.resolved_served_name
+    target = PackTarget(model.modules, model.geometry(ITEMSIZE[config.dtype], ITEMSIZE[config.dtype]), config.dtype)
+    with ExitStack() as stack:
+        try:
+            database = Database(settings.resolved_database_url)
+            stack.callback(database.close)
+            _bring_up_to_date(database, settings.is_database_embedded)
+            blobs = open_blob_store(config.blob_url)
+            blobs.check()
+            tokenizer = ModelTokenizer.load(settings.model)
+        except (DatabaseError, StoreError, ModelFilesError) as error:
+            raise StartRefused(str(error)) from error
+        executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
+        registry = AdapterRegistry(database, reserved_names=(served_name,))
+        validator = SubprocessValidator()
+        ingest = Ingest(registry, blobs, target, directory.scratch, validator)
+        ingest.recover()
+        worker = IngestWorker(ingest)
+        worker.start()
+        stack.callback(worker.stop)
+        # Called before the worker is stopped, so that it need not wait for a verdict.
+        stack.callback(validator.close)
+        tenants = Tenants(database)
+        api_keys = ApiKeys(database, _revealed(settings.admin_key))
+        metrics = GatewayMetrics()
+        gateway = GatewayServices.compose(
+            database=database,
+            tenants=tenants,
+            api_keys=api_keys,
+            registry=registry,
+            engine=engine,
+            tokenizer=tokenizer,
+            model=ModelInfo(
+                served_name=served_name,
+                max_model_len=resolve_max_model_len(config, model),
+                vocab_size=model.vocab_size,
+                created_s=int((settings.model / "config.json").stat().st_mtime),
+            ),
+            executor=executor,
+            metrics=metrics,
+        )
+        admin = AdminServices(
+            database=database,
+            tenants=tenants,
+            api_keys=api_keys,
+            registry=registry,
+            ingest=ingest,
+            quotas=QuotaPolicies(database),
+            ledger=Ledger(database),
+            engine=engine,
+            metrics=metrics,
+            metrics_token=_revealed(settings.metrics_token),
+            is_loopback=is_loopback,
+            executor=executor,
+        )
+        yield Assembled(create_openai_app(gateway), create_admin_app(admin), gateway.running, api_keys)
+
+
+def _bring_up_to_date(database: Database, is_embedded: bool) -> None:
+    """Upgrade a database of our own and fill an empty one; anybody else's must already be right."""
+    try:
+        database.check_schema()
+    except DatabaseError:
+        if not is_embedded and not _is_empty(database):
+            raise
+        try:
+            database.upgrade()
+        except CommandError as error:
+            raise DatabaseError(f"the database was written by a newer loramux: {error}") from error
+
+
+def _is_empty(database: Database) -> bool:
+    try:
+        with database.read() as connection:
+            return not inspect(connection).get_table_names()
+    except SQLAlchemyError:
+        return False
+
+
+def _revealed(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()

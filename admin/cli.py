@@ -1,0 +1,31 @@
+"""`loramux`: the command line. Verbs import what they need when they run, so that help appears at once."""
+
+from __future__ import annotations
+
+import typer
+
+from loramux.admin.commands import adapters, database, keys, quotas, serve, tenants, usage
+
+app = typer.Typer(
+    no_args_is_help=True,
+    # A traceback with local variables would show keys.
+    pretty_exceptions_enable=False,
+    help="Multi-tenant LoRA serving: one resident base model, many adapters, exact quotas.",
+    epilog="Verbs of an administrator call the server at LORAMUX_ADMIN_URL with LORAMUX_ADMIN_KEY.",
+)
+app.command("serve")(serve.serve)
+app.command("demo")(serve.demo)
+app.add_typer(database.app, name="db")
+app.add_typer(tenants.app, name="tenants")
+app.add_typer(keys.app, name="keys")
+app.add_typer(adapters.app, name="adapters")
+app.add_typer(quotas.app, name="quotas")
+app.command("usage")(usage.usage)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

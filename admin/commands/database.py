@@ -1,0 +1,55 @@
+"""`loramux db`: the schema of the database, which these verbs reach without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from loramux.admin.commands.options import ConfigFile, DatabaseUrl, DataDir
+from loramux.admin.commands.output import REFUSED, WRONG_CALL, fail
+
+if TYPE_CHECKING:
+    from loramux.migrations.database import Database
+
+app = typer.Typer(no_args_is_help=True, help="Bring the database's schema up to date, or check it.")
+
+
+@app.command()
+def upgrade(config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
+    """Bring the schema to the version that this loramux needs."""
+    with _database(config, data_dir, database_url) as database:
+        database.upgrade()
+    print("the schema is up to date")
+
+
+@app.command()
+def check(config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
+    """Exit with 0 when the database can be reached and its schema is the one that this loramux needs."""
+    with _database(config, data_dir, database_url) as database:
+        database.check_schema()
+    print("the schema is up to date")
+
+
+@contextmanager
+def _database(config: Path | None, data_dir: Path | None, database_url: str | None) -> Iterator[Database]:
+    from loramux.admin.settings import DataSettings, SettingsError, load_settings
+    from loramux.migrations.database import Database, DatabaseError
+
+    overrides = {"config": config, "data_dir": data_dir, "database_url": database_url}
+    try:
+        settings = load_settings(DataSettings, overrides)
+        if settings.is_database_embedded:
+            settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        database = Database(settings.resolved_database_url)
+    except (SettingsError, DatabaseError, OSError) as error:
+        fail(str(error), WRONG_CALL)
+    try:
+        yield database
+    except DatabaseError as error:
+        fail(str(error), REFUSED)
+    finally:
+        database.close()

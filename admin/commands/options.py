@@ -1,0 +1,25 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.", show_default=False)]
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", help="Where everything is kept (default: loramux-data).", show_default=False),
+]
+DatabaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--database-url", help="postgresql://... or sqlite:///FILE (default: in --data-dir).", show_default=False
+    ),
+]
+Tenant = Annotated[str, typer.Option("--tenant", help="A tenant's slug or identifier.", show_default=False)]
+AnyTenant = Annotated[
+    str | None, typer.Option("--tenant", help="Only this tenant, by slug or identifier.", show_default=False)
+]

@@ -1,0 +1,75 @@
+"""`loramux serve` and `loramux demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loramux.admin.commands.options import ConfigFile, DatabaseUrl, DataDir
+from loramux.admin.commands.output import WRONG_CALL, fail
+
+Port = Annotated[int | None, typer.Option(help="Of the OpenAI API (default: 8000).", show_default=False)]
+AdminPort = Annotated[int | None, typer.Option(help="Of admin and metrics (default: 8001).", show_default=False)]
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of the base model, as Hugging Face writes it.", show_default=False)
+    ] = None,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    host: Annotated[
+        str | None, typer.Option(help="Of the OpenAI API (default: 127.0.0.1).", show_default=False)
+    ] = None,
+    port: Port = None,
+    admin_host: Annotated[
+        str | None, typer.Option(help="Of admin and metrics (default: 127.0.0.1).", show_default=False)
+    ] = None,
+    admin_port: AdminPort = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).", show_default=False)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
+    database_url: DatabaseUrl = None,
+    blob_url: Annotated[
+        str | None,
+        typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False),
+    ] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="The base model's name (default: last part of --model).", show_default=False)
+    ] = None,
+) -> None:
+    """Serve a base model and its tenants' adapters until Ctrl-C.
+
+    Every setting is also read from LORAMUX_<NAME> and from the TOML file; a flag wins over both.
+    """
+    from loramux.admin.errors import StartRefused
+    from loramux.admin.serve import run
+    from loramux.admin.settings import Settings, SettingsError, load_settings
+
+    try:
+        # The parameters carry the settings' names.
+        run(load_settings(Settings, context.params))
+    except (SettingsError, StartRefused) as error:
+        fail(str(error), WRONG_CALL)
+
+
+def demo(
+    exit_after: Annotated[bool, typer.Option("--exit", help="End after the report instead of staying up.")] = False,
+    port: Port = None,
+    admin_port: AdminPort = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Keep everything here (default: a temporary directory).", show_default=False)
+    ] = None,
+) -> None:
+    """Show loramux: three tenants, three adapters, one batch, one bill."""
+    from loramux.admin.demo_run import run_demo
+    from loramux.admin.demo_server import DemoFailed
+
+    try:
+        run_demo(port, admin_port, data_dir, exit_after)
+    except DemoFailed as error:
+        fail(str(error), 1)

@@ -1,0 +1,49 @@
+"""The directory that a server keeps its things in, held by one server at a time."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from loramux.admin.errors import StartRefused
+
+
+@dataclass(frozen=True, slots=True)
+class DataDirectory:
+    """Paths below `--data-dir`."""
+
+    root: Path
+
+    @property
+    def scratch(self) -> Path:
+        return self.root / "scratch"
+
+    @property
+    def disk_tier(self) -> Path:
+        return self.root / "disk-tier"
+
+
+@contextmanager
+def open_data_directory(root: Path) -> Iterator[DataDirectory]:
+    """Make and lock the directory; raises StartRefused when it cannot be written or another server holds it."""
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (root / "lock").open("w")
+    except OSError as error:
+        raise StartRefused(
+            f"the data directory {root} cannot be used: {error.strerror}; mend it or --data-dir"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartRefused(
+                f"another loramux uses the data directory {root}: stop it or choose another --data-dir"
+            ) from None
+        directory = DataDirectory(root)
+        for path in (directory.scratch, directory.disk_tier):
+            path.mkdir(exist_ok=True, mode=0o700)
+        yield directory

@@ -1,0 +1,7 @@
+"""Why a server does not start."""
+
+from __future__ import annotations
+
+
+class StartRefused(Exception):
+    """The server cannot start; the message is a sentence that says how to mend it."""

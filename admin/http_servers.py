@@ -1,0 +1,73 @@
+"""Both listeners on one event loop, and how they stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from loramux.admin.stop_signals import StopSignals
+
+LAST_WORDS_S = 2.0
+"""How long streams have to end after the engine was stopped under them."""
+
+
+class HttpServer(uvicorn.Server):
+    """One listener of ours; signals are not its business."""
+
+    def __init__(self, app: Any, listener: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False)
+        )
+        self._listener = listener
+        self.is_listening = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_listening.set()
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Take no more connections and end when the running requests have."""
+        self.should_exit = True
+
+
+async def serve_until_stopped(
+    gateway: HttpServer,
+    admin: HttpServer,
+    signals: StopSignals,
+    drain_s: float,
+    announce: Callable[[], None],
+    stop_engine: Callable[[], Awaitable[None]],
+) -> None:
+    """Serve both, announce it, and drain when asked to: the gateway first, so that metrics can watch it end.
+
+    Requests that are not done after `drain_s`, or at a second signal, are ended by stopping the engine.
+    """
+    async with asyncio.TaskGroup() as group:
+        gateway_task = group.create_task(gateway.run_until_stopped())
+        group.create_task(admin.run_until_stopped())
+        await gateway.is_listening.wait()
+        await admin.is_listening.wait()
+        announce()
+        await signals.drain.wait()
+        gateway.stop()
+        hurry = asyncio.create_task(signals.hurry.wait())
+        await asyncio.wait({gateway_task, hurry}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not gateway_task.done():
+            await stop_engine()
+            await asyncio.wait({gateway_task}, timeout=LAST_WORDS_S)
+        gateway.force_exit = True
+        admin.stop()
+        admin.force_exit = True

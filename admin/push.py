@@ -1,0 +1,131 @@
+"""Bring a PEFT directory to the server: declare, upload, wait for the verdict."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from loramux.admin.client import AdminClient, AdminError, Document
+
+FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
+CHUNK_BYTES = 1 << 20
+
+Progress = Callable[[str, int], None]
+"""Told what is being done and how many bytes of it were just done."""
+
+
+class PushRefused(Exception):
+    """The directory is no adapter, or the server rejected it; `code` and `param` say why."""
+
+    def __init__(self, message: str, code: str | None, param: str | None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def envelope(self) -> Document:
+        return {"error": {"message": self.message, "code": self.code, "param": self.param}}
+
+
+@dataclass(frozen=True, slots=True)
+class PushedVersion:
+    """A version that is ready to serve."""
+
+    model: str
+    version: int
+    digest: str
+    max_rank: int
+
+
+def push_adapter(
+    client: AdminClient,
+    directory: Path,
+    tenant: str,
+    name: str,
+    timeout_s: float = 300.0,
+    progress: Progress = lambda _what, _num_bytes: None,
+) -> PushedVersion:
+    """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
+
+    Raises PushRefused when the directory is no adapter, the server rejects it or `timeout_s` passes.
+    """
+    paths = [_file_of(directory, file_name) for file_name in FILE_NAMES]
+    files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
+    adapter = _adapter(client, tenant, name)
+    upload = client.post(f"adapters/{adapter['id']}/uploads", {"files": files})
+    urls = {file["name"]: file["url"] for file in upload["files"]}
+    for path in paths:
+        client.put_bytes(urls[path.name], path.stat().st_size, _chunks(path, "upload", progress))
+    version = client.post(f"adapters/{adapter['id']}/versions", {"upload_id": upload["id"]})
+    version = _settled(client, f"adapters/{adapter['id']}/versions/{version['number']}", timeout_s)
+    if version["state"] == "rejected":
+        error = version["error"]
+        raise PushRefused(error["message"], error["code"], error["param"])
+    return PushedVersion(f"{tenant}/{name}", version["number"], version["digest"], version["max_rank"])
+
+
+def num_bytes_of(directory: Path) -> int:
+    """What a push of this directory reads: once to hash, once to upload."""
+    return 2 * sum(_file_of(directory, file_name).stat().st_size for file_name in FILE_NAMES)
+
+
+def _file_of(directory: Path, file_name: str) -> Path:
+    path = directory / file_name
+    if path.is_file():
+        return path
+    others = sorted(found.name for found in directory.iterdir() if found.suffix in (".bin", ".pt", ".pth", ".pkl"))
+    if file_name.endswith(".safetensors") and others:
+        raise PushRefused(
+            f"{others[0]} is a pickle, which is never read: save the adapter again with safe_serialization=True",
+            "pickle_refused",
+            others[0],
+        )
+    raise PushRefused(f"{directory} has no {file_name}: give the directory that PEFT saved", "file_missing", file_name)
+
+
+def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
+    found = client.get("adapters", tenant=tenant, name=name)["data"]
+    if found:
+        return dict(found[0])
+    try:
+        return client.post("adapters", {"tenant": tenant, "name": name})
+    except AdminError as error:
+        # Somebody else made it in between: that one will do.
+        if error.status != 409:
+            raise
+    return dict(client.get("adapters", tenant=tenant, name=name)["data"][0])
+
+
+def _settled(client: AdminClient, path: str, timeout_s: float) -> Document:
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.02
+    while True:
+        version = client.get(path)
+        if version["state"] in ("ready", "rejected"):
+            return version
+        if time.monotonic() > deadline:
+            raise PushRefused(
+                f"version {version['number']} is still {version['state']} after {timeout_s:.0f} s; "
+                "it goes on by itself: look again with 'loramux adapters list'",
+                "timeout",
+                None,
+            )
+        time.sleep(pause_s)
+        pause_s = min(1.0, pause_s * 1.5)
+
+
+def _chunks(path: Path, what: str, progress: Progress) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+            progress(what, len(chunk))
+
+
+def _sha256(path: Path, progress: Progress) -> str:
+    digest = hashlib.sha256()
+    for chunk in _chunks(path, "read", progress):
+        digest.update(chunk)
+    return digest.hexdigest()

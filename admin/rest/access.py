@@ -1,0 +1,69 @@
+"""Who calls, and what of it all the caller may see. Every route names one of the kinds of caller below."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from loramux.admin.services import AdminServices
+from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
+from loramux.platform.principals import Principal
+from loramux.platform.tenants import Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """An authenticated caller. A platform key sees every tenant, a tenant's key only its own."""
+
+    principal: Principal
+
+    def may_see(self, tenant_id: str | None) -> bool:
+        return self.principal.tenant_id is None or self.principal.tenant_id == tenant_id
+
+
+def services_of(request: Request) -> AdminServices:
+    return cast(AdminServices, request.app.state.services)
+
+
+Services = Annotated[AdminServices, Depends(services_of)]
+
+
+def require(*scopes: str) -> Callable[[Request, AdminServices], Awaitable[Caller]]:
+    """A dependency that lets in keys with one of the scopes: 401 without a good key, 403 without the scope."""
+
+    async def caller(request: Request, services: Services) -> Caller:
+        kind, _, presented = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not presented.strip():
+            raise Unauthenticated("give an administrator's key: Authorization: Bearer KEY", code="missing_api_key")
+        principal = await services.call(services.api_keys.authenticate, presented.strip())
+        if principal is None:
+            raise Unauthenticated("the key is unknown, expired or revoked")
+        if principal.scopes.isdisjoint(scopes):
+            raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
+        return Caller(principal)
+
+    return caller
+
+
+PlatformAdmin = Annotated[Caller, Depends(require("platform:admin"))]
+PlatformReader = Annotated[Caller, Depends(require("platform:admin", "platform:read"))]
+Writer = Annotated[Caller, Depends(require("platform:admin", "tenant:admin"))]
+Reader = Annotated[Caller, Depends(require("platform:admin", "platform:read", "tenant:admin", "tenant:read"))]
+
+
+async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, param: str = "tenant") -> Tenant:
+    """The tenant; one that the caller may not see is as unknown as one that does not exist."""
+    tenant = await services.call(services.tenants.get, id_or_slug)
+    if tenant is None or not caller.may_see(tenant.id):
+        raise NotFound("there is no such tenant", param=param, code="tenant_not_found")
+    return tenant
+
+
+async def tenant_filter(services: AdminServices, caller: Caller, id_or_slug: str | None) -> str | None:
+    """The tenant that a list is narrowed to: the one asked for, else the caller's own, else None for all."""
+    if id_or_slug is None:
+        return caller.principal.tenant_id
+    return (await find_tenant(services, caller, id_or_slug)).id

@@ -1,0 +1,69 @@
+"""What the admin routes are sent: strict types, and no field that they do not know."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from loramux.platform.request_body import parse_body, read_body
+
+MAX_BODY_BYTES = 64 * 1024
+
+B = TypeVar("B", bound="_Body")
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class NewTenant(_Body):
+    slug: str
+    display_name: str | None = None
+
+
+class NewKey(_Body):
+    """`tenant` null makes a platform key."""
+
+    tenant: str | None
+    name: str = "default"
+    scopes: list[str] | None = Field(default=None, max_length=16)
+    expires_in_s: int | None = Field(default=None, ge=1, le=10 * 366 * 86_400)
+
+
+class NewAdapter(_Body):
+    tenant: str
+    name: str
+
+
+class DeclaredFile(_Body):
+    name: str
+    size: int
+    sha256: str
+
+
+class NewUpload(_Body):
+    files: list[DeclaredFile] = Field(max_length=16)
+
+
+class NewVersion(_Body):
+    upload_id: str
+
+
+class AliasTarget(_Body):
+    version: int
+
+
+class QuotaLimit(_Body):
+    """`burst` defaults to the limit."""
+
+    tenant: str
+    metric: str
+    limit: int
+    burst: int | None = None
+
+
+async def read_json(request: Request, kind: type[B]) -> B:
+    """The request's body as one of the kinds above; called only once the caller is known to be allowed."""
+    return parse_body(await read_body(request, MAX_BODY_BYTES), kind)

@@ -1,0 +1,45 @@
+"""The one shape of lists: `{object, data, first_id, last_id, has_more}`, newest first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Query
+
+from loramux.migrations.paging import Page
+from loramux.platform.errors import NotFound
+
+T = TypeVar("T")
+Document = dict[str, Any]
+
+IDENTIFIER = r"^[a-z]{3}_[0-9a-f]{32}$"
+
+Limit = Annotated[int, Query(ge=1, le=100, description="Items on a page.")]
+After = Annotated[str | None, Query(pattern=IDENTIFIER, description="Continue behind this identifier.")]
+Before = Annotated[str | None, Query(pattern=IDENTIFIER, description="The page just ahead of this identifier.")]
+TenantParam = Annotated[str | None, Query(max_length=64, description="Only this tenant, by identifier or slug.")]
+
+
+def list_document(page: Page[T], describe: Callable[[T], Document]) -> Document:
+    data = [describe(item) for item in page.data]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": page.has_more,
+    }
+
+
+def check_identifier(value: str, what: str) -> str:
+    """Text that cannot be an identifier names nothing, and never reaches the database."""
+    if re.fullmatch(IDENTIFIER[1:-1], value) is None:
+        raise NotFound(f"there is no such {what}", code=f"{what}_not_found")
+    return value
+
+
+def seconds(time_us: int | None) -> int | None:
+    """Times leave as whole seconds since 1970, as in the OpenAI API."""
+    return None if time_us is None else time_us // 1_000_000

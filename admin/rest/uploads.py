@@ -1,0 +1,85 @@
+"""`/adapters/{id}/uploads`: declare two files, then send the bytes of each; nothing is parsed here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+from fastapi import APIRouter, Request, Response
+
+from loramux.adapter_store.records import Adapter, Upload, UploadFile
+from loramux.admin.rest.access import Services, Writer
+from loramux.admin.rest.adapters import find_adapter
+from loramux.admin.rest.bodies import NewUpload, read_json
+from loramux.admin.rest.listing import Document, seconds
+from loramux.admin.services import AdminServices
+from loramux.platform.errors import InvalidRequest, NotFound
+
+router = APIRouter(prefix="/adapters/{adapter_id}/uploads")
+
+CHUNK_TIMEOUT_S = 30.0
+"""A client that sends nothing for so long is given up, so that it cannot hold a thread."""
+
+
+@router.post("", status_code=201)
+async def create_upload(adapter_id: str, request: Request, services: Services, caller: Writer) -> Document:
+    """Declare name, size and SHA-256 of both files; answers the URL to PUT each of them to."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    body = await read_json(request, NewUpload)
+    files = tuple(UploadFile(file.name, file.size, file.sha256) for file in body.files)
+    return _describe_upload(await services.call(services.ingest.create_upload, adapter.id, files))
+
+
+@router.put("/{upload_id}/files/{name}", status_code=204)
+async def put_file(
+    adapter_id: str, upload_id: str, name: str, request: Request, services: Services, caller: Writer
+) -> Response:
+    """Send one file's raw bytes; they must be what was declared."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    upload = await find_upload(services, adapter, upload_id)
+    await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, _chunks(request.stream()))
+    return Response(status_code=204)
+
+
+async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str) -> Upload:
+    """The adapter's upload; one of another adapter is as unknown as one that does not exist."""
+    upload = await services.call(services.ingest.get_upload, upload_id)
+    if upload is None or upload.adapter_id != adapter.id:
+        raise NotFound("the adapter has no such upload", code="upload_not_found")
+    return upload
+
+
+def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
+    """The body's chunks for a function on a thread; the sender is slowed down to its pace."""
+    while chunk := anyio.from_thread.run(_next_chunk, body):
+        yield chunk
+
+
+async def _next_chunk(body: AsyncIterator[bytes]) -> bytes:
+    """The next chunk that is not empty; b"" at the end."""
+    try:
+        with anyio.fail_after(CHUNK_TIMEOUT_S):
+            async for chunk in body:
+                if chunk:
+                    return chunk
+    except TimeoutError:
+        raise InvalidRequest("the body stopped coming", code="body_timeout") from None
+    return b""
+
+
+def _describe_upload(upload: Upload) -> Document:
+    base = f"/admin/v1/adapters/{upload.adapter_id}/uploads/{upload.id}/files"
+    return {
+        "id": upload.id,
+        "object": "upload",
+        "adapter_id": upload.adapter_id,
+        "state": upload.state,
+        "files": [
+            {"name": file.name, "size": file.size, "sha256": file.sha256, "url": f"{base}/{file.name}"}
+            for file in upload.files
+        ],
+        "created_at": seconds(upload.created_us),
+        "expires_at": seconds(upload.expires_us),
+    }

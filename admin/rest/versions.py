@@ -1,0 +1,72 @@
+"""`/adapters/{id}/versions`: uploads become versions, which never change."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+
+from loramux.adapter_store.records import AdapterVersion
+from loramux.adapter_store.registry import MAX_VERSION
+from loramux.admin.rest.access import Reader, Services, Writer
+from loramux.admin.rest.adapters import find_adapter
+from loramux.admin.rest.bodies import NewVersion, read_json
+from loramux.admin.rest.listing import After, Before, Document, Limit, list_document, seconds
+from loramux.admin.rest.uploads import find_upload
+from loramux.platform.errors import NotFound
+
+router = APIRouter(prefix="/adapters/{adapter_id}/versions")
+
+Number = Annotated[int, Path(ge=1, le=MAX_VERSION)]
+
+
+@router.post("", status_code=202)
+async def create_version(adapter_id: str, request: Request, services: Services, caller: Writer) -> Document:
+    """Turn an upload into a version; poll it until it is `ready` or `rejected`. Identical bytes answer the old one."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    body = await read_json(request, NewVersion)
+    upload = await find_upload(services, adapter, body.upload_id)
+    return describe_version(await services.call(services.ingest.create_version, adapter.id, upload.id))
+
+
+@router.get("")
+async def list_versions(
+    adapter_id: str,
+    services: Services,
+    caller: Reader,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> Document:
+    """List an adapter's versions."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    page = await services.call(services.registry.list_versions, adapter.id, limit, after, before)
+    return list_document(page, describe_version)
+
+
+@router.get("/{number}")
+async def get_version(adapter_id: str, number: Number, services: Services, caller: Reader) -> Document:
+    """One version: its state, and what validation found."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    version = await services.call(services.registry.get_version, adapter.id, number)
+    if version is None:
+        raise NotFound("there is no such version", code="version_not_found")
+    return describe_version(version)
+
+
+def describe_version(version: AdapterVersion) -> Document:
+    return {
+        "id": version.id,
+        "object": "adapter_version",
+        "adapter_id": version.adapter_id,
+        "number": version.number,
+        "state": version.state,
+        "digest": version.digest,
+        "max_rank": version.max_rank,
+        "num_pages": version.num_pages,
+        "size": version.canonical_bytes,
+        "report": {name: value for name, value in version.report.items() if name != "error"},
+        "error": version.report.get("error"),
+        "created_at": seconds(version.created_us),
+        "ready_at": seconds(version.ready_us),
+    }

@@ -1,0 +1,133 @@
+"""`loramux serve`: check, take the ports, start the engine, put the rest together, listen, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack, ExitStack
+
+import uvloop
+
+from loramux.admin.data_directory import DataDirectory, open_data_directory
+from loramux.admin.errors import StartRefused
+from loramux.admin.listeners import bind, is_loopback, url_of
+from loramux.admin.logs import configure_logs
+from loramux.admin.settings import Settings
+from loramux.admin.stop_signals import StopSignals
+from loramux.engine.config import EngineConfig, resolve_dtype, resolve_max_model_len
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model_config import ModelConfig
+from loramux.platform.local_engine import EngineStartError, LocalEngine
+
+SETTLE_S = 5.0
+"""How long the last settlements may take once both listeners are closed."""
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM; raises StartRefused before anything listens."""
+    configure_logs()
+    model, config = _read_model(settings)
+    with ExitStack() as stack:
+        gateway = stack.enter_context(bind(settings.host, settings.port, "port"))
+        admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
+        directory = stack.enter_context(open_data_directory(settings.data_dir))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, directory, model, config, gateway, admin))
+
+
+def _read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
+    """What the model directory and the settings say; raises StartRefused before anything is begun."""
+    device = "cpu" if settings.device == "auto" else settings.device
+    optional = {} if settings.num_threads is None else {"num_threads": settings.num_threads}
+    try:
+        model = ModelConfig.load(settings.model)
+        config = EngineConfig(
+            model_dir=str(settings.model),
+            blob_url=settings.resolved_blob_url,
+            cache_dir=str(DataDirectory(settings.data_dir.absolute()).disk_tier),
+            device=device,
+            dtype=resolve_dtype(settings.dtype, model, device),
+            pool_bytes=int(settings.pool_bytes),
+            max_model_len=settings.max_model_len,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_sequences=settings.max_sequences,
+            max_resident_adapters=settings.max_resident_adapters,
+            disk_tier_bytes=int(settings.disk_tier_bytes),
+            host_tier_bytes=int(settings.host_tier_bytes),
+            **optional,
+        )
+        resolve_max_model_len(config, model)
+    except ModelNotSupported as error:
+        raise StartRefused(str(error)) from error
+    return model, config
+
+
+async def _serve(
+    settings: Settings,
+    directory: DataDirectory,
+    model: ModelConfig,
+    config: EngineConfig,
+    gateway_listener: socket.socket,
+    admin_listener: socket.socket,
+) -> None:
+    signals = StopSignals()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(signals.caught())
+        try:
+            engine = LocalEngine(config)
+            stack.push_async_callback(engine.close)
+            # The engine imports torch and loads the model while this process imports everything else.
+            await engine.spawn()
+            from loramux.admin.assembly import assemble
+            from loramux.admin.http_servers import HttpServer, serve_until_stopped
+
+            blocking = assemble(settings, directory, model, config, engine, is_loopback(admin_listener))
+            assembled = await asyncio.to_thread(blocking.__enter__)
+            stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
+            if not await _started(engine, signals):
+                return
+        except EngineStartError as error:
+            raise StartRefused(str(error)) from error
+        bootstrap_key = None
+        if not await asyncio.to_thread(assembled.api_keys.has_platform_admin):
+            created = await asyncio.to_thread(assembled.api_keys.create, None, "bootstrap")
+            bootstrap_key = created.secret
+
+        def announce() -> None:
+            _announce(settings, config, url_of(gateway_listener), url_of(admin_listener), bootstrap_key)
+
+        maintenance = asyncio.create_task(assembled.running.maintain(), name="maintenance")
+        await serve_until_stopped(
+            HttpServer(assembled.gateway_app, gateway_listener),
+            HttpServer(assembled.admin_app, admin_listener),
+            signals,
+            settings.drain_s,
+            announce,
+            engine.close,
+        )
+        await assembled.running.drain(SETTLE_S)
+        maintenance.cancel()
+
+
+async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
+    """Wait for the engine; False when the process was told to stop before that."""
+    starting = asyncio.create_task(engine.start())
+    stopping = asyncio.create_task(signals.drain.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        starting.cancel()
+        return False
+    starting.result()
+    return True
+
+
+def _announce(settings: Settings, config: EngineConfig, url: str, admin_url: str, bootstrap_key: str | None) -> None:
+    lines = [
+        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype})",
+        f"  OpenAI API  {url}/v1",
+        f"  admin       {admin_url}",
+    ]
+    if bootstrap_key is not None:
+        lines.append(f"  admin key   {bootstrap_key}  (shown this once: export it as LORAMUX_ADMIN_KEY)")
+    print("\n".join(lines), flush=True)

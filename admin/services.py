@@ -1,0 +1,46 @@
+"""What the admin side works with; put together once, in assembly.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.registry import AdapterRegistry
+from loramux.migrations.database import Database
+from loramux.platform.api_keys import ApiKeys
+from loramux.platform.engine_client import EngineClient
+from loramux.platform.ledger import Ledger
+from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.services import call_on
+from loramux.platform.tenants import Tenants
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminServices:
+    """The services behind the admin routes. Blocking ones go through `call`."""
+
+    database: Database
+    tenants: Tenants
+    api_keys: ApiKeys
+    registry: AdapterRegistry
+    ingest: Ingest
+    quotas: QuotaPolicies
+    ledger: Ledger
+    engine: EngineClient
+    metrics: GatewayMetrics
+    metrics_token: str | None
+    """What `/metrics` asks for; None asks for nothing, and then only this machine may scrape."""
+    is_loopback: bool
+    """Whether only this machine reaches the admin listener."""
+    executor: Executor
+
+    async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a blocking function on a thread."""
+        return await call_on(self.executor, function, *args, **kwargs)

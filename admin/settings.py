@@ -1,0 +1,191 @@
+"""What `loramux serve` can be told: flags, then `LORAMUX_*` variables, then a TOML file, then defaults."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+PREFIX = "LORAMUX_"
+CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG"})
+"""Variables that the command line reads itself; they are no settings of the server."""
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+SECRETS = frozenset({"admin_key", "metrics_token"})
+SettingsT = TypeVar("SettingsT", bound="DataSettings")
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message has one sentence for each fault."""
+
+
+class DataSettings(BaseSettings):
+    """Where the facts are kept: all that `loramux db` needs."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+
+    config: Path | None = None
+    data_dir: Path = Path("loramux-data")
+    database_url: str | None = None
+
+    @property
+    def is_database_embedded(self) -> bool:
+        return self.database_url is None
+
+    @property
+    def resolved_database_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.data_dir.absolute() / 'loramux.db'}"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        config = cast(InitSettingsSource, init_settings).init_kwargs.get("config")
+        if config is None:
+            return init_settings, env_settings
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config)
+
+
+class Settings(DataSettings):
+    """Everything that `loramux serve` can be told."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+
+    model: Path
+    served_name: str | None = None
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: Port = 8001
+    admin_key: SecretStr | None = None
+    metrics_token: SecretStr | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    blob_url: str | None = None
+    pool_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(1 << 30)
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 512
+    max_sequences: Annotated[int, Field(ge=1)] = 64
+    max_resident_adapters: Annotated[int, Field(ge=1)] = 256
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
+    host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+
+    @field_validator("model")
+    @classmethod
+    def _is_a_model_directory(cls, model: Path) -> Path:
+        if not model.is_dir():
+            raise ValueError(f"there is no directory {model}")
+        if not (model / "config.json").is_file():
+            raise ValueError(f"{model} has no config.json, which every Hugging Face model directory has")
+        # Not resolved: a link's own name is the better name to serve the model by.
+        return Path(os.path.abspath(model))
+
+    @field_validator("served_name")
+    @classmethod
+    def _is_a_model_name(cls, served_name: str | None) -> str | None:
+        if served_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}", served_name):
+            raise ValueError(f"{served_name!r} is no model name: use letters, digits, '.', '_', '-' and '/'")
+        return served_name
+
+    @field_validator("admin_key")
+    @classmethod
+    def _is_long_enough(cls, admin_key: SecretStr | None) -> SecretStr | None:
+        if admin_key is not None and len(admin_key.get_secret_value()) < 32:
+            raise ValueError("a key has 32 characters or more")
+        return admin_key
+
+    @field_validator("metrics_token")
+    @classmethod
+    def _is_no_toy(cls, metrics_token: SecretStr | None) -> SecretStr | None:
+        if metrics_token is not None and len(metrics_token.get_secret_value()) < 16:
+            raise ValueError("a token has 16 characters or more")
+        return metrics_token
+
+    @field_validator("blob_url")
+    @classmethod
+    def _is_a_blob_url(cls, blob_url: str | None) -> str | None:
+        if blob_url is not None and not re.fullmatch(r"(file|s3)://.+", blob_url):
+            raise ValueError(f"{blob_url!r} is no blob store: use file://DIRECTORY or s3://BUCKET/PREFIX")
+        return blob_url
+
+    @property
+    def resolved_served_name(self) -> str:
+        return self.served_name or self.model.name
+
+    @property
+    def resolved_blob_url(self) -> str:
+        return self.blob_url or f"file://{self.data_dir.absolute() / 'blobs'}"
+
+
+def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> SettingsT:
+    """Read the settings once; raises SettingsError with all faults. An override of None was not given."""
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if "config" not in given and os.environ.get("LORAMUX_CONFIG"):
+        given["config"] = Path(os.environ["LORAMUX_CONFIG"])
+    _check_config_file(given.get("config"))
+    faults = list(_unknown_variables(os.environ)) if kind is Settings else []
+    try:
+        settings = kind(**given)
+    except ValidationError as error:
+        faults += [_sentence(fault) for fault in error.errors(include_url=False)]
+    if faults:
+        raise SettingsError("\n".join(faults))
+    return settings
+
+
+def _check_config_file(config: Path | None) -> None:
+    if config is None:
+        return
+    try:
+        tomllib.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"the configuration file {config} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the configuration file {config} is not TOML: {error}") from None
+
+
+def _unknown_variables(variables: Iterable[str]) -> Iterable[str]:
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | CLIENT_VARIABLES
+    for variable in sorted(variables):
+        if variable.startswith(PREFIX) and variable not in known:
+            yield f"the variable {variable} is no setting{_suggestion(variable, known)}"
+
+
+def _sentence(fault: Any) -> str:
+    name = ".".join(str(part) for part in fault["loc"])
+    places = f"--{name.replace('_', '-')}, {PREFIX}{name.upper()} or {name} in the configuration file"
+    if fault["type"] == "missing":
+        return f"the setting {name} is missing: give {places}"
+    if fault["type"] == "extra_forbidden":
+        return f"the configuration file has an unknown setting {name}{_suggestion(name, Settings.model_fields)}"
+    if fault["type"] == "value_error":
+        reason = fault["msg"].removeprefix("Value error, ")
+    else:
+        shown = "" if name in SECRETS else f", not {fault['input']!r}"
+        reason = f"it should be {fault['msg'].removeprefix('Input should be ')}{shown}"
+    return f"the setting {name} is wrong: {reason}; change {places}"
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f": did you mean {close[0]}?" if close else ""

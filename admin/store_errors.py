@@ -1,0 +1,41 @@
+"""The adapter store's errors as a caller of the REST sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loramux.adapter_store.errors import (
+    AdapterExists,
+    AdapterNotFound,
+    AdapterUnavailable,
+    BlobStoreUnavailable,
+    Refused,
+    TenantNotFound,
+    UploadNotFound,
+    VersionNotFound,
+    VersionNotReady,
+)
+from loramux.platform.errors import ApiError, Conflict, InvalidRequest, NotFound, Unavailable
+
+_NOT_FOUND: Mapping[type[Exception], str] = {
+    TenantNotFound: "tenant_not_found",
+    AdapterNotFound: "adapter_not_found",
+    VersionNotFound: "version_not_found",
+    UploadNotFound: "upload_not_found",
+}
+RETRY_AFTER_S = 5.0
+
+
+def api_error(error: Exception) -> ApiError:
+    """The error with the status, code and parameter that its cause deserves."""
+    if isinstance(error, Refused):
+        return InvalidRequest(error.message, code=error.code, param=error.param)
+    if isinstance(error, AdapterExists):
+        return Conflict(str(error), code="adapter_exists", param="name")
+    if isinstance(error, VersionNotReady):
+        return Conflict(str(error), code="version_not_ready", param="version")
+    if isinstance(error, AdapterUnavailable | BlobStoreUnavailable):
+        return Unavailable(str(error), code="store_unavailable", retry_after_s=RETRY_AFTER_S)
+    if type(error) in _NOT_FOUND:
+        return NotFound(str(error), code=_NOT_FOUND[type(error)])
+    return ApiError("the adapter store failed")

@@ -1,0 +1,175 @@
+"""The verbs of the command line against a real listener."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from loramux.admin.cli import app
+from tests.admin.conftest import ADMIN_KEY
+
+Run = Callable[..., Any]
+"""Runs `loramux` with arguments; the result has exit_code, stdout and stderr."""
+
+
+@pytest.fixture
+def loramux(admin_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("LORAMUX_ADMIN_URL", admin_url)
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY)
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
+
+
+def answer(result: Any) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def test_the_fixed_calls_of_the_design(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    tenant = answer(loramux("tenants", "create", "acme", "--json"))
+    assert (tenant["id"][:4], tenant["slug"]) == ("ten_", "acme")
+    key = answer(loramux("keys", "create", "--tenant", "acme", "--json"))
+    assert (key["id"][:4], key["secret"][:7], key["scopes"]) == ("key_", "sk-lmx-", ["adapters", "base"])
+    pushed = answer(loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json"))
+    assert set(pushed) == {"model", "version", "digest"}
+    assert (pushed["model"], pushed["version"], len(pushed["digest"])) == ("acme/support", 1, 64)
+    quota = loramux("quotas", "set", "--tenant", "acme", "--metric", "tokens_per_minute", "--limit", 10000)
+    assert quota.exit_code == 0
+    usage = answer(loramux("usage", "--tenant", "acme", "--format", "json"))
+    assert usage["object"] == "page"
+    table = loramux("usage", "--tenant", "acme", "--format", "csv")
+    assert table.stdout.startswith("start_us,end_us,tenant,model,requests")
+
+
+def test_lists_are_tables_or_json(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    loramux("tenants", "create", "acme", "--display-name", "[bold]Acme[/bold]")
+    loramux("keys", "create", "--tenant", "acme", "--name", "ci")
+    loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
+    loramux("quotas", "set", "--tenant", "acme", "--metric", "concurrent_requests", "--limit", 3)
+    lists = {
+        "tenants": (("tenants", "list"), "[bold]Acme[/bold]"),
+        "keys": (("keys", "list", "--tenant", "acme"), "ci"),
+        "adapters": (("adapters", "list"), "default=1"),
+        "quotas": (("quotas", "list", "--tenant", "acme"), "concurrent_requests"),
+        "usage": (("usage",), "completion tokens"),
+    }
+    for arguments, shown in lists.values():
+        table = loramux(*arguments)
+        assert table.exit_code == 0, table.output
+        assert shown in table.stdout
+        assert answer(loramux(*arguments, "--json"))["object"] in ("list", "page")
+
+
+def test_a_list_shows_every_page(loramux: Run, admin_side: Any) -> None:
+    for number in range(120):
+        admin_side.services.tenants.create(f"tenant-{number}")
+    assert len(answer(loramux("tenants", "list", "--json"))["data"]) == 120
+
+
+def test_a_rejected_adapter_exits_with_1_and_its_error(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    loramux("tenants", "create", "acme")
+    push = ("adapters", "push", make_adapter(poison=float("inf")), "--tenant", "acme", "--name", "support")
+    refused = loramux(*push, "--json")
+    assert refused.exit_code == 1
+    error = json.loads(refused.stdout)["error"]
+    assert set(error) == {"message", "code", "param"}
+    spoken = loramux(*push)
+    assert (spoken.exit_code, spoken.stdout) == (1, "")
+    assert error["code"] in spoken.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "code"),
+    [
+        pytest.param({"adapter_config.json": b"{}", "adapter_model.bin": b"\x80"}, "pickle_refused", id="pickle"),
+        pytest.param({"adapter_config.json": b"{}"}, "file_missing", id="no weights"),
+        pytest.param({"adapter_model.safetensors": b"x"}, "file_missing", id="no config"),
+    ],
+)
+def test_a_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
+    loramux: Run, tmp_path: Path, files: dict[str, bytes], code: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    result = loramux("adapters", "push", tmp_path, "--tenant", "nobody", "--name", "support", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["error"]["code"]) == (1, code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        pytest.param(("keys", "create"), 2, "--tenant", id="whose key"),
+        pytest.param(("keys", "create", "--tenant", "nobody"), 1, "no such tenant", id="unknown tenant"),
+        pytest.param(("keys", "revoke", "key_1"), 1, "no such api_key", id="unknown key"),
+        pytest.param(("tenants", "create", "A"), 1, "slug", id="bad slug"),
+        pytest.param(("adapters", "push", "/nowhere", "--tenant", "a", "--name", "b"), 2, "nowhere", id="no directory"),
+        pytest.param(("usage", "--format", "xml"), 2, "xml", id="bad format"),
+        pytest.param(
+            ("quotas", "set", "--tenant", "nobody", "--metric", "x", "--limit", "1"), 1, "no such tenant", id="quota"
+        ),
+    ],
+)
+def test_mistakes_have_an_exit_code_and_a_sentence(
+    loramux: Run, arguments: tuple[str, ...], exit_code: int, said: str
+) -> None:
+    result = loramux(*arguments)
+    assert result.exit_code == exit_code
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_revoked_key_is_shown_as_such(loramux: Run) -> None:
+    loramux("tenants", "create", "acme")
+    key = answer(loramux("keys", "create", "--tenant", "acme", "--scope", "base", "--json"))
+    assert key["scopes"] == ["base"]
+    assert loramux("keys", "revoke", key["id"]).exit_code == 0
+    (listed,) = answer(loramux("keys", "list", "--tenant", "acme", "--json"))["data"]
+    assert listed["revoked_at"] is not None
+    assert "secret" not in listed
+
+
+@pytest.mark.parametrize(
+    ("variables", "exit_code", "said"),
+    [
+        pytest.param({"LORAMUX_ADMIN_KEY": ""}, 3, "LORAMUX_ADMIN_KEY", id="no key"),
+        pytest.param({"LORAMUX_ADMIN_KEY": "wrong"}, 1, "unknown, expired or revoked", id="wrong key"),
+        pytest.param({"LORAMUX_ADMIN_URL": "http://127.0.0.1:9"}, 3, "loramux serve", id="nobody there"),
+        pytest.param({"LORAMUX_ADMIN_URL": "localhost:8001"}, 3, "should look like", id="no url"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_explained(
+    loramux: Run, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], exit_code: int, said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = loramux("tenants", "list")
+    assert (result.exit_code, said in result.stderr) == (exit_code, True), result.output
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, loramux.admin.cli; "
+        "print([m for m in ('torch', 'fastapi', 'sqlalchemy', 'httpx', 'pydantic', 'numpy', 'openai') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ".src"}
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_database_verbs(tmp_path: Path) -> None:
+    runner = CliRunner()
+    new = runner.invoke(app, ["db", "check", "--data-dir", str(tmp_path / "data")])
+    assert new.exit_code == 1
+    assert "loramux db upgrade" in new.stderr
+    for verb in ("upgrade", "check", "upgrade"):
+        assert runner.invoke(app, ["db", verb, "--data-dir", str(tmp_path / "data")]).exit_code == 0
+    wrong = runner.invoke(app, ["db", "check", "--database-url", "mysql://localhost/x"])
+    assert (wrong.exit_code, "not supported" in wrong.stderr) == (2, True)
