@@ -100,7 +100,7 @@ class Engine:
         refusal = self._refusal(add)
         if refusal is not None:
             code, message = refusal
-            self._emit_finished(owner, add, 0, "error", code, message)
+            self._emit_finished(owner, add.sequence_id, 0, 0, "error", code, message)
             return
         seed = add.sampling.seed
         sequence = Sequence(
@@ -161,6 +161,7 @@ class Engine:
     def _commit(self, scheduled: list[ScheduledSequence], sampling: list[Sequence], tokens: list[SampledToken]) -> None:
         for item in scheduled:
             item.sequence.num_computed += item.num_tokens
+            item.sequence.has_run = True
         outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []
         for sequence, token in zip(sampling, tokens, strict=True):
@@ -208,15 +209,23 @@ class Engine:
         self._scheduler.finish(sequence)
         del self._sequences[sequence.sequence_id]
         billed = sequence.num_completion if num_completion is None else num_completion
-        self._emit_finished(sequence.owner, sequence.add, billed, reason, code, message)
+        num_prompt = sequence.num_prompt if sequence.has_run else 0
+        self._emit_finished(sequence.owner, sequence.sequence_id, num_prompt, billed, reason, code, message)
 
     def _emit_finished(
-        self, owner: bytes, add: Add, num_completion: int, reason: str, code: str | None, message: str | None
+        self,
+        owner: bytes,
+        sequence_id: str,
+        num_prompt: int,
+        num_completion: int,
+        reason: str,
+        code: str | None,
+        message: str | None,
     ) -> None:
         finished = Finished(
-            sequence_id=add.sequence_id,
+            sequence_id=sequence_id,
             reason=reason,
-            prompt_tokens=len(add.prompt),
+            prompt_tokens=num_prompt,
             completion_tokens=num_completion,
             code=code,
             message=message,

@@ -101,7 +101,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`; with `error`, `code` is one of
     `adapter_unavailable`, `prompt_too_long`, `request_too_large`, `not_finite`, `engine_unavailable`, `overloaded`.
-    `completion_tokens` counts the tokens that the engine committed, the end-of-sequence token included.
+    `completion_tokens` counts the tokens that the engine committed, the end-of-sequence token included;
+    `prompt_tokens` is 0 where no step ever held the sequence.
     """
 
     sequence_id: str

@@ -31,6 +31,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     """The adapter's slot while running, -1 for the base."""
+    has_run: bool = False
+    """A step has held it; what never ran costs nothing."""
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

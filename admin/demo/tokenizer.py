@@ -48,7 +48,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
     )
     # Like Llama's: plain text gets its <|bos|> here, a rendered chat already has one.
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=BOS,
         eos_token=END,

@@ -117,7 +117,7 @@ def train_base(out: Path, recipe: Recipe = BASE_RECIPE) -> None:
     )
     model = LlamaForCausalLM(config)
     fit(model, Corpus(SEED + 1).base_example, tokenizer, recipe, "base")
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.bfloat16().save_pretrained(out)

@@ -204,7 +204,7 @@ def test_an_abort_while_waiting_bills_nothing(simulation: Simulation) -> None:
     simulation.engine.abort(Abort(sequence_id="s"))
     simulation.loader.let_go()
     simulation.run()
-    assert simulation.finished["s"].completion_tokens == 0
+    assert (simulation.finished["s"].prompt_tokens, simulation.finished["s"].completion_tokens) == (0, 0)
 
 
 def test_eos_is_counted_but_not_sent() -> None:
