@@ -104,6 +104,7 @@ class Ingest:
         """
         upload = self._intake.get_upload(upload_id)
         if upload is not None and upload.adapter_id == adapter_id and upload.state == "open":
+            self._intake.check_open(upload)
             for name in UPLOAD_FILES:
                 if not self._blobs.exists(upload_key(upload_id, name)):
                     raise UploadRefused("upload_incomplete", f"{name} has not been uploaded yet", "upload_id")

