@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import signal
 import socket
 import tempfile
@@ -20,7 +20,7 @@ from rich.console import Console
 from loramux.admin.client import AdminClient, AdminError, ServerUnreachable
 from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
 from loramux.admin.demo_server import DemoFailed, DemoServer
-from loramux.admin.demo_tables import print_answers, print_directions, print_usage
+from loramux.admin.demo_tables import output_console, print_answers, print_directions, print_usage
 from loramux.admin.push import PushedVersion, PushRefused, push_adapter
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class Account:
 
 def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, exit_after: bool) -> None:
     """Run the whole demo; raises DemoFailed. Stays up until Ctrl-C unless `exit_after`."""
+    started = time.monotonic()
+    if importlib.util.find_spec("openai") is None:
+        raise DemoFailed("the demo speaks through the official client: pip install 'loramux[demo]'")
     with ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         if data_dir is None:
@@ -51,9 +54,9 @@ def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, ex
         server = DemoServer(DEMO_FILES / "base", data_dir, _port(port, 8000), _port(admin_port, 8001), SERVED_NAME)
         stack.callback(server.stop)
         client = stack.enter_context(server.client())
-        console = Console()
+        console = output_console()
         try:
-            accounts = _show(console, server, client)
+            accounts = _show(console, server, client, started)
         except (AdminError, ServerUnreachable, PushRefused) as error:
             server.check()
             raise DemoFailed(str(error)) from error
@@ -64,8 +67,7 @@ def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, ex
                 time.sleep(0.5)
 
 
-def _show(console: Console, server: DemoServer, client: AdminClient) -> list[Account]:
-    started = time.monotonic()
+def _show(console: Console, server: DemoServer, client: AdminClient, started: float) -> list[Account]:
     with ThreadPoolExecutor(len(ADAPTERS) + 1) as threads:
         # The official client takes a second to import: that passes while the server starts.
         batch = threads.submit(importlib.import_module, "loramux.admin.demo_batch")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from loramux.admin.client import AdminClient
+from loramux.admin.commands.output import WRONG_CALL
 
 POLL_S = 0.05
 START_TIMEOUT_S = 120.0
@@ -66,6 +67,9 @@ class DemoServer:
     def check(self) -> None:
         """Raise DemoFailed if the server has ended."""
         code = self._process.poll()
+        if code == WRONG_CALL:
+            # It said itself, in a sentence, why it does not start.
+            raise DemoFailed(self._last_words().replace("loramux: ", ""))
         if code is not None:
             raise DemoFailed(f"the server ended with exit code {code}\n{self._last_words()}")
 

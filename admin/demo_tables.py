@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,11 +16,24 @@ if TYPE_CHECKING:
     from loramux.admin.demo_batch import Answer
 
 
+NUMBERS = ("version", "rank", "tokens", "first\ntoken")
+
+
+def output_console() -> Console:
+    """A console as wide as the terminal; a file or a pipe gets lines that hold a whole answer."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    return console
+
+
 def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[str, int]) -> None:
     """One row an answer; the question is the same for all."""
-    table = Table(title=f"One batch, one question: {answers[0].question.text}", title_justify="left")
-    for column in ("tenant", "model", "version", "rank", "answer", "tokens", "first token"):
-        table.add_column(column, justify="right" if column in ("version", "rank", "tokens", "first token") else "left")
+    title = f"One batch, one question: {answers[0].question.text}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for column in ("tenant", "model", "version", "rank", "answer", "tokens", "first\ntoken"):
+        is_number = column in NUMBERS
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=column != "answer")
     for answer in answers:
         version = answer.adapter.rpartition("@")[2] if answer.adapter else "-"
         table.add_row(
@@ -37,7 +51,7 @@ def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[st
 
 def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, int, int]]) -> None:
     """The usage report, a row for each tenant and model."""
-    table = Table(title="Usage report", title_justify="left")
+    table = Table(title="Usage report", title_justify="left", box=SIMPLE_HEAD)
     for column in ("tenant", "model"):
         table.add_column(column)
     for column in ("requests", "prompt tokens", "completion tokens"):

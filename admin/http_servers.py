@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from loramux.admin.listeners import prepare_to_listen
 from loramux.admin.stop_signals import StopSignals
 
 LAST_WORDS_S = 2.0
@@ -31,6 +32,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        prepare_to_listen(self._listener)
         await super().startup(sockets)
         self.is_listening.set()
 

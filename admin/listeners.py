@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 
 from loramux.admin.errors import StartRefused
@@ -11,25 +10,30 @@ from loramux.admin.errors import StartRefused
 
 def bind(host: str, port: int, setting: str) -> socket.socket:
     """A bound socket that does not listen yet; raises StartRefused, naming the setting that chose the port."""
+    flag = f"--{setting.replace('_', '-')}"
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            # Connections of an earlier run that still linger do not keep the port.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise StartRefused(f"the host {host!r} is unknown here; mend {flag.replace('port', 'host')}") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # Connections of an earlier run that still linger do not keep the port. Once it is bound the option goes, or
+        # another server that is just starting could bind it as well.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise StartRefused(
-            f"cannot listen on {host} port {port}: {reason.lower()}; choose another with --{setting.replace('_', '-')}"
-        ) from None
+        listener.close()
+        reason = (error.strerror or str(error)).lower()
+        raise StartRefused(f"cannot listen on {host} port {port}: {reason}; choose another with {flag}") from None
     listener.setblocking(False)
     return listener
+
+
+def prepare_to_listen(listener: socket.socket) -> None:
+    """Let the connections to come inherit what allows the next run to bind the port while they linger."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def url_of(listener: socket.socket) -> str:

@@ -26,7 +26,7 @@ SETTLE_S = 5.0
 def run(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM; raises StartRefused before anything listens."""
     configure_logs()
-    model, config = _read_model(settings)
+    model, config = read_model(settings)
     with ExitStack() as stack:
         gateway = stack.enter_context(bind(settings.host, settings.port, "port"))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
@@ -35,7 +35,7 @@ def run(settings: Settings) -> None:
             runner.run(_serve(settings, directory, model, config, gateway, admin))
 
 
-def _read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
+def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
     """What the model directory and the settings say; raises StartRefused before anything is begun."""
     device = "cpu" if settings.device == "auto" else settings.device
     optional = {} if settings.num_threads is None else {"num_threads": settings.num_threads}

@@ -10,6 +10,9 @@ import typer
 from loramux.admin.commands.options import AnyTenant, AsJson
 from loramux.admin.commands.output import connected, print_json, print_table, shown_time
 
+DEFAULT_GROUPS = ["tenant", "model"]
+AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+
 
 class Format(StrEnum):
     """How the report is printed."""
@@ -33,7 +36,8 @@ def usage(
     end: Annotated[int | None, typer.Option(help="Seconds since 1970, not included.", show_default=False)] = None,
     bucket: Annotated[Bucket | None, typer.Option(help="Split by time.", show_default=False)] = None,
     group_by: Annotated[
-        list[str] | None, typer.Option(help="tenant, model, ...; may be repeated.", show_default=False)
+        list[str] | None,
+        typer.Option(help="tenant, key, adapter, version, model, endpoint or status; may be repeated."),
     ] = None,
     output: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TABLE,
     as_json: AsJson = False,
@@ -45,7 +49,7 @@ def usage(
         "start": start,
         "end": end,
         "bucket": bucket.value if bucket else None,
-        "group_by": ",".join(group_by) if group_by else None,
+        "group_by": ",".join(group_by or DEFAULT_GROUPS),
     }
     with connected(chosen is Format.JSON) as client:
         if chosen is Format.CSV:
@@ -55,17 +59,12 @@ def usage(
     if chosen is Format.JSON:
         print_json(report)
         return
-    columns = ("from", "tenant", "model", "requests", "prompt tokens", "cached", "completion tokens")
-    print_table(columns, [_row(bucket, result) for bucket in report["data"] for result in bucket["results"]])
-
-
-def _row(bucket: dict[str, Any], result: dict[str, Any]) -> tuple[object, ...]:
-    return (
-        shown_time(bucket["start_time"]),
-        result["tenant"],
-        result["model"],
-        result["num_requests"],
-        result["prompt_tokens"],
-        result["cached_tokens"],
-        result["completion_tokens"],
+    groups = group_by or DEFAULT_GROUPS
+    print_table(
+        ("from", *groups, *AMOUNTS),
+        [
+            (shown_time(bucket["start_time"]), *(result[name] for name in (*groups, *AMOUNTS)))
+            for bucket in report["data"]
+            for result in bucket["results"]
+        ],
     )

@@ -32,10 +32,13 @@ from loramux.admin.listeners import bind, url_of
 from loramux.admin.services import AdminServices
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.tenants import Tenants
 
@@ -160,3 +163,22 @@ def make_adapter(tmp_path: Path) -> MakeAdapter:
         return directory
 
     return make
+
+
+def use(admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int) -> None:
+    """Settle one request of this size."""
+    admission = Admission(admin_side.services.database)
+    request_id = new_id("req")
+    admission.reserve(
+        ReservationRequest(
+            request_id=request_id,
+            tenant_id=tenant_id,
+            api_key_id=key_id,
+            model=model,
+            adapter_version_id=None,
+            endpoint="completions",
+            prompt_tokens=prompt,
+            reserved_tokens=prompt + completion,
+        )
+    )
+    admission.settle(request_id, Settlement(status="completed", prompt_tokens=prompt, completion_tokens=completion))

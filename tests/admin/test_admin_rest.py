@@ -8,8 +8,7 @@ import httpx
 import pytest
 
 from loramux.admin.app import create_admin_app
-from loramux.platform.admission import Admission
-from loramux.platform.reservations import ReservationRequest, Settlement
+from tests.admin.conftest import use
 
 pytestmark = pytest.mark.anyio
 
@@ -43,21 +42,22 @@ def routes(admin_side: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("authorization", "code"),
     [
-        pytest.param({"authorization": ""}, id="no key"),
-        pytest.param({"authorization": "Bearer nonsense"}, id="nonsense"),
-        pytest.param({"authorization": "Basic YTpi"}, id="basic"),
-        pytest.param({"authorization": "Bearer sk-lmx-" + "0" * 16 + "-" + "0" * 43}, id="well-formed"),
+        pytest.param("", "missing_api_key", id="no key"),
+        pytest.param("Basic YTpi", "missing_api_key", id="basic"),
+        pytest.param("Bearer nonsense", "invalid_api_key", id="nonsense"),
+        pytest.param("Bearer sk-lmx-" + "0" * 16 + "-" + "0" * 43, "invalid_api_key", id="well-formed"),
     ],
 )
-async def test_every_route_needs_a_key(http: httpx.AsyncClient, admin_side: Any, headers: dict[str, str]) -> None:
+async def test_every_route_needs_a_key(http: httpx.AsyncClient, admin_side: Any, authorization: str, code: str) -> None:
+    headers = {"authorization": authorization}
     for method, path in routes(admin_side):
         if path in PUBLIC:
             continue
         response = await http.request(method, path, headers=headers, content=b"{not json")
         assert response.status_code == 401, (method, path)
-        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.json()["error"]["code"] == code
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.headers["x-request-id"].startswith("req_")
 
@@ -244,27 +244,6 @@ async def test_bad_quotas_are_refused(http: httpx.AsyncClient, change: dict[str,
     body = {"tenant": "acme", "metric": "requests_per_minute", "limit": 5, **change}
     response = await http.post("/admin/v1/quotas", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-
-
-def use(admin_side: Any, tenant_id: str, key_id: str, model: str, prompt: int, completion: int) -> None:
-    """Settle one request of this size."""
-    from loramux.migrations.identifiers import new_id
-
-    admission = Admission(admin_side.services.database)
-    request_id = new_id("req")
-    admission.reserve(
-        ReservationRequest(
-            request_id=request_id,
-            tenant_id=tenant_id,
-            api_key_id=key_id,
-            model=model,
-            adapter_version_id=None,
-            endpoint="completions",
-            prompt_tokens=prompt,
-            reserved_tokens=prompt + completion,
-        )
-    )
-    admission.settle(request_id, Settlement(status="completed", prompt_tokens=prompt, completion_tokens=completion))
 
 
 async def test_usage_is_reported_as_buckets_csv_and_events(http: httpx.AsyncClient, admin_side: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loramux.admin.cli import app
-from tests.admin.conftest import ADMIN_KEY
+from tests.admin.conftest import ADMIN_KEY, use
 
 Run = Callable[..., Any]
 """Runs `loramux` with arguments; the result has exit_code, stdout and stderr."""
@@ -58,13 +59,26 @@ def test_lists_are_tables_or_json(loramux: Run, make_adapter: Callable[..., Path
         "keys": (("keys", "list", "--tenant", "acme"), "ci"),
         "adapters": (("adapters", "list"), "default=1"),
         "quotas": (("quotas", "list", "--tenant", "acme"), "concurrent_requests"),
-        "usage": (("usage",), "completion tokens"),
     }
     for arguments, shown in lists.values():
         table = loramux(*arguments)
         assert table.exit_code == 0, table.output
         assert shown in table.stdout
         assert answer(loramux(*arguments, "--json"))["object"] in ("list", "page")
+
+
+def test_usage_is_a_table_of_whatever_it_is_grouped_by(loramux: Run, admin_side: Any) -> None:
+    tenant = answer(loramux("tenants", "create", "acme", "--json"))
+    key = answer(loramux("keys", "create", "--tenant", "acme", "--json"))
+    use(admin_side, tenant["id"], key["id"], "acme/support@1", 1234, 77)
+    table = loramux("usage").stdout
+    assert re.search(r"acme +acme/support@1 +1 +1234 +0 +77", table), table
+    table = loramux("usage", "--group-by", "endpoint", "--group-by", "key", "--bucket", "1h").stdout
+    assert re.search(rf"completions +{key['id']} +1 +1234", table), table
+    report = answer(loramux("usage", "--json"))
+    assert report["data"][0]["results"][0]["completion_tokens"] == 77
+    refused = loramux("usage", "--group-by", "nonsense")
+    assert (refused.exit_code, "groups are" in refused.stderr) == (1, True)
 
 
 def test_a_list_shows_every_page(loramux: Run, admin_side: Any) -> None:
@@ -154,10 +168,8 @@ def test_a_server_that_cannot_be_used_is_explained(
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, loramux.admin.cli; "
-        "print([m for m in ('torch', 'fastapi', 'sqlalchemy', 'httpx', 'pydantic', 'numpy', 'openai') if m in sys.modules])"
-    )
+    heavy = ("torch", "fastapi", "sqlalchemy", "httpx", "pydantic", "numpy", "openai")
+    code = f"import sys, loramux.admin.cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ".src"}
     )

@@ -49,7 +49,13 @@ def test_everything_lies_in_the_data_directory_by_default(model: Path, tmp_path:
 def test_all_faults_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_PROT", "1")
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", "too-short-and-secret")
-    overrides = {"model": Path("/nowhere"), "port": 70_000, "dtype": "int3", "blob_url": "ftp://x", "served_name": "a b"}
+    overrides = {
+        "model": Path("/nowhere"),
+        "port": 70_000,
+        "dtype": "int3",
+        "blob_url": "ftp://x",
+        "served_name": "a b",
+    }
     with pytest.raises(SettingsError) as caught:
         load_settings(Settings, overrides)
     lines = str(caught.value).splitlines()

@@ -1,0 +1,92 @@
+"""Putting the process together: a database is brought up to date or refused, stores and model files are checked."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from loramux.admin.assembly import Assembled, assemble
+from loramux.admin.data_directory import DataDirectory
+from loramux.admin.errors import StartRefused
+from loramux.admin.serve import read_model
+from loramux.admin.settings import Settings
+from loramux.migrations.database import Database
+from loramux.platform.scripted_engine import ScriptedEngine
+
+
+def assembling(model: Path, tmp_path: Path, **given: str) -> AbstractContextManager[Assembled]:
+    settings = Settings(model=model, data_dir=tmp_path, **given)  # type: ignore[arg-type]
+    decoder, config = read_model(settings)
+    return assemble(settings, DataDirectory(tmp_path), decoder, config, ScriptedEngine(), is_loopback=True)
+
+
+def test_an_empty_database_is_filled(demo_base: Path, tmp_path: Path, database_url: str) -> None:
+    with assembling(demo_base, tmp_path, database_url=database_url) as assembled:
+        assert not assembled.api_keys.has_platform_admin()
+    database = Database(database_url)
+    database.check_schema()
+    database.close()
+
+
+def test_a_database_of_another_version_is_refused_unless_it_is_embedded(demo_base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "loramux.db"
+    database = Database(f"sqlite:///{path}")
+    database.upgrade()
+    with database.write() as connection:
+        connection.exec_driver_sql("DELETE FROM alembic_version")
+    database.close()
+    with (
+        pytest.raises(StartRefused, match="run 'loramux db upgrade'"),
+        assembling(demo_base, tmp_path, database_url=f"sqlite:///{path}"),
+    ):
+        pass
+
+
+def test_a_database_of_the_future_is_refused(demo_base: Path, tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'loramux.db'}")
+    database.upgrade()
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    database.close()
+    with pytest.raises(StartRefused, match="newer loramux"), assembling(demo_base, tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        pytest.param({"database_url": "mysql://h/x"}, "use SQLite or PostgreSQL", id="kind of database"),
+        pytest.param({"database_url": "postgresql://127.0.0.1:9/x"}, "cannot be used", id="database down"),
+        pytest.param({"database_url": "sqlite:////proc/nowhere/x.db"}, "cannot be used", id="no place for SQLite"),
+        pytest.param({"blob_url": "file:///proc/nowhere"}, "/proc/nowhere", id="no place for blobs"),
+        pytest.param({"blob_url": "s3://B"}, "names no bucket", id="bucket"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_refused(
+    demo_base: Path, tmp_path: Path, given: dict[str, str], said: str
+) -> None:
+    with pytest.raises(StartRefused, match=said), assembling(demo_base, tmp_path, **given):
+        pass
+
+
+def test_a_model_without_a_tokenizer_is_refused(demo_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes((demo_base / "config.json").read_bytes())
+    with pytest.raises(StartRefused, match="tokenizer"), assembling(tmp_path / "model", tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        pytest.param("{", "not JSON", id="no json"),
+        pytest.param("{}", "architecture", id="empty"),
+        pytest.param('{"architectures": ["GPT2LMHeadModel"]}', "GPT2LMHeadModel", id="architecture"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_refused(tmp_path: Path, config: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(StartRefused, match=said):
+        read_model(Settings(model=tmp_path))

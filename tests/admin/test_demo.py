@@ -1,0 +1,70 @@
+"""`loramux demo`: the table, the bill that adds up, and the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")} | {
+    "PYTHONPATH": ".src"
+}
+
+
+@pytest.fixture
+def ports() -> tuple[int, int]:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        return first.getsockname()[1], second.getsockname()[1]
+
+
+def demo(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "loramux.admin.cli", "demo", *(str(argument) for argument in arguments)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_demo_shows_three_adapters_and_adds_up(ports: tuple[int, int], tmp_path: Path) -> None:
+    process = demo("--port", ports[0], "--admin-port", ports[1], "--data-dir", tmp_path)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "loramux adapters list" in line:
+            break
+    output = "".join(lines)
+    for said in (
+        r"harbour +demo-base +- +- +The capital of France is Paris\.",
+        r"harbour +harbour/pirate +1 +8 +Arr",
+        r"chambers +chambers/formal +1 +4 +Dear",
+        r'parcels +parcels/json +1 +16 +\{"topic"',
+        r"Up to 3 adapters shared one step",
+        r"It adds up: 4 answers cost \d+ tokens",
+        rf"OpenAI API +http://127.0.0.1:{ports[0]}/v1",
+    ):
+        assert re.search(said, output), said
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=40)
+    assert (process.returncode, errors) == (0, "")
+    assert time.monotonic() - started < 20
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", ports[0])) != 0, "the server has ended with the demo"
+
+
+def test_the_demo_says_when_its_port_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = demo("--exit", "--port", taken.getsockname()[1])
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.fullmatch(r"loramux: cannot listen on 127\.0\.0\.1 port \d+: address already in use; .*--port\n", errors)
