@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.kernels import cpu_attention, cpu_fused, cpu_lora
+from loramux.kernels import cpu_attention, cpu_fused, cpu_kv, cpu_lora
 from loramux.kernels.cpu_prefill import GatheredAttention
+from loramux.kernels.cpu_vectors import LANES
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
 
@@ -24,14 +25,17 @@ class CpuKernels:
     """The kernels over one page pool in host memory.
 
     What is derived from tables, a batch or segments is kept for as long as the same object comes again, which is all
-    layers of a step; the arrays share memory with the tensors, so tables may be rewritten between steps.
+    layers of a step. Arrays share memory with the tensors, so tables may be rewritten between steps; a batch and its
+    segments are new objects each step.
     """
 
     def __init__(self, pool: PoolViews) -> None:
-        if pool.geometry.page_tokens != cpu_attention.PAGE_TOKENS:
+        if pool.geometry.page_tokens != cpu_kv.PAGE_TOKENS:
             raise ValueError(
-                f"pages hold {pool.geometry.page_tokens} tokens; the CPU's kernels take {cpu_attention.PAGE_TOKENS}"
+                f"pages hold {pool.geometry.page_tokens} tokens; the CPU's kernels take {cpu_kv.PAGE_TOKENS}"
             )
+        if pool.geometry.head_dim % LANES:
+            raise ValueError(f"head_dim is {pool.geometry.head_dim}; the CPU's kernels take multiples of {LANES}")
         for dtype in (pool.kv.dtype, pool.adapter.dtype):
             if dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(f"the pool holds {dtype}; the CPU's kernels take float32 and bfloat16")
@@ -81,7 +85,7 @@ class CpuKernels:
 
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
         self._read_batch(batch)
-        cpu_attention.write(
+        cpu_kv.write(
             *_rows(k), *_rows(v), self._kv, layer, self._kv_slots, self._geometry.num_kv_heads, self._geometry.head_dim
         )
 
@@ -103,6 +107,8 @@ class CpuKernels:
             self._gathered.attend(q[begin:end], layer, self._kv_pages[i], length, spec, out[begin:end])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert weight.dtype is torch.float32
+        assert weight.is_contiguous()
         size = x.shape[-1]
         rows = x.reshape(-1, size)
         out = torch.empty(x.shape)
@@ -111,6 +117,9 @@ class CpuKernels:
 
     def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         num_rows, half = cos.shape
+        for angles in (cos, sin):
+            assert angles.dtype is torch.float32
+            assert angles.is_contiguous()
         cpu_fused.rotary(
             *_rows(q), q.shape[1], *_rows(k), k.shape[1], q.shape[2], cos.data_ptr(), sin.data_ptr(), num_rows, half
         )
@@ -159,9 +168,10 @@ def _array(tensor: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any]:
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:
-    """Address and row stride of an activation."""
+    """Address and row stride of an activation `[T, n]` or `[T, heads, head_dim]` whose rows are contiguous."""
     assert x.dtype is torch.float32
     assert x.stride(-1) == 1
+    assert x.dim() == 2 or x.stride(1) == x.shape[2]
     return x.data_ptr(), x.stride(0)
 
 

@@ -1,8 +1,6 @@
-"""Paged attention on the CPU: write K and V, attend one query row a sequence, gather the pages of one sequence.
+"""Attention of sequences with one query row on the CPU, straight from the pages that `cpu_kv` describes.
 
-A page of one layer holds K `[num_kv_heads, head_dim, page_tokens]`, then V `[num_kv_heads, page_tokens, head_dim]`:
-with K transposed, the scores of eight tokens are eight lanes. Activations are float32 by address and row stride; the
-pool is `[P, L, elements]`, float32 or the bits of bfloat16 as uint16.
+With K transposed in its page, the scores of eight tokens are eight lanes, so neither K nor V is rearranged.
 """
 
 from __future__ import annotations
@@ -13,102 +11,11 @@ import numpy as np
 from numba import prange
 
 from loramux.kernels.compiled import helper, kernel
-from loramux.kernels.cpu_vectors import (
-    LANES,
-    exponential,
-    floats_at,
-    load,
-    multiply_add,
-    narrow,
-    store,
-    widen,
-    zeros,
-)
-
-PAGE_TOKENS = 16
-"""Tokens of a page: the scores of one head and one page are two vectors."""
+from loramux.kernels.cpu_kv import PAGE_TOKENS, page_start
+from loramux.kernels.cpu_vectors import LANES, exponential, floats_at, load, multiply_add, store, zeros
 
 SERIAL_WORK = 200_000
-"""Multiplications, or elements copied, below which waking the other threads costs more than it saves."""
-
-
-@helper
-def _page_start(pool: Any, page: int, layer: int) -> int:
-    return (np.int64(page) * pool.shape[1] + layer) * pool.shape[2]
-
-
-@helper
-def _write_row(
-    k: Any, i: int, v: Any, j: int, pool: Any, start: int, token: int, num_heads: int, head_dim: int
-) -> None:
-    v_start = start + num_heads * head_dim * PAGE_TOKENS
-    for head in range(num_heads):
-        k_head = start + head * head_dim * PAGE_TOKENS + token
-        v_head = v_start + (head * PAGE_TOKENS + token) * head_dim
-        for d in range(head_dim):
-            pool[k_head + d * PAGE_TOKENS] = narrow(pool, k[i + head * head_dim + d])
-            pool[v_head + d] = narrow(pool, v[j + head * head_dim + d])
-
-
-@kernel
-def write(
-    k_address: int,
-    k_stride: int,
-    v_address: int,
-    v_stride: int,
-    pool: Any,
-    layer: int,
-    kv_slots: Any,
-    num_heads: int,
-    head_dim: int,
-) -> None:
-    """Store K and V of row `t` at token `kv_slots[t] % 16` of page `kv_slots[t] // 16`.
-
-    `kv_slots` int64 `[T]`; `num_heads` counts KV heads.
-    """
-    flat_pool = pool.reshape(-1)
-    num_rows = kv_slots.shape[0]
-    if num_rows * num_heads * head_dim * 2 < SERIAL_WORK:
-        k, v = floats_at(k_address), floats_at(v_address)
-        for t in range(num_rows):
-            start = _page_start(pool, kv_slots[t] // PAGE_TOKENS, layer)
-            token = kv_slots[t] % PAGE_TOKENS
-            _write_row(k, t * k_stride, v, t * v_stride, flat_pool, start, token, num_heads, head_dim)
-    else:
-        for t in prange(num_rows):
-            start = _page_start(pool, kv_slots[t] // PAGE_TOKENS, layer)
-            token = kv_slots[t] % PAGE_TOKENS
-            k_row, v_row = floats_at(k_address), floats_at(v_address)
-            _write_row(k_row, t * k_stride, v_row, t * v_stride, flat_pool, start, token, num_heads, head_dim)
-
-
-@helper
-def _gather_page(
-    pool: Any, start: int, count: int, k: Any, v: Any, place: int, length: int, num_heads: int, head_dim: int
-) -> None:
-    v_start = start + num_heads * head_dim * PAGE_TOKENS
-    for head in range(num_heads):
-        k_head = start + head * head_dim * PAGE_TOKENS
-        v_head = v_start + head * head_dim * PAGE_TOKENS
-        for token in range(count):
-            row = (head * length + place + token) * head_dim
-            for d in range(head_dim):
-                k[row + d] = widen(pool[k_head + d * PAGE_TOKENS + token])
-                v[row + d] = widen(pool[v_head + token * head_dim + d])
-
-
-@kernel
-def gather(
-    pool: Any, layer: int, pages: Any, length: int, k_address: int, v_address: int, num_heads: int, head_dim: int
-) -> None:
-    """Copy the first `length` tokens of `pages` int32 to dense float32 K and V `[num_heads, length, head_dim]`."""
-    flat_pool = pool.reshape(-1)
-    for i in prange((length + PAGE_TOKENS - 1) // PAGE_TOKENS):
-        place = i * PAGE_TOKENS
-        _gather_page(
-            flat_pool, _page_start(pool, pages[i], layer), min(PAGE_TOKENS, length - place),
-            floats_at(k_address), floats_at(v_address), place, length, num_heads, head_dim,
-        )  # fmt: skip
+"""Multiplications below which waking the other threads costs more than it saves."""
 
 
 @helper
@@ -222,7 +129,7 @@ def _attend(
     by_four = group_size - group_size % 4
     head_size = head_dim * PAGE_TOKENS
     for p in range(first_page, last_page):
-        k = _page_start(pool, pages[p], layer) + head * head_size
+        k = page_start(pool, pages[p], layer) + head * head_size
         s = (p - first_page) * PAGE_TOKENS
         for g in range(0, by_four, 4):
             _scores_4_heads(q, i + g * head_dim, flat_pool, k, head_dim, scores, s + g * row_len, row_len)
@@ -239,7 +146,7 @@ def _attend(
             scores[s] *= share
 
     for p in range(first_page, last_page):
-        v = _page_start(pool, pages[p], layer) + (num_kv_heads + head) * head_size
+        v = page_start(pool, pages[p], layer) + (num_kv_heads + head) * head_size
         s = (p - first_page) * PAGE_TOKENS
         first, last = max(0, begin - s), min(PAGE_TOKENS, end - s)
         for g in range(0, by_four, 4):

@@ -28,7 +28,7 @@ RANKS = 4
 READ_COST = 3
 """What fetching and widening a piece of adapter costs, in rows multiplied with it."""
 
-SERIAL_WORK = 200_000
+SERIAL_WORK = 400_000
 """Multiplications below which waking the other threads costs more than it saves."""
 
 

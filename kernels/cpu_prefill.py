@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from loramux.kernels import cpu_attention
+from loramux.kernels import cpu_kv
 from loramux.kernels.tables import AttentionSpec
 
 TILE_ROWS = 256
@@ -58,9 +58,7 @@ class GatheredAttention:
         size = spec.num_kv_heads * length * spec.head_dim
         if self._keys.shape[0] < size:
             self._keys, self._values = torch.empty(size), torch.empty(size)
-        cpu_attention.gather(
-            self._pool, layer, pages, length, self._keys.data_ptr(), self._values.data_ptr(), *shape[::2]
-        )
+        cpu_kv.gather(self._pool, layer, pages, length, self._keys.data_ptr(), self._values.data_ptr(), *shape[::2])
         return self._keys[:size].view(shape), self._values[:size].view(shape)
 
 

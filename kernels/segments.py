@@ -15,20 +15,18 @@ def build_segments(slots: npt.NDArray[np.int32], max_rows: int | None) -> Segmen
     `slots` int32 `[T]` is the adapter slot of each row, -1 for a row of the base, which is not listed. A segment has
     at most `max_rows` rows; None sets no bound.
     """
-    order = np.argsort(slots, kind="stable")
-    rows = order[np.searchsorted(slots, 0, sorter=order) :].astype(np.int32)
+    order = slots.argsort(kind="stable")
+    num_base = int(slots[order].searchsorted(0))
+    rows = order[num_base:].astype(np.int32)
     grouped = slots[rows]
-    # A segment starts where the slot changes, and again after every `max_rows` rows of one slot.
-    is_first = np.ones(rows.shape[0], np.bool_)
-    is_first[1:] = grouped[1:] != grouped[:-1]
-    if max_rows is not None:
-        firsts = np.flatnonzero(is_first)
-        position = np.arange(rows.shape[0])
-        position -= np.repeat(firsts, np.diff(firsts, append=rows.shape[0]))
-        is_first = position % max_rows == 0
-    starts = np.flatnonzero(is_first).astype(np.int32)
+    ends = [*((grouped[1:] != grouped[:-1]).nonzero()[0] + 1).tolist(), rows.shape[0]]
+    starts: list[int] = []
+    begin = 0
+    for end in ends:
+        starts.extend(range(begin, end, max_rows or max(1, end - begin)))
+        begin = end
     return Segments(
         rows=torch.from_numpy(rows),
-        starts=torch.from_numpy(np.append(starts, np.int32(rows.shape[0]))),
-        slots=torch.from_numpy(grouped[starts].astype(np.int32, copy=False)),
+        starts=torch.tensor([*starts, rows.shape[0]], dtype=torch.int32),
+        slots=torch.from_numpy(grouped[starts]) if starts else torch.empty(0, dtype=torch.int32),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels import cpu_attention, cpu_fused, cpu_lora
+from loramux.kernels import cpu_attention, cpu_fused, cpu_kv, cpu_lora
 from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.dispatch import select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, ModuleGroup, PoolViews
 from loramux.kernels.threads import set_num_threads
-from loramux.kernels.warm import warm
+from loramux.kernels.warm import main, warm
 
 COMPILED = (
-    cpu_lora.shrink, cpu_lora.expand, cpu_attention.write, cpu_attention.gather, cpu_attention.decode,
+    cpu_lora.shrink, cpu_lora.expand, cpu_kv.write, cpu_kv.gather, cpu_attention.decode,
     cpu_fused.rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul,
 )  # fmt: skip
 
@@ -46,6 +47,7 @@ def test_a_device_without_kernels_is_refused(make_poisoned_pool: Callable[..., P
     ("geometry", "dtype", "message"),
     [
         pytest.param(PageGeometry(1, 1, 8, 4, 4, page_tokens=32), torch.float32, "32 tokens", id="page-tokens"),
+        pytest.param(PageGeometry(1, 1, 12, 4, 4), torch.float32, "head_dim is 12", id="head-dim"),
         pytest.param(PageGeometry(1, 1, 8, 2, 2), torch.float16, "float16", id="dtype"),
     ],
 )
@@ -118,3 +120,8 @@ def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     kernels.rms_norm(q, torch.ones(16), 1)
     kernels.silu_and_mul(qkv[:, :64])
     assert [len(function.signatures) for function in COMPILED] == before
+
+
+def test_warm_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    main()
+    assert re.fullmatch(r"the CPU kernels are compiled \(\d+\.\d s\)\n", capsys.readouterr().out)
