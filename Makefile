@@ -6,6 +6,8 @@ ARGS ?=
 READY := $(VENV)/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Idle OpenMP threads sleep instead of spinning against whatever else runs on the cores.
+export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check format bench clean

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from alembic.util import CommandError
 from fastapi import FastAPI
 from pydantic import SecretStr
 from sqlalchemy import inspect
@@ -18,14 +17,13 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.registry import AdapterRegistry
-from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import SubprocessValidator
 from loramux.admin.app import create_admin_app
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
 from loramux.admin.services import AdminServices
 from loramux.admin.settings import Settings
-from loramux.engine.config import ITEMSIZE, EngineConfig, resolve_max_model_len
+from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
 from loramux.engine.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.api_keys import ApiKeys
@@ -65,7 +63,7 @@ def assemble(
 ) -> Iterator[Assembled]:
     """The whole process but its listeners; raises StartRefused. Blocking at both ends."""
     served_name = settings.resolved_served_name
-    target = PackTarget(model.modules, model.geometry(ITEMSIZE[config.dtype], ITEMSIZE[config.dtype]), config.dtype)
+    target = pack_target(model, config.dtype)
     with ExitStack() as stack:
         try:
             database = Database(settings.resolved_database_url)
@@ -129,10 +127,7 @@ def _bring_up_to_date(database: Database, is_embedded: bool) -> None:
     except DatabaseError:
         if not is_embedded and not _is_empty(database):
             raise
-        try:
-            database.upgrade()
-        except CommandError as error:
-            raise DatabaseError(f"the database was written by a newer loramux: {error}") from error
+        database.upgrade()
 
 
 def _is_empty(database: Database) -> bool:

@@ -14,7 +14,7 @@ from loramux.admin.listeners import bind, is_loopback, url_of
 from loramux.admin.logs import configure_logs
 from loramux.admin.settings import Settings
 from loramux.admin.stop_signals import StopSignals
-from loramux.engine.config import EngineConfig, resolve_dtype, resolve_max_model_len
+from loramux.engine.config import EngineConfig, resolve_device, resolve_dtype, resolve_max_model_len
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model_config import ModelConfig
 from loramux.platform.local_engine import EngineStartError, LocalEngine
@@ -37,9 +37,9 @@ def run(settings: Settings) -> None:
 
 def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
     """What the model directory and the settings say; raises StartRefused before anything is begun."""
-    device = "cpu" if settings.device == "auto" else settings.device
     optional = {} if settings.num_threads is None else {"num_threads": settings.num_threads}
     try:
+        device = resolve_device(settings.device)
         model = ModelConfig.load(settings.model)
         config = EngineConfig(
             model_dir=str(settings.model),

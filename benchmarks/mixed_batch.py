@@ -28,8 +28,8 @@ from benchmarks.random_model import SHAPES, load_peft, make_base
 from loramux.adapter_store.canonical import write_canonical
 from loramux.adapter_store.packing import PackedAdapter, pack
 from loramux.adapter_store.validation import validate_files
-from loramux.engine.assembly import AssembledEngine, assemble_engine, pack_target
-from loramux.engine.config import EngineConfig
+from loramux.engine.assembly import AssembledEngine, assemble_engine
+from loramux.engine.config import EngineConfig, pack_target
 from loramux.engine.messages import Add, Finished, Load, SamplingParams, StepOutput
 from loramux.engine.model_config import ModelConfig
 

@@ -14,7 +14,7 @@ from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.adapter_pool import AdapterPool
 from loramux.engine.batch import Batch
-from loramux.engine.config import ITEMSIZE, EngineConfig, resolve_dtype, resolve_max_model_len
+from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.engine import Engine, EngineLimits
 from loramux.engine.messages import EngineReady
 from loramux.engine.model import Decoder
@@ -50,11 +50,6 @@ class AssembledEngine:
     loader: TierLoader
     views: PoolViews
     ready: EngineReady
-
-
-def pack_target(model: ModelConfig, dtype: str) -> PackTarget:
-    """What adapters must be packed for, so that this engine can load them."""
-    return PackTarget(modules=model.modules, geometry=model.geometry(ITEMSIZE[dtype], ITEMSIZE[dtype]), dtype=dtype)
 
 
 def open_source(config: EngineConfig, target: PackTarget) -> TieredStore:

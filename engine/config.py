@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import msgspec
 
+from loramux.adapter_store.target import PackTarget
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model_config import ModelConfig
 
@@ -44,6 +44,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Root of the streams of requests that bring no seed of their own."""
 
 
+def resolve_device(requested: str) -> str:
+    """Turn `auto` into a device that this version has kernels for."""
+    if requested not in ("auto", "cpu"):
+        raise ModelNotSupported(f"the device {requested!r} is not supported by this version: use --device cpu")
+    return "cpu"
+
+
 def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
     """Turn `auto` into the model's own dtype; float16 weights run as float32 on a CPU, which has no kernels for it."""
     dtype = model.dtype if requested == "auto" else requested
@@ -65,5 +72,6 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def model_path(config: EngineConfig) -> Path:
-    return Path(config.model_dir)
+def pack_target(model: ModelConfig, dtype: str) -> PackTarget:
+    """What adapters must be packed for, so that an engine of this dtype can load them."""
+    return PackTarget(modules=model.modules, geometry=model.geometry(ITEMSIZE[dtype], ITEMSIZE[dtype]), dtype=dtype)

@@ -50,7 +50,8 @@ class SimulatedExecutor:
         """Every position of every context must lie where its page table says."""
         for pages, seq_len in zip(attention.page_table.tolist(), attention.seq_lens.tolist(), strict=True):
             for position in range(seq_len):
-                entry = self._kv[pages[position // self._page_tokens] * self._page_tokens + position % self._page_tokens]
+                page, offset = pages[position // self._page_tokens], position % self._page_tokens
+                entry = self._kv[page * self._page_tokens + offset]
                 assert entry is not None, f"position {position} was never written"
                 assert entry[1] == position, f"position {position} was overwritten by position {entry[1]}"
 

@@ -12,6 +12,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
@@ -131,6 +132,10 @@ def _create_engine(url: URL) -> Engine:
 def _mend(url: URL) -> Iterator[None]:
     try:
         yield
+    except CommandError as error:
+        raise DatabaseError(
+            f"the database schema was made by another version of loramux: {error}; install that version or a newer one"
+        ) from error
     except SQLAlchemyError as error:
         reason = str(getattr(error, "orig", None) or error).splitlines()[0]
         shown = url.render_as_string(hide_password=True)

@@ -107,8 +107,9 @@ class LocalEngine:
             self._supervision.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervision
+        is_connected = self.is_ready
         self._disconnect()
-        await self._end_process()
+        await self._end_process(is_connected)
         self._socket_path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._directory.rmdir()
@@ -129,7 +130,7 @@ class LocalEngine:
             stderr=None,
             # A session of its own: Ctrl-C at the terminal is for the supervisor, which drains first.
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=_engine_environment(),
         )
         assert process.stdin is not None
         # Standard input stays open: the engine ends when this process does.
@@ -176,14 +177,27 @@ class LocalEngine:
             except (EngineStartError, EngineUnavailable) as error:
                 log.error("engine restart failed", reason=str(error))
 
-    async def _end_process(self) -> None:
+    async def _end_process(self, is_connected: bool) -> None:
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return
         assert process.stdin is not None
         process.stdin.close()
+        if not is_connected:
+            # It is still loading and would not notice; it holds nothing that could be lost.
+            process.kill()
         try:
             await asyncio.wait_for(process.wait(), timeout=5.0)
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+def _engine_environment() -> dict[str, str]:
+    # Idle threads that spin would take the cores from the gateway and the kernel's other threads beside them: with a
+    # busy neighbour, a parallel region then waits for a time slice.
+    return {
+        "OMP_WAIT_POLICY": "passive",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }

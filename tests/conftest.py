@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import uuid
@@ -13,6 +14,9 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from loramux.migrations.database import Database
+
+# Before torch is imported: idle OpenMP threads sleep, as in the engine process.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 DEMO_BASE = Path(__file__).parent.parent / "admin" / "demo" / "base"
 

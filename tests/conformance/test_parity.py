@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.engine.assembly import AssembledEngine, assemble_engine, pack_target
+from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.batch import Batch
-from loramux.engine.config import EngineConfig
+from loramux.engine.config import EngineConfig, pack_target
 from loramux.engine.engine import Engine
 from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest
 from loramux.engine.model_config import ModelConfig

@@ -36,7 +36,7 @@ def test_namespace_holds_the_six_folders_and_nothing_else() -> None:
 
 
 def test_tests_are_no_package() -> None:
-    assert [path for path in (ROOT / "tests").rglob("__init__.py")] == []
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "tests", "benchmarks"])

@@ -117,3 +117,12 @@ def test_sqlite_is_crash_safe(tmp_path: Path) -> None:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
     database.close()
+
+
+def test_a_schema_of_a_newer_version_is_refused(database: Database) -> None:
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(DatabaseError, match="another version of loramux"):
+        database.upgrade()
+    with pytest.raises(DatabaseError, match="9999"):
+        database.check_schema()
