@@ -13,15 +13,16 @@ from loramux.adapter_store.blob_url import open_blob_store
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.adapter_pool import AdapterPool
-from loramux.engine.batch import Batch
+from loramux.engine.batch import Batch, ScheduledSequence, build_batch
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.engine import Engine, EngineLimits
-from loramux.engine.messages import EngineReady
+from loramux.engine.messages import Add, EngineReady, SamplingParams
 from loramux.engine.model import Decoder
 from loramux.engine.model_config import ModelConfig
 from loramux.engine.page_pool import PagePool
 from loramux.engine.pool_memory import allocate_pool, allocate_tables
 from loramux.engine.scheduler import Scheduler
+from loramux.engine.sequence import Sequence
 from loramux.engine.tier_loader import AdapterSource, TierLoader
 from loramux.kernels.dispatch import Kernels, select_kernels
 from loramux.kernels.tables import AdapterTables, PoolViews
@@ -40,6 +41,16 @@ class ModelExecutor:
 
     def execute(self, batch: Batch) -> torch.Tensor:
         return self._decoder.forward(batch, self._kernels, self._tables)
+
+    def warm_up(self, page_tokens: int) -> None:
+        """Run a prompt and a decode row of an empty adapter once, so that no request waits for kernels to load.
+
+        Writes K and V to page 0, which has no owner yet.
+        """
+        for num_prompt in (2, 1):
+            add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
+            sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, pages=[0])
+            self.execute(build_batch([ScheduledSequence(sequence, num_prompt)], page_tokens))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,12 +95,14 @@ def assemble_engine(
     loader = TierLoader(source or open_source(config, target), views, tables, config.num_loaders, wake)
     adapters = AdapterPool(pages, config.max_resident_adapters, loader)
     page_tokens = target.geometry.page_tokens
+    executor = ModelExecutor(decoder, select_kernels(device, views), tables)
+    executor.warm_up(page_tokens)
     engine = Engine(
         limits=EngineLimits(model.vocab_size, max_model_len, model.eos_token_ids, page_tokens),
         pages=pages,
         adapters=adapters,
         scheduler=Scheduler(pages, adapters, page_tokens, config.max_batch_tokens, config.max_sequences),
-        executor=ModelExecutor(decoder, select_kernels(device, views), tables),
+        executor=executor,
         seeds=random.Random(config.seed),
     )
     ready = EngineReady(
