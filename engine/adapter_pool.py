@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from loramux.engine.page_pool import PageOwner, PagePool
 from loramux.kernels.layout import AdapterLayout
+
+NOBODY = 1 << 62
+"""The arrival of a sequence that does not exist: after all that do."""
 
 
 class AdapterPhase(Enum):
@@ -93,17 +96,17 @@ class AdapterPool:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Resident adapters without users, least recently used first.
         self._idle: OrderedDict[str, AdapterEntry] = OrderedDict()
-        # Fetched adapters in the order in which they asked for room.
-        self._placing: deque[AdapterEntry] = deque()
-        # Adapters that became resident in the last poll: whoever waits for them is scheduled before they may go.
-        self._fresh: set[str] = set()
+        self._placing: list[AdapterEntry] = []
+        # Arrival of the oldest waiting sequence of each adapter, as of the last poll.
+        self._wanted: Mapping[str, int] = {}
         self.num_loads = 0
         self.num_evictions = 0
 
-    @property
-    def num_pages_wanted(self) -> int:
-        """Pages that the next fetched adapter waits for; new sequences are not admitted into these."""
-        return self._placing[0].num_pages if self._placing else 0
+    def num_pages_wanted(self, arrival: int) -> int:
+        """Pages that a fetched adapter waits for; a sequence that arrived after its own is not admitted into these."""
+        if not self._placing or self._turn(self._placing[0]) > arrival:
+            return 0
+        return self._placing[0].num_pages
 
     def entries(self) -> Iterator[AdapterEntry]:
         return iter(self._entries.values())
@@ -134,12 +137,14 @@ class AdapterPool:
         if entry.num_users == 0:
             self._idle[digest] = entry
 
-    def poll(self) -> list[AdapterEntry]:
+    def poll(self, wanted: Mapping[str, int]) -> list[AdapterEntry]:
         """Advance loading by what has happened; returns the adapters that became resident or failed.
 
-        A failed adapter is forgotten, so that the next request tries again.
+        `wanted` holds the arrival of the oldest waiting sequence of each adapter that one waits for. Fetched adapters
+        get room in that order and take none from an adapter that an older sequence waits for, so that the oldest
+        always gets on. A failed adapter is forgotten, so that the next request tries again.
         """
-        self._fresh.clear()
+        self._wanted = wanted
         settled: list[AdapterEntry] = []
         for event in self._loader.events():
             entry = self._entries[event.digest]
@@ -157,7 +162,6 @@ class AdapterPool:
                     self._loader.publish(entry.digest, entry.slot, entry.pages)
                     entry.phase = AdapterPhase.RESIDENT
                     self._idle[entry.digest] = entry
-                    self._fresh.add(entry.digest)
                     self.num_loads += 1
                     settled.append(entry)
                 case LoadFailed(message=message):
@@ -166,10 +170,13 @@ class AdapterPool:
         self._place()
         return settled
 
-    def evict_idle(self, num_pages: int) -> bool:
-        """Evict idle adapters, least recently used first, until `num_pages` are free; False when it cannot."""
+    def evict_idle(self, num_pages: int, arrival: int) -> bool:
+        """Evict idle adapters, least recently used first, until `num_pages` are free; False when it cannot.
+
+        For a sequence of this arrival: what an older one waits for stays.
+        """
         while not self._pages.can_alloc(num_pages):
-            oldest = self._oldest_idle()
+            oldest = self._oldest_idle(arrival)
             if oldest is None:
                 return False
             self._evict(oldest)
@@ -186,22 +193,28 @@ class AdapterPool:
         return True
 
     def _place(self) -> None:
-        """Give room to fetched adapters in order; the first that does not fit keeps those behind it waiting."""
+        """Give room to fetched adapters in turn; the first that does not fit keeps those behind it waiting."""
+        self._placing.sort(key=self._turn)
         while self._placing:
             entry = self._placing[0]
-            oldest = self._oldest_idle()
+            oldest = self._oldest_idle(self._turn(entry))
             if not self._free_slots and oldest is not None:
                 self._evict(oldest)
-            if not self._free_slots or not self.evict_idle(entry.num_pages):
+            if not self._free_slots or not self.evict_idle(entry.num_pages, self._turn(entry)):
                 return
-            self._placing.popleft()
+            self._placing.pop(0)
             entry.slot = self._free_slots.pop()
             entry.pages = self._pages.alloc(entry.num_pages, PageOwner.ADAPTER)
             entry.phase = AdapterPhase.COPYING
             self._loader.copy(entry.digest, entry.pages)
 
-    def _oldest_idle(self) -> AdapterEntry | None:
-        return next((entry for entry in self._idle.values() if entry.digest not in self._fresh), None)
+    def _turn(self, entry: AdapterEntry) -> int:
+        """Arrival of the oldest sequence that waits for the adapter; after all others where none does."""
+        return self._wanted.get(entry.digest, NOBODY)
+
+    def _oldest_idle(self, arrival: int) -> AdapterEntry | None:
+        """The least recently used idle adapter that no sequence from before `arrival` waits for."""
+        return next((entry for entry in self._idle.values() if self._turn(entry) >= arrival), None)
 
     def _evict(self, entry: AdapterEntry) -> None:
         assert entry.num_users == 0

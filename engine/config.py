@@ -38,8 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_tier_bytes: int = 16 << 30
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    num_loaders: int = 2
-    """Threads that fetch adapters and copy them into the pool."""
+    num_loaders: int = 4
+    """Threads that fetch adapters; one more copies them into the pool."""
     seed: int = 0
     """Root of the streams of requests that bring no seed of their own."""
 

@@ -138,7 +138,7 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step; False when nothing could run, because there is nothing or because adapters are loading."""
-        self._settle_loads(self._adapters.poll())
+        self._settle_loads(self._adapters.poll(self._scheduler.oldest_waiters()))
         scheduled = self._scheduler.schedule()
         self._refuse_unfit()
         if not scheduled:
@@ -265,10 +265,11 @@ class Engine:
                 state = "failed" if entry.phase is AdapterPhase.FAILED else "resident"
                 self._answer(owner, load.call_id, entry.digest, state, entry.num_pages, entry.failure or None)
         for owner, load in list(self._loads):
-            resident = self._adapters.find(load.digest)
-            if resident is not None and resident.phase is AdapterPhase.RESIDENT:
+            # Asked again each time: an adapter may have come and gone before anybody looked.
+            entry = self._adapters.prefetch(load.digest)
+            if entry.phase is AdapterPhase.RESIDENT:
                 self._loads.remove((owner, load))
-                self._answer(owner, load.call_id, load.digest, "resident", resident.num_pages)
+                self._answer(owner, load.call_id, load.digest, "resident", entry.num_pages)
         for owner, unload in list(self._unloads):
             is_wanted = any(one.add.digest == unload.digest for one in self._sequences.values())
             if not is_wanted and self._adapters.unload(unload.digest):

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loramux.engine.messages import TokenLogprobs
+from loramux.engine.messages import SamplingParams, TokenLogprobs
 from loramux.engine.sequence import Sequence
+
+NUM_LIKELIEST = 1024
+"""Tokens that top_p and top_k look at before they sort the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +62,46 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Draw from the softmax of `logits / temperature`, kept to the `top_k` likeliest and the `top_p` nucleus."""
     params = [one.add.sampling for one in sequences]
     temperature = torch.tensor([one.temperature for one in params], dtype=torch.float32)[:, None]
-    vocab_size = logits.shape[1]
-    top_k = torch.tensor([one.top_k or vocab_size for one in params])[:, None]
-    top_p = torch.tensor([one.top_p for one in params], dtype=torch.float32)[:, None]
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
     scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature
-    ordered, order = torch.sort(scaled, dim=1, descending=True, stable=True)
-    probabilities = torch.softmax(ordered, dim=1)
+    uniform = torch.tensor([_uniform(one) for one in sequences], dtype=torch.float32)[:, None]
+    is_cut = torch.tensor([one.top_p < 1 or one.top_k > 0 for one in params])
+    token_ids = torch.empty(len(sequences), dtype=torch.int64)
+    whole, cut = (~is_cut).nonzero().squeeze(1), is_cut.nonzero().squeeze(1)
+    if len(whole):
+        token_ids[whole] = _pick(torch.softmax(scaled[whole], dim=1), uniform[whole])
+    if len(cut):
+        token_ids[cut] = _draw_cut(scaled[cut], uniform[cut], [params[row] for row in cut.tolist()])
+    return token_ids
+
+
+def _draw_cut(scaled: torch.Tensor, uniform: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Draw within top_k and top_p: both need the likeliest tokens in order, seldom all of them."""
+    vocab_size = scaled.shape[1]
+    top_k = torch.tensor([one.top_k or vocab_size for one in params])[:, None]
+    top_p = torch.tensor([one.top_p for one in params], dtype=torch.float32)[:, None]
+    normaliser = torch.logsumexp(scaled, dim=1, keepdim=True)
+    count = min(NUM_LIKELIEST, vocab_size)
+    while True:
+        ordered, order = torch.topk(scaled, count, dim=1)
+        probabilities = (ordered - normaliser).exp()
+        if count == vocab_size or bool(((probabilities.sum(1, True) >= top_p) | (top_k <= count)).all()):
+            break
+        count = vocab_size
     before = probabilities.cumsum(dim=1) - probabilities
-    keep = (torch.arange(vocab_size) < top_k) & (before < top_p)
+    keep = (torch.arange(count) < top_k) & (before < top_p)
     # The likeliest token always stays, also with top_p = 0.
     keep[:, 0] = True
-    cumulative = torch.where(keep, probabilities, 0.0).cumsum(dim=1)
-    uniform = torch.tensor([_uniform(one) for one in sequences], dtype=torch.float32)[:, None]
-    pick = (cumulative <= uniform * cumulative[:, -1:]).sum(dim=1, keepdim=True)
-    pick = torch.minimum(pick, keep.sum(dim=1, keepdim=True) - 1)
-    return order.gather(1, pick).squeeze(1)
+    return order.gather(1, _pick(torch.where(keep, probabilities, 0.0), uniform)[:, None]).squeeze(1)
+
+
+def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The index at which the running sum of each row of `weights` passes the share `uniform` of the whole."""
+    cumulative = weights.cumsum(dim=1)
+    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
+    # Rounding may lead past the last token that has any weight.
+    last = weights.shape[1] - 1 - (weights > 0).flip(1).to(torch.int8).argmax(dim=1)
+    return torch.minimum(index, last)
 
 
 def _uniform(sequence: Sequence) -> float:

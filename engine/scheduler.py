@@ -64,6 +64,15 @@ class Scheduler:
                 scheduled[item.sequence.sequence_id] = item
         return sorted(scheduled.values(), key=lambda item: (item.sequence.slot, item.sequence.arrival))
 
+    def oldest_waiters(self) -> dict[str, int]:
+        """Arrival of the oldest waiting sequence of each adapter."""
+        oldest: dict[str, int] = {}
+        for sequence in self.waiting:
+            digest = sequence.add.digest
+            if digest is not None:
+                oldest[digest] = min(sequence.arrival, oldest.get(digest, sequence.arrival))
+        return oldest
+
     def take_unfit(self) -> list[Sequence]:
         """Waiting sequences that turned out never to fit since the last call; the caller finishes them."""
         unfit, self._unfit = self._unfit, []
@@ -85,7 +94,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[str, ScheduledSequence]) -> bool:
         """Find pages for the next `num_tokens`, preempting younger sequences; False when it was preempted itself."""
         needed = self._pages_needed(sequence, num_tokens)
-        while not self._pages.can_alloc(needed) and not self._adapters.evict_idle(needed):
+        while not self._pages.can_alloc(needed) and not self._adapters.evict_idle(needed, sequence.arrival):
             victim = max(self.running, key=lambda one: one.arrival)
             scheduled.pop(victim.sequence_id, None)
             self._preempt(victim)
@@ -114,8 +123,8 @@ class Scheduler:
                 sequence.slot = self._adapters.acquire(entry)
             num_tokens = min(sequence.num_pending, budget)
             needed = self._pages_needed(sequence, num_tokens)
-            wanted = needed + self._adapters.num_pages_wanted
-            if not self._pages.can_alloc(wanted) and not self._adapters.evict_idle(wanted):
+            wanted = needed + self._adapters.num_pages_wanted(sequence.arrival)
+            if not self._pages.can_alloc(wanted) and not self._adapters.evict_idle(wanted, sequence.arrival):
                 if entry is not None:
                     self._adapters.release(entry.digest)
                     sequence.slot = -1

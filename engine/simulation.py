@@ -2,58 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.batch import Batch
 from loramux.kernels.layout import AdapterLayout
-from loramux.kernels.tables import AttentionBatch
+
+UNWRITTEN = -1
 
 
 class SimulatedExecutor:
-    """Checks each batch as a real device would trust it, and answers with a function of token, position and adapter.
+    """Answers with a function of the whole context, read through the page tables as attention would read it.
 
-    The next token of a row is `(token * 31 + position * 7 + salt of the row's adapter) % vocab_size`, so a wrong page,
-    position or adapter shows itself in the output.
+    The K and V of a position stand for `(state of the position before it) * 31 + token + position`, modulo a prime;
+    the next token is the last state and the adapter's salt, modulo the vocabulary. A wrong page, a shared page, a
+    stale position or another adapter therefore changes the output.
     """
 
     def __init__(self, vocab_size: int, page_tokens: int, num_pages: int, loader: SimulatedLoader) -> None:
         self._vocab_size = vocab_size
         self._page_tokens = page_tokens
         self._loader = loader
-        # What the K and V of each token slot of the pool were computed from: (token, position), or nothing.
-        self._kv: list[tuple[int, int] | None] = [None] * (num_pages * page_tokens)
+        self._states = [UNWRITTEN] * (num_pages * page_tokens)
         self.not_finite_for: set[str] = set()
         self.batches: list[Batch] = []
 
     def execute(self, batch: Batch) -> torch.Tensor:
         self.batches.append(batch)
-        tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
-        for token, position, kv_slot in zip(tokens, positions, batch.attention.kv_slots.tolist(), strict=True):
-            self._kv[kv_slot] = (token, position)
-        self._check_contexts(batch.attention)
+        states = self._write(batch)
         logits = torch.zeros(len(batch.sample_rows), self._vocab_size)
         for row, sample_row in enumerate(batch.sample_rows.tolist()):
             digest = self._loader.digest_of_slot(int(batch.slots[sample_row]))
             if digest in self.not_finite_for:
                 logits[row] = torch.nan
-                continue
-            logits[row, self.next_token(tokens[sample_row], positions[sample_row], digest)] = 1.0
+            else:
+                logits[row, self._next_token(states[sample_row], digest)] = 1.0
         return logits
 
-    def next_token(self, token: int, position: int, digest: str | None) -> int:
-        salt = 0 if digest is None else sum(digest.encode())
-        return (token * 31 + position * 7 + salt) % self._vocab_size
+    def generate(self, prompt: Sequence[int], num_tokens: int, digest: str | None) -> list[int]:
+        """What a sequence must receive."""
+        state, tokens = 0, list(prompt)
+        for position, token in enumerate(prompt):
+            state = _next_state(state, token, position)
+        while len(tokens) < len(prompt) + num_tokens:
+            token = self._next_token(state, digest)
+            state = _next_state(state, token, len(tokens))
+            tokens.append(token)
+        return tokens[len(prompt) :]
 
-    def _check_contexts(self, attention: AttentionBatch) -> None:
-        """Every position of every context must lie where its page table says."""
-        for pages, seq_len in zip(attention.page_table.tolist(), attention.seq_lens.tolist(), strict=True):
-            for position in range(seq_len):
-                page, offset = pages[position // self._page_tokens], position % self._page_tokens
-                entry = self._kv[page * self._page_tokens + offset]
-                assert entry is not None, f"position {position} was never written"
-                assert entry[1] == position, f"position {position} was overwritten by position {entry[1]}"
+    def _write(self, batch: Batch) -> list[int]:
+        """Compute each row's state from the one before it in its context and store it where the batch says."""
+        attention = batch.attention
+        tokens, kv_slots = batch.tokens.tolist(), attention.kv_slots.tolist()
+        cu_q, seq_lens = attention.cu_q.tolist(), attention.seq_lens.tolist()
+        written: list[int] = []
+        for index, pages in enumerate(attention.page_table.tolist()):
+            num_rows = cu_q[index + 1] - cu_q[index]
+            for row in range(num_rows):
+                position = seq_lens[index] - num_rows + row
+                before = self._states[self._place(pages, position - 1)] if position else 0
+                assert before != UNWRITTEN, f"position {position - 1} was never written"
+                state = _next_state(before, tokens[cu_q[index] + row], position)
+                self._states[kv_slots[cu_q[index] + row]] = state
+                written.append(state)
+        return written
+
+    def _place(self, pages: list[int], position: int) -> int:
+        return pages[position // self._page_tokens] * self._page_tokens + position % self._page_tokens
+
+    def _next_token(self, state: int, digest: str | None) -> int:
+        salt = 0 if digest is None else sum(digest.encode())
+        return (state + salt) % self._vocab_size
+
+
+def _next_state(before: int, token: int, position: int) -> int:
+    return (before * 31 + token + position) % 2_147_483_647
 
 
 class SimulatedLoader:

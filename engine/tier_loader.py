@@ -48,15 +48,17 @@ class TierLoader:
         self._views = views
         self._tables = tables
         self._wake = wake
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
+        self._fetchers = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-fetcher")
+        # An adapter that is being copied holds pages and a slot: it never waits behind a slow store.
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copier")
         self._events: queue.SimpleQueue[LoadEvent] = queue.SimpleQueue()
         self._leases: dict[str, PackedLease] = {}
 
     def fetch(self, digest: str) -> None:
-        self._threads.submit(self._fetch, digest)
+        self._fetchers.submit(self._fetch, digest)
 
     def copy(self, digest: str, pages: list[int]) -> None:
-        self._threads.submit(self._copy, digest, pages)
+        self._copier.submit(self._copy, digest, pages)
 
     def publish(self, digest: str, slot: int, pages: list[int]) -> None:
         packed = self._leases[digest].packed
@@ -81,7 +83,8 @@ class TierLoader:
 
     def close(self) -> None:
         """Wait for loads under way; later ones are dropped."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._fetchers.shutdown(wait=True, cancel_futures=True)
+        self._copier.shutdown(wait=True, cancel_futures=True)
         for digest in list(self._leases):
             self.drop(digest)
 

@@ -174,8 +174,11 @@ class LocalEngine:
                 self._process = await self._launch()
                 await self._connect()
                 log.info("engine restarted", pid=self._process.pid)
-            except (EngineStartError, EngineUnavailable) as error:
+            except Exception as error:
+                # Whatever it was, the next round tries again; a process that cannot be reached is of no use.
                 log.error("engine restart failed", reason=str(error))
+                if self._process.returncode is None:
+                    self._process.kill()
 
     async def _end_process(self, is_connected: bool) -> None:
         process, self._process = self._process, None

@@ -71,10 +71,7 @@ class Simulation:
         self.engine.check_integrity()
 
     def expected(self, add: Add) -> list[int]:
-        tokens = list(add.prompt)
-        for _ in range(add.max_tokens):
-            tokens.append(self.executor.next_token(tokens[-1], len(tokens) - 1, add.digest))
-        return tokens[len(add.prompt) :]
+        return self.executor.generate(add.prompt, add.max_tokens, add.digest)
 
 
 def simulate(

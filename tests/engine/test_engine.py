@@ -31,6 +31,15 @@ def test_a_batch_mixes_adapters_and_base(simulation: Simulation) -> None:
     assert stats(simulation).mixed_steps >= 1
 
 
+def test_the_simulation_notices_pages_that_are_mixed_up(simulation: Simulation) -> None:
+    adds = [simulation.add(f"s{i}", num_prompt=20, max_tokens=8) for i in range(3)]
+    simulation.step()
+    first, second, _ = simulation.scheduler.running
+    first.pages, second.pages = second.pages, first.pages
+    simulation.run()
+    assert [simulation.tokens[add.sequence_id] == simulation.expected(add) for add in adds] == [False, False, True]
+
+
 def test_sequences_of_one_adapter_are_adjacent(simulation: Simulation) -> None:
     for i, digest in enumerate(["a", "b", "a", None, "b", "a"]):
         simulation.add(f"s{i}", digest=digest, max_tokens=6)
@@ -280,3 +289,50 @@ def test_random_life_leaks_nothing() -> None:
     counts = stats(simulation)
     assert counts.num_preemptions > 0
     assert counts.num_adapter_evictions > 0
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "sizes", "num_requests"),
+    [(10, {"a": 6, "b": 6}, 2), (20, dict.fromkeys("abcde", 6), 10), (11, {"a": 9, "b": 2, "c": 9}, 6)],
+    ids=["two that exclude each other", "five of which three fit", "large and small"],
+)
+def test_adapters_that_do_not_fit_together_take_turns(num_pages: int, sizes: dict[str, int], num_requests: int) -> None:
+    simulation = simulate(num_pages=num_pages, adapters=sizes)
+    names = list(sizes)
+    adds = [simulation.add(f"s{i}", digest=names[i % len(names)], max_tokens=3) for i in range(num_requests)]
+    simulation.run(max_steps=500)
+    for add in adds:
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
+    # An adapter that found room may lose it once more to an older request's K and V, not again and again.
+    assert stats(simulation).num_adapter_loads <= 2 * num_requests
+
+
+def test_an_old_request_is_not_overtaken_for_ever() -> None:
+    """A large adapter gets its pages although small requests keep coming."""
+    simulation = simulate(num_pages=12, adapters={"large": 10, "small": 1})
+    for i in range(4):
+        simulation.add(f"early{i}", digest="small", max_tokens=8)
+    simulation.step()
+    simulation.add("old", digest="large", max_tokens=2)
+    for i in range(100):
+        simulation.add(f"late{i}", digest="small", max_tokens=8)
+        simulation.step()
+        if "old" in simulation.finished:
+            break
+    assert simulation.finished["old"].reason == "length"
+    simulation.run()
+
+
+def test_a_load_that_loses_its_adapter_at_once_is_still_answered() -> None:
+    simulation = simulate(num_slots=1, adapters={"a": 1, "b": 1})
+    simulation.add("s", digest="a", max_tokens=1)
+    simulation.run()
+    for name in ("b", "a"):
+        simulation.engine.load(b"gateway", Load(call_id=name, digest=name))
+    answers: list[str] = []
+    for _ in range(20):
+        simulation.engine.step()
+        messages = [one.message for one in simulation.engine.take_outbox()]
+        answers += [one.call_id for one in messages if isinstance(one, AdapterState)]
+    assert sorted(answers) == ["a", "b"]
+    assert not simulation.engine.has_work
