@@ -45,6 +45,10 @@ class BlobStore(ABC):
     def list_keys(self, prefix: str = "") -> Iterator[str]:
         """The keys that begin with `prefix`, sorted."""
 
+    @abstractmethod
+    def remove_unfinished(self) -> None:
+        """Remove what puts left behind that a crash ended; one that is still at work is not disturbed."""
+
 
 def check_key(key: str) -> str:
     if not _KEY.fullmatch(key):

@@ -10,8 +10,11 @@ import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import structlog
+
 from loramux.adapter_store.blobs import UPLOADS, BlobStore, canonical_key, packed_key, upload_key
 from loramux.adapter_store.canonical import digest_of
+from loramux.adapter_store.claims import Claims
 from loramux.adapter_store.errors import (
     AdapterCorrupt,
     AdapterRejected,
@@ -33,7 +36,11 @@ from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import Accepted, ValidationJob, Validator
 
+LOST_AFTER_US = 3600 * 1_000_000
+"""A version that was made so long ago and is still in validation is taken to be its server's no more."""
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_log = structlog.get_logger(__name__)
 
 
 class Ingest:
@@ -42,6 +49,11 @@ class Ingest:
     `scratch_dir` belongs to this process alone; what lies in it is removed by `recover`. A crash at any point leaves
     either nothing or a row that `recover` finishes or removes: blobs are put before the row that needs them is
     committed, and uploaded files are deleted after the row that no longer needs them is.
+
+    Several servers may share a database and a blob store, each with a `scratch_dir` that outlives it: what a server
+    was validating is noted there. A row does not say whose it is, so that two servers may validate one version at
+    once, after a crash at the wrong moment or where its server seems lost. That costs work and nothing else: both
+    reach the same verdict, one of them writes it, and only that one deletes the uploaded files.
     """
 
     def __init__(
@@ -57,6 +69,8 @@ class Ingest:
         self._blobs = blobs
         self._target = target
         self._scratch_dir = scratch_dir
+        self._claims = Claims(scratch_dir)
+        self._stranded: set[str] = set()
         self._validator = validator
         self._lifetime_us = upload_lifetime_s * 1_000_000
         self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes}
@@ -119,46 +133,77 @@ class Ingest:
 
         Raises StoreError where a store or the validation process fails; the version then waits for another try.
         """
-        upload = self._intake.claim(version_id)
         version = self._intake.get_version(version_id)
-        if upload is None:
+        if not self._claims.note(version_id):
             return version
-        scratch = self._scratch_dir / version_id
         try:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
-            self._validate_and_publish(version, upload, scratch)
-        except AdapterRejected as error:
-            self._intake.reject(
-                version_id, {"error": {"code": error.code, "message": error.message, "param": error.param}}
-            )
+            upload = self._intake.claim(version_id)
+            has_verdict = upload is not None and self._reach_verdict(version, upload)
         except BaseException:
-            self._intake.give_back(version_id)
+            self._give_back(version_id)
             raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        self._delete_files(upload.id)
+        self._claims.forget(version_id)
+        if upload is not None and has_verdict:
+            self._delete_files(upload.id)
         return self._intake.get_version(version_id)
 
     def pending_versions(self) -> list[str]:
         return self._intake.pending_versions()
 
     def recover(self) -> None:
-        """Clear up after an earlier run, before anything else is done: its work is taken up again or removed."""
+        """Clear up after an earlier run, before anything else is done: its work is taken up again or removed.
+
+        What another server is validating is left to it. A version whose server lost its `scratch_dir` is taken up by
+        `remove_abandoned`, an hour after it was made.
+        """
+        for version_id in self._claims.noted():
+            self._intake.give_back(version_id)
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
-        self._intake.give_back_all()
         self.remove_abandoned()
         self.has_pending.set()
 
+    def give_back_stranded(self) -> None:
+        """Let the versions wait again that could not be given back, because the database was down."""
+        for version_id in tuple(self._stranded):
+            self._intake.give_back(version_id)
+            self._stranded.discard(version_id)
+            self._claims.forget(version_id)
+
     def remove_abandoned(self) -> None:
-        """Delete the files of uploads that have expired or are no longer needed."""
+        """Take up what a lost server left, and delete what no version needs: expired uploads and unfinished blobs."""
+        self._intake.give_back_older(LOST_AFTER_US)
+        self._blobs.remove_unfinished()
         keys = list(self._blobs.list_keys(UPLOADS))
         in_use = self._intake.uploads_in_use({_upload_id(key) for key in keys})
         for key in keys:
             if _upload_id(key) not in in_use:
                 self._blobs.delete(key)
 
-    def _validate_and_publish(self, version: AdapterVersion, upload: Upload, scratch: Path) -> None:
+    def _reach_verdict(self, version: AdapterVersion, upload: Upload) -> bool:
+        """Make the version ready or rejected; False where another server has done so, or will."""
+        scratch = self._scratch_dir / version.id
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            return self._validate_and_publish(version, upload, scratch)
+        except AdapterRejected as error:
+            # Files are missing as well where another server's verdict came first, which then stands.
+            return self._intake.reject(
+                version.id, {"error": {"code": error.code, "message": error.message, "param": error.param}}
+            )
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _give_back(self, version_id: str) -> None:
+        try:
+            self._intake.give_back(version_id)
+        except Exception as error:
+            _log.warning("version_stranded", version_id=version_id, error=str(error))
+            self._stranded.add(version_id)
+        else:
+            self._claims.forget(version_id)
+
+    def _validate_and_publish(self, version: AdapterVersion, upload: Upload, scratch: Path) -> bool:
         job = ValidationJob(
             config=scratch / CONFIG_FILE,
             tensors=scratch / TENSORS_FILE,
@@ -172,7 +217,7 @@ class Ingest:
                 raise AdapterRejected("upload_incomplete", "the file was never uploaded", name) from None
         accepted = self._validator.validate(job, self._target)
         self._put(job, accepted)
-        self._intake.publish(
+        return self._intake.publish(
             version,
             accepted.digest,
             accepted.max_rank,

@@ -15,8 +15,8 @@ _log = structlog.get_logger(__name__)
 class IngestWorker:
     """Processes pending versions as they come, and from time to time removes abandoned uploads.
 
-    Versions that other gateways made are found every `poll_s`; one that a failing store kept from being processed is
-    tried again as often.
+    Versions that other gateways made are found every `poll_s`; one that a failing store or database kept from being
+    processed is tried again as often.
     """
 
     def __init__(self, ingest: Ingest, poll_s: float = 5.0, clear_up_s: float = 300.0) -> None:
@@ -41,6 +41,7 @@ class IngestWorker:
             self._ingest.has_pending.wait(self._poll_s)
             self._ingest.has_pending.clear()
             try:
+                self._ingest.give_back_stranded()
                 self._process_pending()
                 if time.monotonic() >= next_clear_up:
                     next_clear_up = time.monotonic() + self._clear_up_s

@@ -126,11 +126,14 @@ class Intake:
         with self._database.write() as connection:
             _change_state(connection, version_id, "validating", {"state": "pending"})
 
-    def give_back_all(self) -> None:
-        """Let every version wait again whose validation an earlier run did not finish."""
+    def give_back_older(self, age_us: int) -> None:
+        """Let every version wait again that was made so long ago and is still in validation."""
         with self._database.write() as connection:
+            made_us = self._database.now_us(connection) - age_us
             connection.execute(
-                update(adapter_versions).where(adapter_versions.c.state == "validating").values(state="pending")
+                update(adapter_versions)
+                .where(adapter_versions.c.state == "validating", adapter_versions.c.created_us < made_us)
+                .values(state="pending")
             )
 
     def publish(
@@ -141,8 +144,8 @@ class Intake:
         num_pages: int,
         canonical_bytes: int,
         report: Mapping[str, Any],
-    ) -> None:
-        """Make a version ready, and the default one where the adapter has none."""
+    ) -> bool:
+        """Make a version ready, and the default one where the adapter has none; False where none was validating it."""
         with self._database.write() as connection:
             lock_adapter(connection, version.adapter_id)
             now_us = self._database.now_us(connection)
@@ -156,16 +159,18 @@ class Intake:
                 "ready_us": now_us,
             }
             if not _change_state(connection, version.id, "validating", facts):
-                return
+                return False
             default = select(adapter_aliases.c.version_id).where(
                 adapter_aliases.c.adapter_id == version.adapter_id, adapter_aliases.c.name == DEFAULT_ALIAS
             )
             if connection.execute(default).first() is None:
                 point_alias(connection, version.adapter_id, DEFAULT_ALIAS, version.id, now_us)
+        return True
 
-    def reject(self, version_id: str, report: Mapping[str, Any]) -> None:
+    def reject(self, version_id: str, report: Mapping[str, Any]) -> bool:
+        """False where the version was not being validated."""
         with self._database.write() as connection:
-            _change_state(connection, version_id, "validating", {"state": "rejected", "report": dict(report)})
+            return _change_state(connection, version_id, "validating", {"state": "rejected", "report": dict(report)})
 
     def uploads_in_use(self, upload_ids: Collection[str]) -> set[str]:
         """Those of the uploads whose files are still wanted: open and not expired, or of an unfinished version."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 # No blob key begins with a dot, so that unfinished files are never taken for blobs.
 _UNFINISHED = ".unfinished"
 _PUT_ATTEMPTS = 5
+_CRASHED_AFTER_S = 86_400
+"""An unfinished file that nobody has written to for so long is nobody's."""
 
 
 class LocalBlobStore(BlobStore):
@@ -75,6 +78,15 @@ class LocalBlobStore(BlobStore):
             names[:] = [name for name in names if name != _UNFINISHED]
             keys += [(Path(directory) / name).relative_to(self._root).as_posix() for name in files]
         yield from sorted(key for key in keys if key.startswith(prefix))
+
+    def remove_unfinished(self) -> None:
+        oldest_s = time.time() - _CRASHED_AFTER_S
+        with _unavailable(f"the blob directory {self._root} cannot be cleared"):
+            for path in (self._root / _UNFINISHED).glob("*"):
+                # Another server may finish or remove it first.
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < oldest_s:
+                        path.unlink()
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

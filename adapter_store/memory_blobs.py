@@ -48,3 +48,6 @@ class MemoryBlobStore(BlobStore):
         with self._lock:
             keys = sorted(key for key in self._blobs if key.startswith(prefix))
         yield from keys
+
+    def remove_unfinished(self) -> None:
+        """A crash leaves nothing of this store."""

@@ -98,6 +98,9 @@ class S3BlobStore(BlobStore):
 
         yield from sorted(self._call("list blobs", list_all))
 
+    def remove_unfinished(self) -> None:
+        """S3 shows no blob before its last byte came, and drops what was cut off by itself."""
+
     def _key(self, key: str) -> str:
         return self._prefix + check_key(key)
 

@@ -1,4 +1,4 @@
-"""JSON as it is written, or an error: no duplicate keys, no NaN, no numbers beyond a double."""
+"""JSON as it is written, or an error: no duplicate keys, no NaN, no numbers beyond a double, no half characters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class DuplicateKey(InvalidJson):
 def parse_strict_json(text: bytes) -> Any:
     """Parse UTF-8 JSON; raises InvalidJson."""
     try:
-        return json.loads(
+        document = json.loads(
             text.decode("utf-8"),
             object_pairs_hook=_unique,
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
+        _check_characters(text, document)
     except InvalidJson:
         raise
     except UnicodeDecodeError:
@@ -36,6 +37,7 @@ def parse_strict_json(text: bytes) -> Any:
         raise InvalidJson("values are nested too deeply") from None
     except ValueError as error:
         raise InvalidJson(str(error)) from None
+    return document
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -45,6 +47,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise DuplicateKey(key)
         values[key] = value
     return values
+
+
+def _check_characters(text: bytes, document: Any) -> None:
+    """Raises InvalidJson for half of a surrogate pair: JSON can spell it, but no text could be written with it."""
+    if b"\\ud" not in text.lower():
+        return
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidJson("a text holds half of a surrogate pair") from None
 
 
 def _refuse_constant(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,10 @@ from loramux.adapter_store.target import PackTarget
 
 _BASE_MEMORY_BYTES = 1 << 30
 _BASE_FILE_BYTES = 16 << 20
+_VERDICT_SIGNALS = frozenset(
+    {signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
+)
+"""How a process ends by its limits, for want of memory, or by a crash: this adapter would end the next one too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +129,11 @@ class SubprocessValidator:
 
 
 def _accepted(returncode: int, answer: bytes, errors: bytes) -> Accepted:
-    if returncode < 0:
-        # Killed by a limit or by the system for want of memory: this adapter would kill the next process too.
+    if -returncode in _VERDICT_SIGNALS:
         raise AdapterRejected("validation_killed", "validation exceeded its limits")
+    if returncode < 0:
+        # Somebody stops the whole server, which says nothing about the adapter.
+        raise ValidationFailed(f"the validation process was ended by signal {-returncode}")
     if returncode > 0:
         last_line = errors.decode(errors="replace").strip().rsplit("\n", 1)[-1]
         raise ValidationFailed(f"the validation process failed: {last_line}")

@@ -36,9 +36,15 @@ class Database:
     """
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
-        self._url = _parse_url(url)
         self._clock = clock
-        self._engine = _create_engine(self._url)
+        try:
+            self._url = _parse_url(url)
+            self._engine = _create_engine(self._url)
+        except (ArgumentError, ValueError):
+            # A password with a stray character is read as a port or a host: nothing of the URL is shown.
+            raise DatabaseError(
+                "the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME"
+            ) from None
 
     @property
     def is_sqlite(self) -> bool:
@@ -92,12 +98,7 @@ class Database:
 
 
 def _parse_url(url: str) -> URL:
-    try:
-        parsed = make_url(url)
-    except ArgumentError:
-        raise DatabaseError(
-            "the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME"
-        ) from None
+    parsed = make_url(url)
     if parsed.drivername in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername not in ("sqlite", "postgresql+psycopg"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,13 @@ def test_a_server_that_is_down_is_unavailable(s3_environment: None, monkeypatch:
 def test_a_bad_url_is_refused_with_the_way_to_mend_it(url: str) -> None:
     with pytest.raises(InvalidBlobUrl, match=r"use (file|s3)://"):
         open_blob_store(url)
+
+
+def test_what_a_crash_left_unfinished_is_removed_after_a_day(tmp_path: Path) -> None:
+    blobs = LocalBlobStore(tmp_path / "blobs")
+    blobs.remove_unfinished()
+    old, young = blobs._write_unfinished(b"old"), blobs._write_unfinished(b"young")
+    yesterday = time.time() - 86_401
+    os.utime(old, (yesterday, yesterday))
+    blobs.remove_unfinished()
+    assert (old.exists(), young.exists()) == (False, True)

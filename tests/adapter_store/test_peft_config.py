@@ -117,3 +117,23 @@ def test_bad_json_is_refused(text: bytes, code: str) -> None:
     with pytest.raises(AdapterRejected) as refused:
         parse_peft_config(text)
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(r'"base_model_name_or_path": "\ud800"', id="high half"),
+        pytest.param(r'"base_model_name_or_path": "\uDC00\ud83d"', id="halves the wrong way round"),
+        pytest.param(r'"rank_pattern": {"\udfff": 4}', id="in a key"),
+    ],
+)
+def test_half_a_character_is_refused(text: str) -> None:
+    """What is recorded of a configuration is answered as UTF-8, which has no halves."""
+    with pytest.raises(AdapterRejected) as refused:
+        parse_peft_config(json.dumps(GOOD)[:-1].encode() + b", " + text.encode() + b"}")
+    assert (refused.value.code, refused.value.param) == ("invalid_json", "adapter_config.json")
+
+
+def test_a_whole_pair_is_a_character() -> None:
+    text = json.dumps(GOOD)[:-1].encode() + rb', "base_model_name_or_path": "\uD83D\ude00"}'
+    assert parse_peft_config(text).recorded["base_model_name_or_path"] == "\U0001f600"

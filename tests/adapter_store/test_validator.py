@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +41,10 @@ def test_a_good_adapter_comes_out_packed(job: ValidationJob, target: PackTarget)
 
 
 def test_a_verdict_crosses_the_process_border(job: ValidationJob, target: PackTarget) -> None:
-    job.config.write_bytes(b'{"peft_type": "LORA", "\\ud800": 1}')
+    job.config.write_bytes(b'{"peft_type": "LORA", "\\ud800": 1, "\\ud800": 1}')
     with pytest.raises(AdapterRejected) as refused:
         SubprocessValidator().validate(job, target)
-    assert (refused.value.code, refused.value.param) == ("unknown_config_key", "?")
+    assert (refused.value.code, refused.value.param) == ("duplicate_key", "?")
 
 
 def test_too_slow_is_refused(job: ValidationJob, target: PackTarget) -> None:
@@ -78,6 +81,36 @@ def test_closing_ends_what_runs_without_a_verdict(job: ValidationJob, target: Pa
     timer.join()
     with pytest.raises(ValidationFailed, match="stopped"):
         validator.validate(job, target)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        pytest.param(signal.SIGTERM, ValidationFailed, id="SIGTERM"),
+        pytest.param(signal.SIGINT, ValidationFailed, id="SIGINT"),
+        pytest.param(signal.SIGHUP, ValidationFailed, id="SIGHUP"),
+        pytest.param(signal.SIGKILL, AdapterRejected, id="SIGKILL"),
+        pytest.param(signal.SIGXCPU, AdapterRejected, id="SIGXCPU"),
+        pytest.param(signal.SIGSEGV, AdapterRejected, id="SIGSEGV"),
+    ],
+)
+def test_only_a_crash_or_a_limit_is_a_verdict(
+    job: ValidationJob, target: PackTarget, number: signal.Signals, error: type[Exception]
+) -> None:
+    """A stop of the whole server signals its validation process as well."""
+    validator = SubprocessValidator()
+
+    def end_it() -> None:
+        while not validator._running:
+            time.sleep(0.001)
+        (process,) = validator._running
+        os.kill(process.pid, number)
+
+    thread = threading.Thread(target=end_it)
+    thread.start()
+    with pytest.raises(error):
+        validator.validate(job, target)
+    thread.join()
 
 
 def test_no_secret_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:

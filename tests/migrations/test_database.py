@@ -96,6 +96,22 @@ def test_a_bad_url_is_refused_in_one_sentence(url: str, message: str) -> None:
         Database(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        pytest.param("postgresql://someone:hunter2@host:port/name", id="port is a word"),
+        pytest.param("postgresql://someone:pa@ss:hunter2@host/name", id="at and colon in the password"),
+        pytest.param("sqlite://hunter2", id="two slashes"),
+        pytest.param("sqlite:///x.db?timeout=hunter2", id="parameter"),
+    ],
+)
+def test_a_malformed_url_is_not_repeated(url: str) -> None:
+    with pytest.raises(DatabaseError, match="malformed") as caught:
+        Database(url)
+    assert "hunter2" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
 def test_an_unreachable_database_names_no_password() -> None:
     database = Database("postgresql://someone:hunter2@127.0.0.1:1/none")
     with pytest.raises(DatabaseError, match="cannot be used") as caught:
