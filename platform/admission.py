@@ -80,6 +80,19 @@ class Admission:
         with self._write() as connection:
             return self._close(connection, request_id, "settled", settlement)
 
+    def charged(self, request_id: str) -> Settlement:
+        """What a request that is settled or recovered was charged."""
+        table = schema.usage_events
+        with self._database.read() as connection:
+            row = connection.execute(select(table).where(table.c.request_id == request_id)).one()
+        return Settlement(
+            status=row.status,
+            prompt_tokens=row.prompt_tokens,
+            completion_tokens=row.completion_tokens,
+            cached_tokens=row.cached_tokens,
+            first_token_us=row.first_token_us,
+        )
+
     def recover_expired(self) -> int:
         """Settle reservations whose gateway is gone, at prompt and last checkpoint; how many there were."""
         table = schema.reservations

@@ -11,7 +11,7 @@ from loramux.platform.principals import Principal
 from loramux.platform.services import GatewayServices
 
 
-def services_of(request: Request) -> GatewayServices:
+async def services_of(request: Request) -> GatewayServices:
     return cast(GatewayServices, request.app.state.services)
 
 

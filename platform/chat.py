@@ -12,7 +12,7 @@ from loramux.platform.chat_answer import ChatAnswer
 from loramux.platform.error_responses import request_id_of
 from loramux.platform.openai_requests import ChatMessage, ChatRequest
 from loramux.platform.planning import Prompts, make_plan, resolve
-from loramux.platform.request_body import parse_body, read_body
+from loramux.platform.request_body import parse_body_on, read_body
 from loramux.platform.serving import serve
 
 router = APIRouter()
@@ -20,12 +20,14 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request, caller: Caller, services: Services) -> Response:
-    body = parse_body(await read_body(request, services.settings.max_body_bytes), ChatRequest)
+    sent = await read_body(request, services.settings.max_body_bytes)
+    body = await parse_body_on(services.compute, sent, ChatRequest)
     body.check()
     target = await resolve(services, caller, body.model)
 
     def tokenise() -> Prompts:
-        return (services.tokenizer.encode_chat([_message(message) for message in body.messages]),)
+        messages = [_message(message) for message in body.messages]
+        return (services.tokenizer.encode_chat(messages, services.max_model_len),)
 
     request_id = request_id_of(request)
     plan = await make_plan(

@@ -33,6 +33,7 @@ class Choice:
         self.keep: int | None = None
         """Tokens up to the one that completed a stop string."""
         self.finished: Finished | None = None
+        self._is_given_up = False
         self.is_done = False
         """Its last delta was made: a stop string was found or the engine finished it well."""
 
@@ -64,10 +65,14 @@ class Choice:
             return ChoiceDelta(self.index, text, (), "stop")
         return ChoiceDelta(self.index, text + self._stops.flush(), (), finished.reason)
 
+    def give_up(self) -> None:
+        """The engine was asked to run it and never says how it ended: its prompt and what was received are paid for."""
+        self._is_given_up = True
+
     @property
     def has_run(self) -> bool:
         """Whether the engine began it: one that failed or was cut before its first token may not have."""
-        if self.num_received:
+        if self.num_received or self._is_given_up:
             return True
         finished = self.finished
         return finished is not None and (

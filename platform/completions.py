@@ -12,7 +12,7 @@ from loramux.platform.completion_answer import CompletionAnswer
 from loramux.platform.error_responses import request_id_of
 from loramux.platform.openai_requests import CompletionRequest
 from loramux.platform.planning import Prompts, check_token_ids, make_plan, resolve
-from loramux.platform.request_body import parse_body, read_body
+from loramux.platform.request_body import parse_body_on, read_body
 from loramux.platform.serving import serve
 
 DEFAULT_MAX_TOKENS = 16
@@ -22,13 +22,14 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def create_completion(request: Request, caller: Caller, services: Services) -> Response:
-    body = parse_body(await read_body(request, services.settings.max_body_bytes), CompletionRequest)
+    sent = await read_body(request, services.settings.max_body_bytes)
+    body = await parse_body_on(services.compute, sent, CompletionRequest)
     body.check()
     target = await resolve(services, caller, body.model)
 
     def tokenise() -> Prompts:
         return tuple(
-            services.tokenizer.encode(prompt)
+            services.tokenizer.encode(prompt, services.max_model_len)
             if isinstance(prompt, str)
             else check_token_ids(prompt, services.model.vocab_size)
             for prompt in body.prompt

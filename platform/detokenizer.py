@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from loramux.platform.model_tokenizer import ModelTokenizer
@@ -9,14 +10,15 @@ from loramux.platform.model_tokenizer import ModelTokenizer
 CONTEXT_TOKENS = 5
 """Tokens before a piece that are decoded with it, so that a leading space or a joined character comes out right."""
 
-MAX_HELD_TOKENS = 8
-"""A character has at most four bytes: what is still incomplete after this many tokens never completes."""
-
-REPLACEMENT = "\ufffd"
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Decodes one sequence token by token. `ids[start:read]` were given out, `ids[read:]` are held."""
+    """Decodes one sequence token by token. `ids[start:read]` were given out, `ids[read:]` are held.
+
+    Whether a character is incomplete is read from the tokens' bytes: in the text, U+FFFD may stand for the beginning
+    of one as well as for itself.
+    """
 
     def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -24,14 +26,19 @@ class Detokenizer:
         self._start = 0
         self._read = len(self._ids)
         self._given = tokenizer.decode(self._ids)
+        self._utf8 = _Utf8("replace")
 
     def feed(self, token_id: int) -> str:
         """The text that this token completes: empty while a character is incomplete."""
-        self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_HELD_TOKENS:
+        spelled = self._tokenizer.text_bytes(token_id)
+        if not spelled:
+            # A special token may stand between the parts of a character without cutting it.
             return ""
-        return self._give(text)
+        self._ids.append(token_id)
+        self._utf8.decode(spelled)
+        begun, _ = self._utf8.getstate()
+        # At most three bytes are ever begun, so that no token is held for long.
+        return "" if begun else self._give(self._tokenizer.decode(self._ids[self._start :]))
 
     def finish(self) -> str:
         """The text of tokens that are still held, incomplete as it is."""

@@ -22,7 +22,10 @@ from loramux.platform.reservations import Settlement
 from loramux.platform.tenants import Share
 
 FINISHED_WAIT_S = 1.0
-"""How long the engine may take to say what an aborted sequence cost."""
+"""How long the engine may take to say what an aborted sequence cost while a client waits for the answer's end."""
+
+ABANDONED_WAIT_S = 60.0
+"""The same where nobody waits: longer than any step, since the engine reads an abort between steps."""
 
 Settle = Callable[[str, Settlement], Awaitable[None]]
 log = structlog.get_logger()
@@ -140,9 +143,13 @@ class Generation:
         stopping = asyncio.create_task(self._is_stopping.wait())
         await asyncio.wait({all_read, stopping}, return_when=asyncio.FIRST_COMPLETED)
         # After an abort the engine's last word is worth waiting for, but not for ever.
-        _, late = await asyncio.wait(readers, timeout=FINISHED_WAIT_S)
+        _, late = await asyncio.wait(readers, timeout=ABANDONED_WAIT_S if self.is_abandoned else FINISHED_WAIT_S)
         for task in (*late, all_read, stopping):
             task.cancel()
+        if self.is_abandoned:
+            for choice, reader in zip(self._choices, readers, strict=True):
+                if reader in late:
+                    choice.give_up()
         settlement = self._settlement()
         self.usage = Usage(settlement.prompt_tokens, settlement.completion_tokens, settlement.cached_tokens)
         try:

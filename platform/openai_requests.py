@@ -1,7 +1,8 @@
 """The bodies of OpenAI calls: strict types, no unknown fields, and nothing accepted that is not done.
 
 A field that cannot change the answer is accepted and ignored. One that would change it, but is not supported, may
-only hold the value that asks for nothing.
+only hold the value that asks for nothing. The number of errors that one body can cause is bounded: lists fail at their
+first bad item, and at most one unknown field is looked at.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from loramux.engine.messages import SamplingParams
 from loramux.platform.errors import InvalidRequest
 
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
+MAX_METADATA = 64
 MAX_MODEL_NAME = 256
 INT64 = 2**63
 
@@ -25,6 +29,16 @@ T = TypeVar("T")
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown_field(cls, document: Any) -> Any:
+        # Each unknown field is an error of its own to pydantic; the first is enough to refuse the body.
+        fields = cls.model_fields
+        if not isinstance(document, dict) or len(document) <= len(fields):
+            return document
+        unknown = next(name for name in document if name not in fields)
+        return {name: document[name] for name in (*fields, unknown) if name in document}
 
 
 def _one_or_many(value: Any) -> Any:
@@ -37,6 +51,13 @@ def _usable_stops(stops: list[str] | None) -> list[str] | None:
     if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops or ()):
         raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters")
     return stops
+
+
+def _few_entries(value: Any) -> Any:
+    # Counted before the values are looked at: a dict does not fail at its first bad one.
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"at most {MAX_METADATA} entries are allowed")
+    return value
 
 
 class StreamOptions(_Strict):
@@ -60,7 +81,9 @@ class GenerationRequest(_Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    stop: Annotated[list[str] | None, BeforeValidator(_one_or_many), AfterValidator(_usable_stops)] = None
+    stop: Annotated[
+        Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_many), AfterValidator(_usable_stops)
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=INT64)
@@ -69,12 +92,12 @@ class GenerationRequest(_Strict):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
 
     # Not supported unless they ask for nothing: see NEUTRAL.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
     min_p: float | None = None
     repetition_penalty: float | None = None
 
@@ -128,6 +151,8 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
         raise ValueError("the prompt is empty")
     if _is_ids(value):
         return (tuple(value),)
+    if not isinstance(value[0], int) and len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
     if all(isinstance(item, list) and item and _is_ids(item) for item in value):
@@ -177,10 +202,10 @@ class ChatMessage(_Strict):
     content: Annotated[str, BeforeValidator(_content)]
     name: str | None = None
     refusal: None = None
-    annotations: list[None] | None = Field(None, max_length=0)
+    annotations: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[None] | None = Field(None, max_length=0)
+    tool_calls: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -200,7 +225,7 @@ class ChatRequest(GenerationRequest):
         "response_format": (None, {"type": "text"}),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -217,7 +242,7 @@ class ChatRequest(GenerationRequest):
     response_format: Any = None
 
     # Cannot change the answer.
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_few_entries)] | None = None
     parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None

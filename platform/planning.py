@@ -57,11 +57,12 @@ async def make_plan(
     if num_prompts * n > services.settings.max_choices:
         raise InvalidRequest(f"prompts times n may be at most {services.settings.max_choices}", param="n")
     sampling = body.sampling(num_logprobs, services.model.vocab_size)
-    prompts = await services.call(tokenise)
+    prompts = await services.compute(tokenise)
     max_tokens = _max_tokens(services.max_model_len, prompts, prompt_param, max_tokens, default_max_tokens)
-    if num_prompts * n * max_tokens > services.settings.max_request_tokens:
+    # The engine holds each choice as a sequence with a prompt of its own.
+    if n * sum(len(prompt) + max_tokens for prompt in prompts) > services.settings.max_request_tokens:
         most = services.settings.max_request_tokens
-        raise InvalidRequest(f"prompts times n times max_tokens may be at most {most}", param="max_tokens")
+        raise InvalidRequest(f"n times the tokens of all prompts and max_tokens may be at most {most}", param="n")
     _check_min_tokens(sampling, max_tokens)
     return Plan(
         request_id=request_id,

@@ -35,6 +35,8 @@ class Script:
     """Emit this many tokens and then nothing more until aborted."""
     ignores_abort: bool = False
     """Never answer an abort, as an engine that hangs."""
+    abort_delay_s: float = 0.0
+    """Answer an abort this much later, as an engine that is in a long step."""
     error: str | None = None
     """End with this code after the tokens."""
     cached_tokens: int = 0
@@ -84,7 +86,7 @@ class ScriptedEngine:
         sequence = self._running.get(sequence_id)
         if sequence is not None and not sequence.script.ignores_abort:
             sequence.keep = keep
-            sequence.end("abort")
+            asyncio.get_running_loop().call_later(sequence.script.abort_delay_s, sequence.end, "abort")
 
     def die(self) -> None:
         """End every stream as a dead engine's are ended, and be unavailable until `revive`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -19,6 +19,9 @@ from loramux.platform.model_names import ModelResolver
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.running import RunningRequests
 from loramux.platform.tenants import Tenants
+
+NUM_COMPUTE_THREADS = 2
+"""For parsing and tokenising: what they wait for is a core, so that more threads would only take turns."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,16 +41,19 @@ class ModelInfo:
 class GatewaySettings:
     """Caps on one request, each checked before work is done for it."""
 
-    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
     """Prompts times n."""
     max_request_tokens: int = 1024 * 1024
-    """Prompts times n times max_tokens."""
+    """What the engine may have to hold: of every prompt, n times itself and max_tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayServices:
-    """The services behind the OpenAI routes. Blocking ones go through `call`; `running.maintain` must run beside."""
+    """The services behind the OpenAI routes. Blocking ones go through `call`; `running.maintain` must run beside.
+
+    What only computes goes through `compute`, on threads of its own: SQL, health and settlements never wait behind it.
+    """
 
     database: Database
     tenants: Tenants
@@ -60,6 +66,7 @@ class GatewayServices:
     metrics: GatewayMetrics
     settings: GatewaySettings
     executor: Executor
+    compute_executor: Executor
 
     @staticmethod
     def compose(
@@ -75,7 +82,7 @@ class GatewayServices:
         settings: GatewaySettings | None = None,
         metrics: GatewayMetrics | None = None,
     ) -> GatewayServices:
-        """Put a gateway together. `executor` runs what blocks: SQL and the tokenizer."""
+        """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`."""
         metrics = metrics if metrics is not None else GatewayMetrics()
         running = RunningRequests(
             Admission(database), engine, tokenizer, metrics, partial(call_on, executor), database.now_us
@@ -92,11 +99,20 @@ class GatewayServices:
             metrics=metrics,
             settings=settings if settings is not None else GatewaySettings(),
             executor=executor,
+            compute_executor=ThreadPoolExecutor(NUM_COMPUTE_THREADS, thread_name_prefix="compute"),
         )
+
+    def close(self) -> None:
+        """End the threads that compute; what they have begun is finished, what waits for them is not begun."""
+        self.compute_executor.shutdown(cancel_futures=True)
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function on a thread."""
         return await call_on(self.executor, function, *args, **kwargs)
+
+    async def compute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a function that needs only a core, and that for long, on a thread."""
+        return await call_on(self.compute_executor, function, *args, **kwargs)
 
     @property
     def max_model_len(self) -> int:

@@ -14,7 +14,9 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token.content for token in added.values()}
+        self._hidden = {token_id for token_id, token in added.items() if token.special}
         is_byte_level = '"ByteLevel"' in tokenizer.to_str()
         self._spelled = _byte_level_alphabet() if is_byte_level else None
 
@@ -33,6 +35,9 @@ class TokenBytes:
         if fallback is not None:
             return bytes.fromhex(fallback.group(1))
         return token.replace("\u2581", " ").encode()
+
+    def in_text(self, token_id: int) -> bytes:
+        return b"" if token_id in self._hidden else self.of(token_id)
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -227,6 +227,7 @@ async def open_gateway(
         )
         assert await services.running.drain(5)
         assert engine.num_running == 0
+        services.close()
 
 
 @pytest.fixture

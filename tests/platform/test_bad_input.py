@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from sqlalchemy import select
 
 from loramux.migrations import schema
+from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.openai_requests import MAX_MESSAGES, MAX_PROMPTS, ChatRequest, CompletionRequest
+from loramux.platform.request_body import MAX_PARSED_AT_ONCE, parse_body_on
+from loramux.platform.services import GatewaySettings
 
 pytestmark = pytest.mark.anyio
 
@@ -164,6 +173,105 @@ async def test_a_body_that_is_too_long_is_refused_unread(gateway: Any, has_lengt
 
     content = b" " * size if has_length else chunks()
     await refused(gateway, TEXT, 413, "payload_too_large", None, content=content)
+
+
+MANY = 10_000
+MESSAGE = {"role": "user", "content": "Hello"}
+UNKNOWN = dict.fromkeys(map(str, range(MANY)), 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "code", "param"),
+    [
+        (CHAT, {"messages": [1] * MANY}, "invalid_type", "messages[0]"),
+        (CHAT, {"messages": [MESSAGE] * (MAX_MESSAGES + 1)}, "invalid_value", "messages"),
+        (CHAT, {"messages": [{**MESSAGE, "tool_calls": [1] * MANY}]}, "invalid_value", "messages[0].tool_calls"),
+        (CHAT, {"messages": [{**MESSAGE, "annotations": [1] * MANY}]}, "invalid_value", "messages[0].annotations"),
+        (CHAT, {"messages": [{**MESSAGE, **UNKNOWN}]}, "unknown_parameter", "messages[0].0"),
+        (CHAT, {"metadata": UNKNOWN}, "invalid_value", "metadata"),
+        (TEXT, {"stop": [1] * MANY}, "invalid_type", "stop[0]"),
+        (TEXT, {"stop_token_ids": ["x"] * MANY}, "invalid_type", "stop_token_ids[0]"),
+        (TEXT, {"logit_bias": UNKNOWN}, "unsupported_parameter", "logit_bias"),
+        (TEXT, {"prompt": [[1]] * (MAX_PROMPTS + 1)}, "invalid_value", "prompt"),
+        (TEXT, {"prompt": ["x"] * (MAX_PROMPTS + 1)}, "invalid_value", "prompt"),
+        (TEXT, UNKNOWN, "unknown_parameter", "0"),
+        (TEXT, {"stream_options": UNKNOWN}, "unknown_parameter", "stream_options.0"),
+    ],
+    ids=[
+        "messages", "too many messages", "tool calls", "annotations", "a message's fields", "metadata", "stop",
+        "stop ids", "logit bias", "lists of ids", "texts", "fields", "nested fields",
+    ],
+)  # fmt: skip
+async def test_a_body_full_of_errors_costs_no_more_than_a_few(
+    gateway: Any, path: str, change: dict[str, Any], code: str, param: str
+) -> None:
+    body = {"model": "base", **({"messages": [MESSAGE]} if path == CHAT else {"prompt": "Hello"}), **change}
+    await refused(gateway, path, 400, code, param, json=body)
+    if code != "unsupported_parameter":
+        with pytest.raises(ValidationError) as caught:
+            (ChatRequest if path == CHAT else CompletionRequest).model_validate(body)
+        assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize(("size", "is_on_a_thread"), [(MAX_PARSED_AT_ONCE, False), (MAX_PARSED_AT_ONCE + 1, True)])
+async def test_a_long_body_is_parsed_off_the_loop(size: int, is_on_a_thread: bool) -> None:
+    computed = []
+
+    async def compute(function: Any, *arguments: Any) -> Any:
+        computed.append(function)
+        return function(*arguments)
+
+    body = json.dumps({"model": "base", "prompt": "Hello"}).encode().ljust(size)
+    assert (await parse_body_on(compute, body, CompletionRequest)).model == "base"
+    assert bool(computed) == is_on_a_thread
+
+
+async def test_sql_and_health_do_not_wait_behind_prompts(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    encode = ModelTokenizer.encode
+
+    def slow(*arguments: Any) -> Any:
+        assert may_go_on.wait(20)
+        return encode(*arguments)
+
+    monkeypatch.setattr(ModelTokenizer, "encode", slow)
+    body = {"model": "base", "prompt": "Hello", "max_tokens": 1}
+    # More than the shared threads.
+    asking = [asyncio.create_task(gateway.http.post(TEXT, json=body)) for _ in range(8)]
+    await asyncio.sleep(0.3)
+    try:
+        async with asyncio.timeout(10):
+            assert (await gateway.http.get("/health/ready")).status_code == 200
+            assert (await gateway.http.get("/v1/models")).status_code == 200
+    finally:
+        may_go_on.set()
+    assert {response.status_code for response in await asyncio.gather(*asking)} == {200}
+
+
+async def test_the_threads_that_compute_end_with_the_services(gateway: Any) -> None:
+    running = await gateway.services.compute(threading.current_thread)
+    assert running.is_alive()
+    gateway.services.close()
+    assert not running.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"n": 9, "prompt": [5] * 100, "max_tokens": 11}, 200),
+        ({"n": 9, "prompt": [5] * 100, "max_tokens": 12}, 400),
+        ({"n": 4, "prompt": [[5] * 200, [5] * 50], "max_tokens": 1}, 400),
+        ({"n": 3, "prompt": [[5] * 200, [5] * 50], "max_tokens": 1}, 200),
+    ],
+    ids=["fits", "one more", "long prompts", "fewer choices"],
+)
+async def test_what_the_engine_must_hold_is_capped(gateway: Any, change: dict[str, Any], status: int) -> None:
+    gateway.app.state.services = replace(gateway.services, settings=GatewaySettings(max_request_tokens=999))
+    body = {"model": "base", **change}
+    if status == 400:
+        await refused(gateway, TEXT, 400, "invalid_value", "n", json=body)
+    else:
+        assert (await gateway.http.post(TEXT, json=body)).status_code == 200
 
 
 @pytest.mark.parametrize(

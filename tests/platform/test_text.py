@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,67 @@ def test_a_character_is_given_once_it_is_whole(tokenizer: Any) -> None:
     assert len(ids) == 4
     assert pieces(tokenizer, [], ids) == ["", "", "", "🦊", ""]
     assert pieces(tokenizer, [], ids[:2]) == ["", "", "\ufffd"]
+
+
+REPLACEMENTS = st.text(st.sampled_from("\ufffdx é🦊"), max_size=30)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=REPLACEMENTS)
+def test_no_character_is_lost_beside_a_genuine_replacement_character(tokenizer: Any, text: str) -> None:
+    ids = list(tokenizer.encode("x" + text))[1:]
+    given_out = pieces(tokenizer, [], ids)
+    assert "".join(given_out) == tokenizer.decode(ids)
+    assert given_out[-1] == ""
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=REPLACEMENTS)
+def test_no_character_is_lost_where_bytes_are_tokens(text: str) -> None:
+    given_out = pieces(sentencepiece_like(), [1], [4 + byte for byte in text.encode()])
+    assert "".join(given_out).lstrip(" ") == text.lstrip(" ")
+    assert given_out[-1] == ""
+
+
+def test_a_genuine_replacement_character_is_not_held(tokenizer: Any) -> None:
+    ids = list(tokenizer.encode("\ufffd"))[1:]
+    assert pieces(tokenizer, [], ids)[-2:] == ["\ufffd", ""]
+
+
+def test_a_special_token_inside_a_character_does_not_cut_it(tokenizer: Any) -> None:
+    fox = list(tokenizer.encode("🦊"))[1:]
+    special = tokenizer.encode("")[0]
+    assert pieces(tokenizer, [], [*fox[:2], *[special] * 10, *fox[2:]])[-2:] == ["🦊", ""]
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(max_size=40))
+def test_a_text_that_fits_is_never_refused_for_its_length(tokenizer: Any, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.encode(text, len(ids)) == ids
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(demo_base: Path) -> None:
+    raw = Tokenizer.from_file(str(demo_base / "tokenizer.json"))
+    tokenizer = ModelTokenizer(raw, ChatTemplate.load(demo_base))
+    most = 8 * max(len(token) for token in raw.get_vocab())
+    assert len(tokenizer.encode("x" * most, 8)) > 8
+    with pytest.raises(InvalidRequest) as text:
+        tokenizer.encode("x" * (most + 1), 8)
+    assert (text.value.code, text.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(InvalidRequest) as chat:
+        tokenizer.encode_chat([{"role": "user", "content": "x" * (most + 1)}], 8)
+    assert (chat.value.code, chat.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_other_threads_run_while_a_text_is_encoded(tokenizer: Any) -> None:
+    encoding = threading.Thread(target=tokenizer.encode, args=("some words here " * 20_000,))
+    encoding.start()
+    num_turns = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 5
 
 
 def test_bytes_that_never_complete_are_not_held_for_ever(tokenizer: Any) -> None:

@@ -85,20 +85,58 @@ async def test_a_stream_arrives_token_by_token(gateway: Any, gateway_url: str) -
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
 
 
-async def test_a_client_is_not_waited_for_when_the_engine_never_answers_its_abort(
+async def test_a_client_does_not_wait_long_for_an_engine_that_never_answers_an_abort(
     gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.05)
-    gateway.engine.script = lambda add: Script(token_ids=(300,) * 50, stall_after=4, ignores_abort=True)
+    gateway.engine.script = stalling(4, ignores_abort=True)
+    stop = gateway.services.tokenizer.decode([300])
+    body = {"model": "base", "prompt": "a", "stop": stop, "max_tokens": 200}
+    async with asyncio.timeout(5):
+        answer = (await gateway.http.post("/v1/completions", json=body)).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("received", [0, 4], ids=["in its first step", "later"])
+async def test_an_abandoned_request_is_waited_for_however_long_its_step(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch, received: int
+) -> None:
+    monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.01)
+    gateway.engine.script = stalling(received, abort_delay_s=0.2, cached_tokens=1)
+    event = await abandoned(gateway, received)
+    assert (event.status, event.completion_tokens) == ("aborted", received)
+    assert event.prompt_tokens == len(gateway.engine.adds[0].prompt)
+    # Only the engine could say this.
+    assert event.cached_tokens == 1
+
+
+@pytest.mark.parametrize("received", [0, 4], ids=["in its first step", "later"])
+async def test_an_abandoned_request_whose_engine_hangs_pays_its_prompt_and_what_came(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch, received: int
+) -> None:
+    monkeypatch.setattr(generation, "ABANDONED_WAIT_S", 0.05)
+    gateway.limit("requests_per_minute", 5)
+    gateway.engine.script = stalling(received, ignores_abort=True)
+    event = await abandoned(gateway, received)
+    assert (event.status, event.completion_tokens) == ("aborted", received)
+    assert event.prompt_tokens == len(gateway.engine.adds[0].prompt)
+    gateway.engine.script = lambda add: Script(token_ids=(300,))
+    response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+    assert response.headers["x-ratelimit-remaining-requests"] == "3"
+
+
+async def abandoned(gateway: Any, received: int) -> Any:
+    """The usage of a request whose client left once it had `received` tokens."""
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
-    await eventually_received(gateway, 4)
-    [running] = gateway.services.running._tasks.values()
-    running.abandon()
-    await asked
-    event = await settled(gateway)
-    assert (event.status, event.completion_tokens) == ("aborted", 4)
-    gateway.engine.script = stalling(0)
-    gateway.engine.die()
+    async with asyncio.timeout(10):
+        while gateway.engine.num_running == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await eventually_received(gateway, received)
+        [one] = gateway.services.running._tasks.values()
+        one.abandon()
+        await asked
+    return await settled(gateway)
 
 
 async def eventually_received(gateway: Any, count: int) -> None:
@@ -298,6 +336,55 @@ async def test_a_settlement_that_fails_is_tried_again_and_the_answer_still_ends_
     answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
     assert answer.usage.completion_tokens == 2
     assert [event.status for event in gateway.usage()] == (["completed"] if failures < 4 else [])
+
+
+async def test_a_request_that_was_recovered_is_not_counted_and_the_difference_is_logged(
+    gateway_on_each: Any, clock: Any
+) -> None:
+    gateway = gateway_on_each
+    gateway.engine.script = stalling(7)
+    asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
+    await eventually_received(gateway, 3)
+    await gateway.services.running.checkpoint()
+    noted = checkpoint_of(gateway)
+    await eventually_received(gateway, 7)
+    clock.advance(31)
+    assert await gateway.services.call(gateway.services.running._admission.recover_expired) == 1
+    with capture_logs() as logged:
+        gateway.engine.abort(gateway.engine.adds[0].sequence_id)
+        await asked
+    [warning] = [entry for entry in logged if entry["log_level"] == "warning"]
+    assert "recovered" in warning["event"]
+    assert (warning["uncharged_prompt_tokens"], warning["uncharged_completion_tokens"]) == (0, 7 - noted)
+    [event] = gateway.usage()
+    assert (event.status, event.completion_tokens) == ("recovered", noted)
+    assert "loramux_tokens_total{" not in gateway.services.metrics.render().decode()
+
+
+class DeafSettle:
+    """An admission whose first settlement goes through, but whose answer is lost."""
+
+    def __init__(self, admission: Any) -> None:
+        self._admission = admission
+        self._is_first = True
+
+    def settle(self, *arguments: Any) -> bool:
+        is_charged = bool(self._admission.settle(*arguments))
+        if self._is_first:
+            self._is_first = False
+            raise OperationalError("COMMIT", {}, Exception("connection reset"))
+        return is_charged
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._admission, name)
+
+
+async def test_a_settlement_whose_answer_is_lost_is_counted_once(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "SETTLE_DELAYS_S", (0, 0, 0))
+    monkeypatch.setattr(gateway.services.running, "_admission", DeafSettle(gateway.services.running._admission))
+    await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
+    assert [event.completion_tokens for event in gateway.usage()] == [2]
+    assert 'loramux_tokens_total{kind="completion"} 2.0' in gateway.services.metrics.render().decode()
 
 
 async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
