@@ -72,13 +72,16 @@ def assemble(
             blobs = open_blob_store(config.blob_url)
             blobs.check()
             tokenizer = ModelTokenizer.load(settings.model)
+            registry = AdapterRegistry(database, reserved_names=(served_name,))
+            validator = SubprocessValidator()
+            ingest = Ingest(registry, blobs, target, directory.scratch, validator)
+            ingest.recover()
         except (DatabaseError, StoreError, ModelFilesError) as error:
             raise StartRefused(str(error)) from error
+        except SQLAlchemyError as error:
+            reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+            raise StartRefused(f"the database cannot be used: {reason}") from error
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
-        registry = AdapterRegistry(database, reserved_names=(served_name,))
-        validator = SubprocessValidator()
-        ingest = Ingest(registry, blobs, target, directory.scratch, validator)
-        ingest.recover()
         worker = IngestWorker(ingest)
         worker.start()
         stack.callback(worker.stop)
@@ -103,6 +106,7 @@ def assemble(
             executor=executor,
             metrics=metrics,
         )
+        stack.callback(gateway.close)
         admin = AdminServices(
             database=database,
             tenants=tenants,

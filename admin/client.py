@@ -51,13 +51,21 @@ class AdminClient:
     @classmethod
     def from_environment(cls) -> Self:
         """The client that LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY describe."""
-        key = os.environ.get("LORAMUX_ADMIN_KEY", "")
+        # A variable that was read from a file often ends with the file's line break.
+        key = os.environ.get("LORAMUX_ADMIN_KEY", "").strip()
         if not key:
             raise ServerUnreachable("set LORAMUX_ADMIN_KEY to a key of the server's administrator")
-        url = os.environ.get("LORAMUX_ADMIN_URL") or DEFAULT_URL
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ServerUnreachable(f"LORAMUX_ADMIN_URL is {url!r}: it should look like {DEFAULT_URL}")
-        return cls(url, key)
+        if not (key.isascii() and key.isprintable()):
+            raise ServerUnreachable("LORAMUX_ADMIN_KEY is no key: a key has printable ASCII characters only")
+        url = os.environ.get("LORAMUX_ADMIN_URL", "").strip() or DEFAULT_URL
+        try:
+            parts = urlsplit(url)
+            if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+                return cls(url, key)
+        except (httpx.InvalidURL, ValueError):
+            # A port or an address that is none.
+            pass
+        raise ServerUnreachable(f"LORAMUX_ADMIN_URL is {url!r}: it should look like {DEFAULT_URL}")
 
     def __enter__(self) -> Self:
         return self

@@ -36,6 +36,16 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         self.is_listening.set()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        # A request that outlived the wait ends as if its client had gone, which every route takes well; it would
+        # otherwise be cancelled with the event loop, which shows as a failure of ours.
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_S)
+
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self._listener])
 

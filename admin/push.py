@@ -50,6 +50,7 @@ def push_adapter(
 ) -> PushedVersion:
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
+    `tenant` is a slug or an identifier.
     Raises PushRefused when the directory is no adapter, the server rejects it or `timeout_s` passes.
     """
     paths = [_file_of(directory, file_name) for file_name in FILE_NAMES]
@@ -64,7 +65,8 @@ def push_adapter(
     if version["state"] == "rejected":
         error = version["error"]
         raise PushRefused(error["message"], error["code"], error["param"])
-    return PushedVersion(f"{tenant}/{name}", version["number"], version["digest"], version["max_rank"])
+    # The tenant may have been given by its identifier, but a model is named by its slug.
+    return PushedVersion(adapter["model"], version["number"], version["digest"], version["max_rank"])
 
 
 def num_bytes_of(directory: Path) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
+
+import anyio
 
 from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.registry import AdapterRegistry
@@ -20,6 +22,9 @@ from loramux.platform.tenants import Tenants
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MAX_UPLOADS = 32
+"""How many files are taken at once; each holds a thread for as long as its client sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,8 @@ class AdminServices:
     is_loopback: bool
     """Whether only this machine reaches the admin listener."""
     executor: Executor
+    uploading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_UPLOADS))
+    """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function on a thread."""

@@ -25,6 +25,23 @@ CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG"})
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 SECRETS = frozenset({"admin_key", "metrics_token"})
+FLAGS = frozenset(
+    {
+        "model",
+        "config",
+        "data_dir",
+        "host",
+        "port",
+        "admin_host",
+        "admin_port",
+        "dtype",
+        "device",
+        "database_url",
+        "blob_url",
+        "served_name",
+    }
+)
+"""Settings that `loramux serve` has a flag for; secrets have none, since every process may read a command line."""
 SettingsT = TypeVar("SettingsT", bound="DataSettings")
 
 
@@ -107,6 +124,15 @@ class Settings(DataSettings):
             raise ValueError(f"{served_name!r} is no model name: use letters, digits, '.', '_', '-' and '/'")
         return served_name
 
+    @field_validator("admin_key", "metrics_token")
+    @classmethod
+    def _is_plain(cls, secret: SecretStr | None) -> SecretStr | None:
+        # A variable that was read from a file often ends with the file's line break.
+        text = "" if secret is None else secret.get_secret_value().strip()
+        if not (text.isascii() and text.isprintable()):
+            raise ValueError("it may have printable ASCII characters only, since it travels in a header")
+        return None if secret is None else SecretStr(text)
+
     @field_validator("admin_key")
     @classmethod
     def _is_long_enough(cls, admin_key: SecretStr | None) -> SecretStr | None:
@@ -173,7 +199,8 @@ def _unknown_variables(variables: Iterable[str]) -> Iterable[str]:
 
 def _sentence(fault: Any) -> str:
     name = ".".join(str(part) for part in fault["loc"])
-    places = f"--{name.replace('_', '-')}, {PREFIX}{name.upper()} or {name} in the configuration file"
+    flag = f"--{name.replace('_', '-')}, " if name in FLAGS else ""
+    places = f"{flag}{PREFIX}{name.upper()} or {name} in the configuration file"
     if fault["type"] == "missing":
         return f"the setting {name} is missing: give {places}"
     if fault["type"] == "extra_forbidden":

@@ -35,7 +35,10 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, VersionNotReady):
         return Conflict(str(error), code="version_not_ready", param="version")
     if isinstance(error, AdapterUnavailable | BlobStoreUnavailable):
-        return Unavailable(str(error), code="store_unavailable", retry_after_s=RETRY_AFTER_S)
+        # Which bucket at which address is the operator's affair, who reads it in the log.
+        return Unavailable(
+            "the adapter store cannot be reached; try again", code="store_unavailable", retry_after_s=RETRY_AFTER_S
+        )
     if type(error) in _NOT_FOUND:
         return NotFound(str(error), code=_NOT_FOUND[type(error)])
     return ApiError("the adapter store failed")

@@ -24,7 +24,7 @@ class Caller:
         return self.principal.tenant_id is None or self.principal.tenant_id == tenant_id
 
 
-def services_of(request: Request) -> AdminServices:
+async def services_of(request: Request) -> AdminServices:
     return cast(AdminServices, request.app.state.services)
 
 

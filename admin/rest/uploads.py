@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
+from starlette.requests import ClientDisconnect
 
 from loramux.adapter_store.records import Adapter, Upload, UploadFile
 from loramux.admin.rest.access import Services, Writer
@@ -21,6 +23,8 @@ router = APIRouter(prefix="/adapters/{adapter_id}/uploads")
 
 CHUNK_TIMEOUT_S = 30.0
 """A client that sends nothing for so long is given up, so that it cannot hold a thread."""
+UPLOAD_TIMEOUT_S = 600.0
+"""How long a client may send one file, however steadily."""
 
 
 @router.post("", status_code=201)
@@ -39,7 +43,8 @@ async def put_file(
     """Send one file's raw bytes; they must be what was declared."""
     adapter = await find_adapter(services, caller, adapter_id)
     upload = await find_upload(services, adapter, upload_id)
-    await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, _chunks(request.stream()))
+    chunks = _chunks(request.stream())
+    await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, limiter=services.uploading)
     return Response(status_code=204)
 
 
@@ -53,7 +58,10 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
 
 def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
     """The body's chunks for a function on a thread; the sender is slowed down to its pace."""
+    deadline = time.monotonic() + UPLOAD_TIMEOUT_S
     while chunk := anyio.from_thread.run(_next_chunk, body):
+        if time.monotonic() > deadline:
+            raise InvalidRequest(f"the body took longer than {UPLOAD_TIMEOUT_S:g} s", code="body_timeout")
         yield chunk
 
 
@@ -66,6 +74,8 @@ async def _next_chunk(body: AsyncIterator[bytes]) -> bytes:
                     return chunk
     except TimeoutError:
         raise InvalidRequest("the body stopped coming", code="body_timeout") from None
+    except ClientDisconnect:
+        raise InvalidRequest("the body ended early", code="incomplete_body") from None
     return b""
 
 

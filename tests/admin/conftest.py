@@ -111,9 +111,23 @@ async def http(admin_side: AdminSide) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+@dataclass
+class RunningServer:
+    """The admin app on a real listener, in a thread."""
+
+    url: str
+    server: HttpServer
+    thread: threading.Thread
+
+    def stop(self, is_forced: bool = False) -> None:
+        self.server.force_exit = is_forced
+        self.server.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
 @pytest.fixture
-def admin_url(admin_side: AdminSide) -> Iterator[str]:
-    """The admin app on a real listener."""
+def admin_server(admin_side: AdminSide) -> Iterator[RunningServer]:
     listener = bind("127.0.0.1", 0, "admin_port")
     url = url_of(listener)
     server = HttpServer(create_admin_app(admin_side.services), listener)
@@ -125,10 +139,14 @@ def admin_url(admin_side: AdminSide) -> Iterator[str]:
                 client.get("/health/live")
                 break
             time.sleep(0.02)
-    yield url
-    server.stop()
-    thread.join(10)
-    assert not thread.is_alive()
+    running = RunningServer(url, server, thread)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def admin_url(admin_server: RunningServer) -> str:
+    return admin_server.url
 
 
 MakeAdapter = Callable[..., Path]

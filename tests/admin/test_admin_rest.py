@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
@@ -72,6 +73,19 @@ async def test_a_key_that_only_infers_administers_nothing(http: httpx.AsyncClien
             assert response.json()["error"]["code"] == "insufficient_scope"
 
 
+async def test_no_request_needs_a_thread_that_all_share(http: httpx.AsyncClient) -> None:
+    limiter = anyio.to_thread.current_default_thread_limiter()
+    borrowers = [object() for _ in range(int(limiter.available_tokens))]
+    for borrower in borrowers:
+        limiter.acquire_on_behalf_of_nowait(borrower)
+    try:
+        with anyio.fail_after(5):
+            assert (await http.get("/admin/v1/tenants")).status_code == 200
+    finally:
+        for borrower in borrowers:
+            limiter.release_on_behalf_of(borrower)
+
+
 async def test_a_viewer_changes_nothing(http: httpx.AsyncClient, admin_side: Any) -> None:
     key = await new_key(http, None, "platform:read")
     for method, path in routes(admin_side):
@@ -97,7 +111,24 @@ async def test_a_tenants_administrator_sees_its_own_and_404_for_the_rest(http: h
         unknown = await seen(path[:-1] + ("0" if path[-1] != "0" else "1"))
         assert foreign.status_code == unknown.status_code == 404
         assert foreign.json() == unknown.json()
-    assert (await seen("usage", tenant="globex")).status_code == 404
+    for path in ("usage", "usage/events", "quotas", "adapters", "api_keys"):
+        foreign, unknown = await seen(path, tenant="globex"), await seen(path, tenant="nobody")
+        assert foreign.status_code == unknown.status_code == 404, path
+        assert foreign.json() == unknown.json()
+    declared = [{"name": "adapter_config.json", "size": 1, "sha256": "0" * 64}]
+    changes = (
+        ("PUT", "aliases/default", {"version": 1}),
+        ("POST", "uploads", {"files": declared}),
+        ("POST", "versions", {"upload_id": "upl_" + "0" * 32}),
+    )
+    for method, path, body in changes:
+        answers = [
+            await http.request(method, f"/admin/v1/adapters/{adapter_id}/{path}", headers=own, json=body)
+            for adapter_id in (adapter["id"], "ada_" + "0" * 32)
+        ]
+        assert [answer.status_code for answer in answers] == [404, 404], path
+        assert answers[0].json() == answers[1].json()
+        assert answers[0].json()["error"]["code"] == "adapter_not_found"
     refused = await http.post("/admin/v1/adapters", headers=own, json={"tenant": "globex", "name": "mine"})
     assert refused.status_code == 404
     made = await http.post("/admin/v1/adapters", headers=own, json={"tenant": "acme", "name": "mine"})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import sqlite3
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,16 @@ def test_a_store_that_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(StartRefused, match=said), assembling(demo_base, tmp_path, **given):
         pass
+
+
+def test_a_database_that_fails_while_earlier_work_is_taken_up_is_refused(demo_base: Path, tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'loramux.db'}")
+    database.upgrade()
+    database.close()
+    with closing(sqlite3.connect(tmp_path / "loramux.db")) as connection:
+        connection.execute("ALTER TABLE uploads RENAME TO gone")
+    with pytest.raises(StartRefused, match="the database cannot be used: no such table"):
+        assembling(demo_base, tmp_path).__enter__()
 
 
 def test_a_model_without_a_tokenizer_is_refused(demo_base: Path, tmp_path: Path) -> None:

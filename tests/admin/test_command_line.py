@@ -156,6 +156,12 @@ def test_a_revoked_key_is_shown_as_such(loramux: Run) -> None:
         pytest.param({"LORAMUX_ADMIN_KEY": "wrong"}, 1, "unknown, expired or revoked", id="wrong key"),
         pytest.param({"LORAMUX_ADMIN_URL": "http://127.0.0.1:9"}, 3, "loramux serve", id="nobody there"),
         pytest.param({"LORAMUX_ADMIN_URL": "localhost:8001"}, 3, "should look like", id="no url"),
+        pytest.param({"LORAMUX_ADMIN_URL": "http://localhost:80a"}, 3, "should look like", id="bad port"),
+        pytest.param({"LORAMUX_ADMIN_URL": "http://localhost:99999"}, 3, "should look like", id="no port"),
+        pytest.param({"LORAMUX_ADMIN_URL": "http://[::1"}, 3, "should look like", id="bad address"),
+        pytest.param({"LORAMUX_ADMIN_URL": "http://a\x01b"}, 3, "should look like", id="control character"),
+        pytest.param({"LORAMUX_ADMIN_KEY": "secret\nkey"}, 3, "printable ASCII", id="key of two lines"),
+        pytest.param({"LORAMUX_ADMIN_KEY": "secret-k\u00e9y"}, 3, "printable ASCII", id="key not ASCII"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_explained(
@@ -165,6 +171,18 @@ def test_a_server_that_cannot_be_used_is_explained(
         monkeypatch.setenv(name, value)
     result = loramux("tenants", "list")
     assert (result.exit_code, said in result.stderr) == (exit_code, True), result.output
+    assert "secret" not in result.output
+
+
+def test_a_key_read_from_a_file_may_end_with_its_line_break(loramux: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY + "\n")
+    assert answer(loramux("tenants", "list", "--json"))["data"] == []
+
+
+def test_a_push_names_the_model_by_the_tenants_slug(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    tenant = answer(loramux("tenants", "create", "acme", "--json"))
+    pushed = answer(loramux("adapters", "push", make_adapter(), "--tenant", tenant["id"], "--name", "x", "--json"))
+    assert pushed["model"] == "acme/x"
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loramux.admin.settings import DataSettings, Settings, SettingsError, load_settings
+from loramux.admin.commands.serve import serve
+from loramux.admin.settings import FLAGS, DataSettings, Settings, SettingsError, load_settings
 
 
 @pytest.fixture
@@ -107,3 +109,38 @@ def test_a_bad_value_names_its_setting(overrides: dict[str, Any], said: str) -> 
 def test_the_database_verbs_need_no_model(toml: Path) -> None:
     settings = load_settings(DataSettings, {"config": toml, "database_url": "postgresql://h/x"})
     assert not settings.is_database_embedded
+
+
+def test_flags_are_those_of_serve() -> None:
+    assert set(inspect.signature(serve).parameters) - {"context"} == FLAGS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        pytest.param({"pool_bytes": 1}, "change LORAMUX_POOL_BYTES or pool_bytes in", id="no flag"),
+        pytest.param({"port": -1}, "change --port, LORAMUX_PORT or port in", id="flag"),
+        pytest.param({"admin_key": "x"}, "change LORAMUX_ADMIN_KEY or admin_key in", id="secret"),
+    ],
+)
+def test_a_fault_names_a_flag_only_where_there_is_one(model: Path, overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Settings, {"model": model, **overrides})
+
+
+def test_a_secret_read_from_a_file_may_end_with_its_line_break(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", "k" * 32 + "\n")
+    monkeypatch.setenv("LORAMUX_METRICS_TOKEN", "t" * 16 + "\r\n")
+    settings = load_settings(Settings, {"model": model})
+    assert settings.admin_key is not None
+    assert settings.metrics_token is not None
+    assert settings.admin_key.get_secret_value() == "k" * 32
+    assert settings.metrics_token.get_secret_value() == "t" * 16
+
+
+@pytest.mark.parametrize("secret", ["k" * 20 + "\n" + "k" * 20, "schl\u00fcssel" * 6], ids=["line break", "not ASCII"])
+def test_a_secret_that_no_header_carries_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", secret)
+    with pytest.raises(SettingsError, match="printable ASCII") as caught:
+        load_settings(Settings, {"model": model})
+    assert secret not in str(caught.value)
