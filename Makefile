@@ -4,31 +4,38 @@ CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
 ARGS ?=
 READY := $(VENV)/.ready
+WARM := $(VENV)/.warm
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Idle OpenMP threads sleep instead of spinning against whatever else runs on the cores.
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench clean
+.PHONY: help venv demo test campaign-kernels check format bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-venv: $(READY) ## Make the virtual environment (PYTHON=python3.11 CONSTRAINTS=constraints.txt)
+venv: $(WARM) ## Make the virtual environment (PYTHON=python3.11 CONSTRAINTS=constraints.txt)
 
-# The numba kernels are compiled here, once, so that no server start has to wait for them.
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[demo,dev]'
+	@touch $@
+
+# The CPU's kernels are compiled once, so that no server start has to wait for them.
+$(WARM): $(READY) $(wildcard kernels/*.py)
 	$(VENV)/bin/python -m loramux.kernels.warm
 	@touch $@
 
-demo: $(READY) ## Serve three tenants' adapters in one batch (ARGS=--exit to stop after the report)
+demo: $(WARM) ## Serve three tenants' adapters in one batch (ARGS=--exit to stop after the report)
 	@$(VENV)/bin/loramux demo $(ARGS)
 
-test: $(READY) ## Run the tests, under 10 minutes on two cores
+test: $(WARM) ## Run the tests, under 10 minutes on two cores
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+campaign-kernels: $(WARM) ## The long kernel tests, real models' sizes (ARGS='-k NAME' for some)
+	$(VENV)/bin/python -m pytest tests/kernels -m campaign --timeout 3600 $(ARGS)
 
 check: $(READY) ## Lint, types, layers
 	$(VENV)/bin/ruff check .
@@ -40,7 +47,7 @@ format: $(READY) ## Format the code
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(READY) ## Measure loramux beside peft, one run, one table (ARGS='--help' for sizes)
+bench: $(WARM) ## Measure loramux beside peft, one run, one table (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.mixed_batch $(ARGS)
 
 clean: ## Remove the virtual environment and caches

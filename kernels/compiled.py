@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import numba
 from numba.core import extending
 
 from loramux.kernels import threads as _threads  # noqa: F401  the threading layer is chosen before anything compiles
+
+FOLDER = Path(__file__).parent
+
+
+def cache_directory() -> Path:
+    """Where compiled code is kept: named after the sources of all kernels, since numba itself only looks at one file.
+
+    A kernel whose helper changed in another file is therefore compiled again.
+    """
+    hashed = hashlib.sha256()
+    for path in sorted([*FOLDER.glob("cpu*.py"), FOLDER / "compiled.py", FOLDER / "layout.py"]):
+        hashed.update(path.read_bytes())
+    return FOLDER / "__pycache__" / f"numba-{hashed.hexdigest()[:16]}"
+
+
+# Where the folder cannot be written, numba falls back to its own places.
+_config: Any = numba.config
+_config.CACHE_DIR = _config.CACHE_DIR or str(cache_directory())
 
 _FLAGS = {"contract", "reassoc", "nsz", "arcp"}
 """Sums may be reordered, but NaN and infinity keep their meaning: a row that is not finite is found by its logits."""
@@ -16,8 +36,7 @@ helper: Any = numba.njit(fastmath=_FLAGS, error_model="numpy")
 """Decorates a function that kernels call."""
 
 kernel: Any = numba.njit(parallel=True, cache=True, fastmath=_FLAGS, error_model="numpy", nogil=True)
-"""Decorates a function that Python calls. Compiled code is kept on disk, keyed by the file of the kernel alone: after a
-change to a helper in another file, remove `__pycache__`."""
+"""Decorates a function that Python calls; compiled code is kept on disk."""
 
 exact: Any = numba.njit(fastmath={"contract", "nsz"}, error_model="numpy")
 """Decorates a helper whose sums must stay in their order."""

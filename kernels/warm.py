@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 
 import numpy as np
 import torch
 
+from loramux.kernels.compiled import cache_directory
 from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews
@@ -54,6 +56,10 @@ def main() -> None:
     begin = time.perf_counter()
     for dtype in (torch.float32, torch.bfloat16):
         warm(dtype)
+    current = cache_directory()
+    for path in current.parent.glob("numba-*"):
+        if path != current:
+            shutil.rmtree(path, ignore_errors=True)
     print(f"the CPU kernels are compiled ({time.perf_counter() - begin:.1f} s)")
 
 

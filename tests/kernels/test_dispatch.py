@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from loramux.kernels import cpu_attention, cpu_fused, cpu_kv, cpu_lora
+from loramux.kernels.compiled import cache_directory
 from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.dispatch import select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -125,3 +127,8 @@ def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
 def test_warm_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     assert re.fullmatch(r"the CPU kernels are compiled \(\d+\.\d s\)\n", capsys.readouterr().out)
+
+
+def test_compiled_code_is_kept_under_the_name_of_its_sources() -> None:
+    assert Path(numba.config.CACHE_DIR) == cache_directory()
+    assert list(cache_directory().rglob("*.nbi")), "a kernel that this run compiled or loaded is kept there"

@@ -1,0 +1,218 @@
+"""Norms, rotary embedding and gates on a GPU, each one pass over its rows.
+
+Activations are float32, float16 or bfloat16 with contiguous last axes; arithmetic is float32, and a result is rounded
+once, when it is stored.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+_PROGRAM_ELEMENTS = 1024
+"""Short rows share a program until it has so many elements."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`x / sqrt(mean(x²) + eps) * weight` over the last axis.
+
+    `x` `[T, n]` or `[T, heads, n]`, whose rows may lie inside wider rows; `weight` `[n]`. The result is contiguous, of
+    the shape and dtype of `x`, and `out` where that is given.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    inner = x.shape[1] if x.dim() == 3 else 1
+    _launch_norm(x, x, weight, eps, out, x.shape[0] * inner, inner, x.stride(0), x.stride(-2), has_residual=False)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`residual += x` in place, then `rms_norm(residual, weight, eps)` of the rounded sum.
+
+    `x` and `residual` `[T, n]`, `residual` contiguous; the result is as that of `rms_norm`.
+    """
+    assert residual.is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _launch_norm(x, residual, weight, eps, out, x.shape[0], 1, x.stride(0), 0, has_residual=True)
+    return out
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    num_rows: int,
+    inner: int,
+    outer_stride: int,
+    inner_stride: int,
+    *,
+    has_residual: bool,
+) -> None:
+    assert x.stride(-1) == 1
+    assert out.is_contiguous()
+    size = x.shape[-1]
+    block = triton.next_power_of_2(size)
+    rows = max(1, _PROGRAM_ELEMENTS // block)
+    if num_rows:
+        _norm[(triton.cdiv(num_rows, rows),)](
+            x, residual, weight, out, num_rows, inner, outer_stride, inner_stride, eps,
+            SIZE=size, BLOCK=block, ROWS=rows, HAS_RESIDUAL=has_residual,
+            num_warps=min(16, max(4, block * rows // 512)),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    inner: tl.tensor,
+    outer_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+) -> None:
+    """`ROWS` rows a program; row `r` of `x` starts at `r // inner * outer_stride + r % inner * inner_stride`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    is_stored = (row < num_rows)[:, None] & (column < SIZE)
+    start = (row // inner).to(tl.int64) * outer_stride + (row % inner) * inner_stride
+    place = row.to(tl.int64)[:, None] * SIZE + column
+    x = tl.load(x_ptr + start[:, None] + column, mask=is_stored, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + place, mask=is_stored, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + place, rounded, mask=is_stored)
+        x = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, x * factor[:, None] * weight, mask=is_stored)
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate `(a, b)`, the halves of the first `2 * n` elements of each head, to `(a cos - b sin, b cos + a sin)`.
+
+    `q` `[T, num_heads, head_dim]` and `k` `[T, num_kv_heads, head_dim]` are changed in place and may be views of wider
+    rows; `cos` and `sin` `[T, n]` contiguous, `2 * n <= head_dim`.
+    """
+    head_dim = q.shape[2]
+    assert q.stride()[1:] == k.stride()[1:] == (head_dim, 1)
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    num_rows, half = cos.shape
+    if num_rows:
+        block = triton.next_power_of_2(half)
+        _rotate[(num_rows,)](
+            q, k, cos, sin, q.stride(0), k.stride(0),
+            NUM_Q=q.shape[1], NUM_K=k.shape[1], HEAD_DIM=head_dim, HALF=half, BLOCK=block,
+            BLOCK_Q=triton.next_power_of_2(q.shape[1]), BLOCK_K=triton.next_power_of_2(k.shape[1]),
+            num_warps=min(8, max(1, block * q.shape[1] // 256)),
+        )  # fmt: skip
+
+
+@triton.jit
+def _rotate_heads(
+    row_ptr: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+) -> None:
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    is_stored = (head < NUM_HEADS) & (i < HALF)
+    place = row_ptr + head * HEAD_DIM + i
+    a = tl.load(place, mask=is_stored, other=0.0).to(tl.float32)
+    b = tl.load(place + HALF, mask=is_stored, other=0.0).to(tl.float32)
+    tl.store(place, a * cos - b * sin, mask=is_stored)
+    tl.store(place + HALF, b * cos + a * sin, mask=is_stored)
+
+
+@triton.jit
+def _rotate(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    NUM_Q: tl.constexpr,
+    NUM_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """All heads of one row of q and of k; grid `(T,)`."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)[None, :]
+    cos = tl.load(cos_ptr + row * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + row * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    _rotate_heads(q_ptr + row * q_stride, cos, sin, NUM_Q, HEAD_DIM, HALF, BLOCK, BLOCK_Q)
+    _rotate_heads(k_ptr + row * k_stride, cos, sin, NUM_K, HEAD_DIM, HALF, BLOCK, BLOCK_K)
+
+
+def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`gate * sigmoid(gate) * up` `[T, n]` of `gate_up` `[T, 2 * n]`: gate, then up."""
+    return _launch_gate(gate_up, out, is_gelu=False)
+
+
+def gelu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`gelu(gate) * up` `[T, n]` of `gate_up` `[T, 2 * n]`; gelu in its tanh form, as Gemma's models take it."""
+    return _launch_gate(gate_up, out, is_gelu=True)
+
+
+def _launch_gate(gate_up: torch.Tensor, out: torch.Tensor | None, *, is_gelu: bool) -> torch.Tensor:
+    assert gate_up.stride(-1) == 1
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    assert out.is_contiguous()
+    block = min(_PROGRAM_ELEMENTS, triton.next_power_of_2(size))
+    if num_rows:
+        _gate[(num_rows, triton.cdiv(size, block))](
+            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, IS_GELU=is_gelu, LOG2_E=LOG2_E, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _gate(
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    LOG2_E: tl.constexpr,
+) -> None:
+    """`BLOCK` columns of one row; grid `(T, blocks)`.
+
+    Both are `gate * sigmoid(z) * up`, since `(1 + tanh(y)) / 2 = sigmoid(2 * y)`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_stored = column < SIZE
+    gate = tl.load(gate_up_ptr + row * stride + column, mask=is_stored, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + SIZE + column, mask=is_stored, other=0.0).to(tl.float32)
+    z = gate
+    if IS_GELU:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    # The exponential of a negative number cannot overflow.
+    decay = tl.exp2(tl.abs(z) * -LOG2_E)
+    sigmoid = tl.where(z < 0, decay, 1.0) / (1 + decay)
+    tl.store(out_ptr + row * SIZE + column, gate * sigmoid * up, mask=is_stored)

@@ -1,0 +1,464 @@
+"""Attention over paged K and V on a GPU: ragged prefill behind a prefix, and decode split over the context.
+
+Inside a page K and V are both `[num_kv_heads, 16, head_dim]`, K in the first half of the elements and V in the second:
+each token's K and V of a head are contiguous, so that loads coalesce and feed `tl.dot` as they are. This differs from
+the CPU's transposed K; `kv_write.py` agrees with it.
+
+One kernel serves both kinds of sequences. A program holds up to `block_m` query rows of one KV head, the query heads
+that share it side by side, and walks tiles of keys with an online softmax (Milakov and Gimelshein, 2018). Where there
+are too few programs to fill the device, the context is split among several, which leave partial results in a workspace
+for a second kernel to combine (Flash-Decoding; Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from loramux.kernels.layout import PageGeometry
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+
+PAGE_TOKENS = 16
+MAX_HEAD_DIM = 256
+MAX_SPLITS = 64
+NO_LIMIT = 1 << 30
+PARTIAL_PAD = 4
+"""A partial row is `head_dim` floats, then its logsumexp in base 2, padded so that rows stay aligned to 16 bytes."""
+
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels below run on the host, where `tl.dot` cannot multiply bfloat16."""
+
+_DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
+    """Raise ValueError, naming the limit, for a model whose attention the kernels do not compute."""
+    if geometry.page_tokens != PAGE_TOKENS:
+        raise ValueError(f"pages hold {geometry.page_tokens} tokens; attention takes pages of {PAGE_TOKENS}")
+    if spec.head_dim % 8 or not 8 <= spec.head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {spec.head_dim}; attention takes multiples of 8 from 8 to {MAX_HEAD_DIM}")
+    if spec.num_heads % spec.num_kv_heads:
+        raise ValueError(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly")
+    if (spec.num_kv_heads, spec.head_dim) != (geometry.num_kv_heads, geometry.head_dim):
+        raise ValueError("the heads of the attention and of the pages differ")
+    if spec.sliding_window is not None and spec.sliding_window < 1:
+        raise ValueError(f"sliding_window is {spec.sliding_window}; a query sees at least itself")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """One launch over the sequences with `[min_rows, max_rows]` query rows.
+
+    A program takes `block_m` (query, head) pairs and tiles of `tile_n` keys; `num_splits` programs share a context.
+    """
+
+    min_rows: int
+    max_rows: int
+    block_m: int
+    tile_n: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+    def block_q(self, group_size: int) -> int:
+        """Query rows of a program, whose pairs are packed as `query * group_size + head`."""
+        return min(self.block_m // group_size, self.max_rows)
+
+    def num_tiles(self, num_tokens: int, num_sequences: int, group_size: int) -> int:
+        """A bound on the programs a KV head and split need, whatever the lengths of the sequences are."""
+        block_q = self.block_q(group_size)
+        return num_sequences if block_q == self.max_rows else num_tokens // block_q + num_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Everything about the launches that a captured graph freezes; a function of shapes alone.
+
+    `short` takes sequences with few query rows (decode, verify), `long` all others (prefill). A launch that is None is
+    left out: no sequence of any batch attended by this plan may need it.
+    """
+
+    short: Tiling | None
+    long: Tiling | None
+
+    def workspace_elements(self, num_tokens: int, num_sequences: int, spec: AttentionSpec) -> int:
+        """float32 elements that `paged_attention` needs for partial results; layers may share them."""
+        group_size = spec.num_heads // spec.num_kv_heads
+        return max(
+            tiling.num_tiles(num_tokens, num_sequences, group_size)
+            * tiling.block_q(group_size)
+            * spec.num_heads
+            * tiling.num_splits
+            * (spec.head_dim + PARTIAL_PAD)
+            if tiling is not None and tiling.num_splits > 1
+            else 0
+            for tiling in (self.short, self.long)
+        )
+
+
+def attention_plan(
+    num_tokens: int,
+    num_sequences: int,
+    spec: AttentionSpec,
+    itemsize: int,
+    *,
+    short_rows: int = 1,
+    all_short: bool = False,
+    num_processors: int = 132,
+) -> AttentionPlan:
+    """Choose the launches for batches of `num_tokens` rows and `num_sequences` sequences, both padded.
+
+    Sequences with up to `short_rows` query rows are short; `all_short` promises that there are no others.
+    `itemsize` is that of q, `num_processors` the device's multiprocessors.
+    """
+    group_size = spec.num_heads // spec.num_kv_heads
+    block_d = max(16, triton.next_power_of_2(spec.head_dim))
+    # Tiles of K and V stay within 16 KiB, so that several programs fit on a multiprocessor; those of float32, which is
+    # multiplied exactly and outside the tensor cores, within 8, or their registers spill.
+    is_exact = itemsize == 4
+    tile_n = min(64, max(16, (8192 if is_exact else 16384) // (block_d * itemsize)))
+
+    # At least four splits even of large batches: one long context must not hold up the others' step.
+    short_programs = num_sequences * spec.num_kv_heads
+    short = Tiling(
+        min_rows=1,
+        max_rows=short_rows,
+        block_m=max(16, triton.next_power_of_2(group_size * short_rows)),
+        tile_n=tile_n,
+        num_splits=min(MAX_SPLITS, max(4, triton.next_power_of_2(triton.cdiv(4 * num_processors, short_programs)))),
+        num_warps=4,
+        num_stages=3,
+    )
+    if all_short:
+        return AttentionPlan(short, None)
+
+    block_m = 32 if is_exact else 64 if block_d > 128 or num_tokens * group_size <= 512 else 128
+    block_m = max(block_m, triton.next_power_of_2(group_size))
+    long_programs = max(1, num_tokens * group_size // block_m) * spec.num_kv_heads
+    long = Tiling(
+        min_rows=short_rows + 1,
+        max_rows=NO_LIMIT,
+        block_m=block_m,
+        tile_n=tile_n,
+        num_splits=min(16, triton.next_power_of_2(max(1, num_processors // long_programs))),
+        num_warps=8 if block_m * block_d >= 128 * 128 else 4,
+        num_stages=3 if block_d <= 128 else 2,
+    )
+    return AttentionPlan(short, long)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool: PoolViews,
+    layer: int,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    plan: AttentionPlan,
+    workspace: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
+
+    `q` and `out` `[T, num_heads, head_dim]` of float32, float16 or bfloat16, `pool.kv` of the same or another of them;
+    sums are float32. Rows may lie inside wider rows. Head `h` reads KV head `h // (num_heads // num_kv_heads)`; the
+    query at position `p` sees keys `[0, p]`, with a window `[max(0, p - sliding_window + 1), p]`.
+
+    `workspace` float32 holds at least `plan.workspace_elements(...)`; its content matters neither before nor after.
+    The batch is read on the device: a captured graph may be replayed after its tensors were overwritten in place.
+    Sequences without query rows and rows of no sequence (both pad a batch) are left alone, and pool elements and page
+    table entries beyond a context are never read. `check_attention` says what is supported.
+    """
+    group_size = spec.num_heads // spec.num_kv_heads
+    num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
+    assert q.stride()[1:] == out.stride()[1:] == (spec.head_dim, 1)
+    assert workspace.dtype is torch.float32
+    assert workspace.numel() >= plan.workspace_elements(num_tokens, num_sequences, spec)
+    for tiling in (plan.short, plan.long):
+        if tiling is None or num_sequences == 0:
+            continue
+        block_q = tiling.block_q(group_size)
+        num_tiles = tiling.num_tiles(num_tokens, num_sequences, group_size)
+        is_split = tiling.num_splits > 1
+        # What both kernels must agree on to find the same work.
+        shared: dict[str, Any] = {
+            "GROUP": group_size, "HEAD_DIM": spec.head_dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(spec.head_dim)),
+            "BLOCK_Q": block_q, "TILE_N": tiling.tile_n, "MIN_ROWS": tiling.min_rows, "MAX_ROWS": tiling.max_rows,
+            "WINDOW": spec.sliding_window or 0, "PARTIAL_PAD": PARTIAL_PAD,
+        }  # fmt: skip
+        _attend[(num_tiles, spec.num_kv_heads, tiling.num_splits)](
+            q, pool.kv, out, workspace, batch.cu_q, batch.seq_lens, batch.page_table,
+            q.stride(0), out.stride(0), batch.page_table.stride(0), num_sequences, layer,
+            spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * math.log2(math.e),
+            **shared,
+            NUM_LAYERS=pool.geometry.num_layers, NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
+            BLOCK_M=tiling.block_m, SOFT_CAP=(spec.soft_cap or 0.0) * math.log2(math.e), IS_SPLIT=is_split,
+            DOT_TYPE=tl.float32 if IS_INTERPRETED and q.dtype is torch.bfloat16 else _DOT_TYPES[q.dtype],
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
+        if is_split:
+            # Decode has few pairs, and waits for each; most tiles of a prefill's bound are empty.
+            pairs = 1 if num_tiles == num_sequences else 8
+            _combine[(num_tiles, spec.num_kv_heads, triton.cdiv(block_q * group_size, pairs))](
+                workspace, out, batch.cu_q, batch.seq_lens, out.stride(0), num_sequences, tiling.num_splits,
+                **shared, BLOCK_SPLITS=triton.next_power_of_2(tiling.num_splits), PAIRS=pairs, num_warps=4,
+            )  # fmt: skip
+
+
+@triton.jit
+def _tile_of(
+    tile: tl.tensor,
+    cu_q_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    num_sequences: tl.tensor,
+    BLOCK_Q: tl.constexpr,
+    MIN_ROWS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+) -> Any:
+    """The sequence of a tile, its first query row, how many rows it has (0: nothing to do) and its first position.
+
+    Where sequences have several tiles, sequence `i` owns tiles `[cu_q[i] // BLOCK_Q + i, cu_q[i + 1] // BLOCK_Q + i]`,
+    enough of them for its rows; those too many have nothing to do.
+    """
+    if MAX_ROWS == BLOCK_Q:
+        sequence = tile
+        block = 0
+    else:
+        started = 0
+        for start in range(0, num_sequences, 256):
+            index = start + tl.arange(0, 256)
+            is_sequence = index < num_sequences
+            first_tile = tl.load(cu_q_ptr + index, mask=is_sequence, other=0) // BLOCK_Q + index
+            started += tl.sum((is_sequence & (first_tile <= tile)).to(tl.int32), 0)
+        sequence = started - 1
+        block = tile - tl.load(cu_q_ptr + sequence) // BLOCK_Q - sequence
+    row = tl.load(cu_q_ptr + sequence)
+    num_rows = tl.load(cu_q_ptr + sequence + 1) - row
+    if MAX_ROWS != BLOCK_Q:
+        # The last rows of a sequence see most keys: they start first.
+        block = (num_rows + BLOCK_Q - 1) // BLOCK_Q - 1 - block
+    is_work = (num_rows >= MIN_ROWS) & (num_rows <= MAX_ROWS) & (block >= 0)
+    num_queries = tl.where(is_work, tl.minimum(num_rows - block * BLOCK_Q, BLOCK_Q), 0)
+    position = tl.load(seq_lens_ptr + sequence) - num_rows + block * BLOCK_Q
+    return sequence, row + block * BLOCK_Q, num_queries, position
+
+
+@triton.jit
+def _keys_of(
+    position: tl.tensor, num_queries: tl.tensor, num_splits: tl.tensor, TILE_N: tl.constexpr, WINDOW: tl.constexpr
+) -> Any:
+    """The key tiles `[first, last)` that some query row sees, and how many of them a split takes."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - WINDOW + 1, 0) // TILE_N
+    last = (position + num_queries + TILE_N - 1) // TILE_N
+    return first, last, (last - first + num_splits - 1) // num_splits
+
+
+@triton.jit
+def _walk(
+    acc: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    q: tl.tensor,
+    kv_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    first_tile: tl.tensor,
+    last_tile: tl.tensor,
+    score_scale: tl.tensor,
+    IS_MASKED: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE_N: tl.constexpr,
+    VALUES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+) -> Any:
+    """Fold key tiles `[first_tile, last_tile)` into the running maximum, sum and weighted values.
+
+    Without `IS_MASKED` every row sees every key of these tiles.
+    """
+    d = tl.arange(0, BLOCK_D)
+    for tile in range(first_tile, last_tile):
+        key = tile * TILE_N + tl.arange(0, TILE_N)
+        is_loaded = (d < HEAD_DIM)[None, :]
+        if IS_MASKED:
+            is_loaded = is_loaded & (key < end)[:, None]
+            page = tl.load(pages_ptr + key // PAGE_TOKENS, mask=key < end, other=0)
+        else:
+            page = tl.load(pages_ptr + key // PAGE_TOKENS)
+        # A pool passes 2^31 elements soon.
+        place = page.to(tl.int64) * PAGE_STRIDE + (key % PAGE_TOKENS) * HEAD_DIM
+        element = kv_ptr + place[:, None] + d[None, :]
+        k = tl.load(element, mask=is_loaded, other=0.0).to(DOT_TYPE)  # [TILE_N, BLOCK_D]
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+        if SOFT_CAP > 0:
+            # tanh by the exponential of a negative number, which cannot overflow.
+            decay = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634))
+            bent = (1 - decay) / (1 + decay) * SOFT_CAP
+            scores = tl.where(scores < 0, -bent, bent)
+        if IS_MASKED:
+            is_visible = key[None, :] <= position[:, None]
+            if WINDOW:
+                is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        # The running maximum starts at a finite number: a row that has seen no key yet never computes inf - inf.
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_largest[:, None])
+        decline = tl.exp2(largest - new_largest)
+        total = total * decline + tl.sum(weights, 1)
+        v = tl.load(element + VALUES, mask=is_loaded, other=0.0).to(DOT_TYPE)
+        acc = tl.dot(weights.to(DOT_TYPE), v, acc * decline[:, None], input_precision="ieee")
+        largest = new_largest
+    return acc, largest, total
+
+
+@triton.jit(do_not_specialize=["num_sequences", "layer"])
+def _attend(
+    q_ptr: tl.tensor,
+    kv_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    cu_q_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    q_stride: tl.tensor,
+    out_stride: tl.tensor,
+    page_table_stride: tl.tensor,
+    num_sequences: tl.tensor,
+    layer: tl.tensor,
+    score_scale: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE_N: tl.constexpr,
+    MIN_ROWS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PARTIAL_PAD: tl.constexpr,
+    NUM_LAYERS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+) -> None:
+    """One tile of query rows of one KV head against one split of the keys; grid `(tiles, num_kv_heads, splits)`.
+
+    Writes `out`, or when split `partial[tile, kv_head, split, query * GROUP + head]`: the split's attention over
+    `HEAD_DIM`, then the base-2 logarithm of its sum of exponentials.
+    """
+    kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    sequence, row, num_queries, first_position = _tile_of(
+        tl.program_id(0), cu_q_ptr, seq_lens_ptr, num_sequences, BLOCK_Q, MIN_ROWS, MAX_ROWS
+    )
+    if num_queries == 0:
+        return
+    first_tile, last_tile, split_tiles = _keys_of(first_position, num_queries, num_splits, TILE_N, WINDOW)
+    first_tile += split * split_tiles
+    if first_tile >= last_tile:
+        return
+    last_tile = tl.minimum(last_tile, first_tile + split_tiles)
+
+    pair = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    query = pair // GROUP
+    token = (row + query).to(tl.int64)
+    column = (kv_head * GROUP + pair % GROUP)[:, None] * HEAD_DIM + d[None, :]
+    is_stored = (query < num_queries)[:, None] & (d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (token * q_stride)[:, None] + column, mask=is_stored, other=0.0).to(DOT_TYPE)
+    position = first_position + query
+
+    PLANE: tl.constexpr = NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    kv_ptr += layer.to(tl.int64) * (2 * PLANE) + kv_head * (PAGE_TOKENS * HEAD_DIM)
+    pages_ptr = page_table_ptr + sequence.to(tl.int64) * page_table_stride
+    end = first_position + num_queries
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    largest = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    masked_tile = first_tile
+    if WINDOW == 0 and BLOCK_Q > 1:
+        # Keys up to the first row's own position are seen by all rows: their tiles need no mask.
+        masked_tile = tl.minimum(tl.maximum((first_position + 1) // TILE_N, first_tile), last_tile)
+        acc, largest, total = _walk(
+            acc, largest, total, q, kv_ptr, pages_ptr, position, end, first_tile, masked_tile, score_scale,
+            False, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
+        )  # fmt: skip
+    acc, largest, total = _walk(
+        acc, largest, total, q, kv_ptr, pages_ptr, position, end, masked_tile, last_tile, score_scale,
+        True, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
+    )  # fmt: skip
+
+    # Only a row without keys in this split has a sum of 0; a NaN is not 0 and stays.
+    safe_total = tl.where(total == 0, 1.0, total)
+    value = acc / safe_total[:, None]
+    if IS_SPLIT:
+        slot = (tl.program_id(0).to(tl.int64) * NUM_KV_HEADS + kv_head) * num_splits + split
+        place = (slot * (BLOCK_Q * GROUP) + pair) * (HEAD_DIM + PARTIAL_PAD)
+        tl.store(partial_ptr + place[:, None] + d[None, :], value, mask=is_stored)
+        tl.store(partial_ptr + place + HEAD_DIM, largest + tl.log2(safe_total), mask=query < num_queries)
+    else:
+        tl.store(out_ptr + (token * out_stride)[:, None] + column, value, mask=is_stored)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_splits"])
+def _combine(
+    partial_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    cu_q_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    out_stride: tl.tensor,
+    num_sequences: tl.tensor,
+    num_splits: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE_N: tl.constexpr,
+    MIN_ROWS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PARTIAL_PAD: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Weigh the partial results of `PAIRS` (query, head) pairs by their sums of exponentials.
+
+    Grid `(tiles, num_kv_heads, blocks of pairs)`. Only splits that had keys are read: the others wrote nothing.
+    """
+    kv_head = tl.program_id(1)
+    _, row, num_queries, position = _tile_of(
+        tl.program_id(0), cu_q_ptr, seq_lens_ptr, num_sequences, BLOCK_Q, MIN_ROWS, MAX_ROWS
+    )
+    first_pair = tl.program_id(2) * PAIRS
+    last_pair = tl.minimum(first_pair + PAIRS, num_queries * GROUP)
+    if first_pair >= last_pair:
+        return
+    first_tile, last_tile, split_tiles = _keys_of(position, num_queries, num_splits, TILE_N, WINDOW)
+    num_used = (last_tile - first_tile + split_tiles - 1) // split_tiles
+
+    split = tl.arange(0, BLOCK_SPLITS)
+    d = tl.arange(0, BLOCK_D)
+    is_used = split < num_used
+    slot = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head) * num_splits + split
+    for pair in range(first_pair, last_pair):
+        place = partial_ptr + (slot * (BLOCK_Q * GROUP) + pair) * (HEAD_DIM + PARTIAL_PAD)
+        size = tl.load(place + HEAD_DIM, mask=is_used, other=float("-inf"))
+        value = tl.load(place[:, None] + d[None, :], mask=is_used[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        weight = tl.exp2(size - tl.max(size, 0))
+        value = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)
+        token = (row + pair // GROUP).to(tl.int64)
+        column = (kv_head * GROUP + pair % GROUP) * HEAD_DIM + d
+        tl.store(out_ptr + token * out_stride + column, value, mask=d < HEAD_DIM)

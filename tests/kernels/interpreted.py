@@ -1,0 +1,50 @@
+"""Triton's kernels on a machine without a GPU: a private copy of Triton that interprets them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+TRITON_MODULES = ("fused", "gpu_lora", "kv_write", "lora_expand", "lora_shrink", "paged_attention")
+
+
+def import_kernels(*names: str) -> list[ModuleType]:
+    """Modules of `loramux.kernels`, compiled where there is a GPU and interpreted where there is none."""
+    if HAS_GPU:
+        return [importlib.import_module(f"loramux.kernels.{name}") for name in names]
+    with _interpreted_triton():
+        return [importlib.import_module(f"loramux.kernels.{name}") for name in names]
+
+
+@contextmanager
+def _interpreted_triton() -> Iterator[None]:
+    """Import a copy of triton that interprets, and leave the process as it was.
+
+    Triton decides when it is imported, its own functions included, and other tests' libraries may have imported it to
+    compile. Its C extension decides nothing, and cannot be loaded twice.
+    """
+
+    def is_ours(name: str) -> bool:
+        is_kernel = name.removeprefix("loramux.kernels.") in TRITON_MODULES
+        return is_kernel or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
+
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if is_ours(name)}
+    switch = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("TRITON_INTERPRET")
+        if switch is not None:
+            os.environ["TRITON_INTERPRET"] = switch
+        for name in [name for name in sys.modules if is_ours(name)]:
+            del sys.modules[name]
+        sys.modules.update(before)
