@@ -1,0 +1,38 @@
+"""What sixteen adapters of mixed rank take of the pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loramux.engine.assembly import assemble_engine
+from loramux.engine.config import EngineConfig, pack_target
+from loramux.engine.messages import Load, StatsRequest
+from loramux.engine.model_config import ModelConfig
+from tests.conformance.tiny_models import (
+    ALL_LINEARS,
+    PLANS,
+    AdapterPlan,
+    MemorySource,
+    add_adapters,
+    make_base,
+    pack_peft_directory,
+)
+
+
+def test_sixteen_adapters_take_their_packed_pages_and_no_more(tmp_path: Path) -> None:
+    plans = [*PLANS, *(AdapterPlan(f"more{rank}", rank, ALL_LINEARS) for rank in (2, 5, 7, 12, 24, 32, 48, 63))]
+    add_adapters(make_base("llama", tmp_path / "base"), plans, tmp_path / "adapters")
+    target = pack_target(ModelConfig.load(tmp_path / "base"), "float32")
+    packed = [pack_peft_directory(tmp_path / "adapters" / plan.name, target) for plan in plans]
+    config = EngineConfig(
+        model_dir=str(tmp_path / "base"), blob_url="", cache_dir="", dtype="float32", pool_bytes=64 << 20
+    )
+    assembled = assemble_engine(config, lambda: None, MemorySource(packed))
+    for one in packed:
+        assembled.engine.load(b"", Load(call_id=one.digest, digest=one.digest))
+    while assembled.engine.has_work:
+        assembled.engine.step()
+    stats = assembled.engine.stats(StatsRequest(call_id=""))
+    assert len(stats.adapters) == 16
+    assert stats.num_adapter_pages == sum(len(one.payload) for one in packed)
+    assembled.loader.close()
