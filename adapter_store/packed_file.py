@@ -15,20 +15,30 @@ import json
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterCorrupt
 from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.target import PACK_FORMAT, PackTarget
 from loramux.kernels.layout import AdapterLayout, adapter_layout, row_layout
 
+HostMemory = Callable[[int], npt.NDArray[np.uint8]]
+"""Gives uint8 `[num_bytes]` of host memory; engines with a GPU give memory that it copies from by itself."""
+
 _MAGIC = b"LMXPACK\x01"
 _PREFIX = struct.Struct("<8sI32s")
 _PAYLOAD_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 4 << 20
+
+
+def plain_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory like any other."""
+    return np.empty(num_bytes, np.uint8)
 
 
 def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
@@ -57,8 +67,13 @@ def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
         os.fsync(file.fileno())
 
 
-def read_packed(path: Path, target: PackTarget | None = None, digest: str | None = None) -> PackedAdapter:
-    """Read a packed adapter; every byte is verified.
+def read_packed(
+    path: Path,
+    target: PackTarget | None = None,
+    digest: str | None = None,
+    allocate: HostMemory = plain_memory,
+) -> PackedAdapter:
+    """Read a packed adapter into memory from `allocate`; every byte is verified.
 
     Raises AdapterCorrupt where a checksum does not fit, or the file is another adapter's or for another target than
     was asked for.
@@ -70,11 +85,14 @@ def read_packed(path: Path, target: PackTarget | None = None, digest: str | None
             raise AdapterCorrupt(f"the packed file holds adapter {header['digest'][:12]} for {header['pack_key']}")
         layout = adapter_layout(found.geometry, found.modules, np.array(header["ranks"], np.int32))
         shape = (header["num_pages"], found.geometry.num_layers, found.geometry.page_bytes)
-        # One byte more than expected is asked for, so that a file that is too long is noticed.
         num_bytes = shape[0] * shape[1] * shape[2]
-        payload = np.fromfile(file, np.uint8, num_bytes + 1)
-    if layout.num_pages != header["num_pages"] or payload.size != num_bytes:
-        raise AdapterCorrupt(f"the packed file has {payload.size} bytes of pages, {num_bytes} were expected")
+        # Asked of the file system first: a damaged header must not make us allocate what it says.
+        num_stored = os.fstat(file.fileno()).st_size - file.tell()
+        if layout.num_pages != header["num_pages"] or num_stored != num_bytes:
+            raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, {num_bytes} were expected")
+        payload = allocate(num_bytes)
+        if file.readinto(payload.data) != num_bytes:
+            raise AdapterCorrupt("the packed file was cut short while it was read")
     payload = payload.reshape(shape)
     if hashlib.sha256(payload.data).hexdigest() != header["sha256"]:
         raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header['crc32'])}")

@@ -19,7 +19,7 @@ from loramux.adapter_store.errors import (
     BlobStoreUnavailable,
 )
 from loramux.adapter_store.host_tier import HostTier
-from loramux.adapter_store.packed_file import read_packed, write_packed
+from loramux.adapter_store.packed_file import HostMemory, plain_memory, read_packed, write_packed
 from loramux.adapter_store.packing import PackedAdapter, pack
 from loramux.adapter_store.target import PackTarget
 
@@ -56,15 +56,24 @@ class TieredStore:
 
     Both bounded tiers evict the least recently used first and never what is leased. Bytes are verified before their
     first use; wrong ones are set aside and had again from further away. A packed file that is missing or wrong in the
-    blob store is rebuilt from the canonical file.
+    blob store is rebuilt from the canonical file. Packed adapters lie in memory from `allocate`.
     """
 
-    def __init__(self, blobs: BlobStore, target: PackTarget, disk_dir: Path, disk_bytes: int, host_bytes: int) -> None:
+    def __init__(
+        self,
+        blobs: BlobStore,
+        target: PackTarget,
+        disk_dir: Path,
+        disk_bytes: int,
+        host_bytes: int,
+        allocate: HostMemory = plain_memory,
+    ) -> None:
         self._blobs = blobs
         self._target = target
         self._pack_key = target.pack_key
         self._disk = DiskTier(disk_dir, disk_bytes, self._pack_key)
         self._host = HostTier(host_bytes)
+        self._allocate = allocate
         self._lock = threading.Lock()
         self._loads: dict[str, _Load] = {}
 
@@ -126,7 +135,7 @@ class TieredStore:
         if path is None:
             return None
         try:
-            return read_packed(path, self._target, digest)
+            return self._read(path, digest)
         except (AdapterCorrupt, FileNotFoundError):
             self._disk.forget(digest)
             return None
@@ -138,7 +147,7 @@ class TieredStore:
         file = self._disk.new_file()
         try:
             self._blobs.get(key, file)
-            packed = read_packed(file, self._target, digest)
+            packed = self._read(file, digest)
         except BlobNotFound:
             return self._rebuild(digest)
         except AdapterCorrupt:
@@ -151,13 +160,16 @@ class TieredStore:
         finally:
             file.unlink(missing_ok=True)
 
+    def _read(self, file: Path, digest: str) -> PackedAdapter:
+        return read_packed(file, self._target, digest, self._allocate)
+
     def _rebuild(self, digest: str) -> PackedAdapter:
         """Pack an adapter for our target and give the packed file to the blob store too."""
         canonical, file = self._disk.new_file(), self._disk.new_file()
         try:
             self._get_canonical(digest, canonical)
-            packed = pack(canonical, self._target)
-            write_packed(file, packed, self._target)
+            write_packed(file, pack(canonical, self._target), self._target)
+            packed = self._read(file, digest)
             # The adapter can be served without it; the next engine will try again.
             with suppress(BlobStoreUnavailable):
                 self._blobs.put(packed_key(digest, self._pack_key), file)

@@ -14,8 +14,15 @@ from loramux.admin.listeners import bind, is_loopback, url_of
 from loramux.admin.logs import configure_logs
 from loramux.admin.settings import Settings
 from loramux.admin.stop_signals import StopSignals
-from loramux.engine.config import EngineConfig, resolve_device, resolve_dtype, resolve_max_model_len
-from loramux.engine.errors import ModelNotSupported
+from loramux.engine.config import (
+    DEFAULT_BATCH_TOKENS,
+    DEFAULT_SEQUENCES,
+    EngineConfig,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+)
+from loramux.engine.errors import EngineError
 from loramux.engine.model_config import ModelConfig
 from loramux.platform.local_engine import EngineStartError, LocalEngine
 
@@ -37,7 +44,7 @@ def run(settings: Settings) -> None:
 
 def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
     """What the model directory and the settings say; raises StartRefused before anything is begun."""
-    optional = {} if settings.num_threads is None else {"num_threads": settings.num_threads}
+    chosen = {"num_threads": settings.num_threads, "pool_bytes": settings.pool_bytes}
     try:
         device = resolve_device(settings.device)
         model = ModelConfig.load(settings.model)
@@ -47,17 +54,16 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
             cache_dir=str(DataDirectory(settings.data_dir.absolute()).disk_tier),
             device=device,
             dtype=resolve_dtype(settings.dtype, model, device),
-            pool_bytes=int(settings.pool_bytes),
             max_model_len=settings.max_model_len,
-            max_batch_tokens=settings.max_batch_tokens,
-            max_sequences=settings.max_sequences,
+            max_batch_tokens=settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device],
+            max_sequences=settings.max_sequences or DEFAULT_SEQUENCES[device],
             max_resident_adapters=settings.max_resident_adapters,
             disk_tier_bytes=int(settings.disk_tier_bytes),
             host_tier_bytes=int(settings.host_tier_bytes),
-            **optional,
+            **{name: int(value) for name, value in chosen.items() if value is not None},
         )
         resolve_max_model_len(config, model)
-    except ModelNotSupported as error:
+    except EngineError as error:
         raise StartRefused(str(error)) from error
     return model, config
 

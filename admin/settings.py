@@ -97,10 +97,10 @@ class Settings(DataSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None
-    pool_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(1 << 30)
+    pool_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
-    max_batch_tokens: Annotated[int, Field(ge=1)] = 512
-    max_sequences: Annotated[int, Field(ge=1)] = 64
+    max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_sequences: Annotated[int, Field(ge=1)] | None = None
     max_resident_adapters: Annotated[int, Field(ge=1)] = 256
     num_threads: Annotated[int, Field(ge=1)] | None = None
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)

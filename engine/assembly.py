@@ -12,45 +12,31 @@ import torch
 from loramux.adapter_store.blob_url import open_blob_store
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tiers import TieredStore
+from loramux.engine.accelerator import Accelerator
 from loramux.engine.adapter_pool import AdapterPool
-from loramux.engine.batch import Batch, ScheduledSequence, build_batch
+from loramux.engine.backend import Backend, open_backend
+from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
-from loramux.engine.engine import Engine, EngineLimits
+from loramux.engine.device_sampler import DeviceSampler
+from loramux.engine.direct_executor import DirectExecutor
+from loramux.engine.engine import Engine, EngineLimits, Executor
+from loramux.engine.graph_executor import GraphExecutor
 from loramux.engine.messages import Add, EngineReady, SamplingParams
 from loramux.engine.model import Decoder
 from loramux.engine.model_config import ModelConfig
 from loramux.engine.page_pool import PagePool
-from loramux.engine.pool_memory import allocate_pool, allocate_tables
+from loramux.engine.pool_memory import allocate_pool, pool_bytes_of
 from loramux.engine.scheduler import Scheduler
-from loramux.engine.sequence import Sequence
+from loramux.engine.sequence import Sequence, page_list
+from loramux.engine.slot_tables import SlotTables
+from loramux.engine.step_buffer import StepBuffer
 from loramux.engine.tier_loader import AdapterSource, TierLoader
-from loramux.kernels.dispatch import Kernels, select_kernels
-from loramux.kernels.tables import AdapterTables, PoolViews
+from loramux.engine.weights import WeightSource, open_weights
+from loramux.kernels.dispatch import Kernels
+from loramux.kernels.tables import PoolViews
 from loramux.kernels.threads import set_num_threads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class ModelExecutor:
-    """Runs batches through a decoder over one pool."""
-
-    def __init__(self, decoder: Decoder, kernels: Kernels, tables: AdapterTables) -> None:
-        self._decoder = decoder
-        self._kernels = kernels
-        self._tables = tables
-
-    def execute(self, batch: Batch) -> torch.Tensor:
-        return self._decoder.forward(batch, self._kernels, self._tables)
-
-    def warm_up(self, page_tokens: int) -> None:
-        """Run a prompt and a decode row of an empty adapter once, so that no request waits for kernels to load.
-
-        Writes K and V to page 0, which has no owner yet.
-        """
-        for num_prompt in (2, 1):
-            add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
-            sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, pages=[0])
-            self.execute(build_batch([ScheduledSequence(sequence, num_prompt)], page_tokens))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,40 +49,48 @@ class AssembledEngine:
     ready: EngineReady
 
 
-def open_source(config: EngineConfig, target: PackTarget) -> TieredStore:
-    """The store's tiers as the configuration places them."""
+def open_source(config: EngineConfig, target: PackTarget, accelerator: Accelerator) -> TieredStore:
+    """The store's tiers as the configuration places them, the host's in memory that the device copies from."""
     return TieredStore(
         open_blob_store(config.blob_url),
         target,
         Path(config.cache_dir),
         config.disk_tier_bytes,
         config.host_tier_bytes,
+        lambda num_bytes: accelerator.host_buffer(num_bytes).numpy(),
     )
 
 
 def assemble_engine(
-    config: EngineConfig, wake: Callable[[], None], source: AdapterSource | None = None
+    config: EngineConfig,
+    wake: Callable[[], None],
+    source: AdapterSource | None = None,
+    weights: WeightSource | None = None,
+    backend: Backend | None = None,
 ) -> AssembledEngine:
     """Load the model and allocate the pool; raises EngineError with the remedy.
 
-    `wake` is called from other threads when an idle engine should look again. Tests may bring their own `source`.
+    `wake` is called from other threads when an idle engine should look again. The engine belongs to the thread that
+    calls this. Tests and benchmarks may bring their own adapters, weights and device.
     """
-    device = torch.device(config.device)
     set_num_threads(config.num_threads)
-    model_dir = Path(config.model_dir)
-    model = ModelConfig.load(model_dir)
+    backend = backend or open_backend(config.device)
+    model = ModelConfig.load(Path(config.model_dir))
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)
     target = pack_target(model, dtype)
-    views = allocate_pool(target.geometry, config.pool_bytes, DTYPES[dtype], DTYPES[dtype], device)
-    tables = allocate_tables(target.geometry, model.modules, config.max_resident_adapters, device)
-    decoder = Decoder.load(model_dir, model, DTYPES[dtype], max_model_len)
+    decoder = _load_decoder(config, model, DTYPES[dtype], max_model_len, weights, backend)
+    tables = SlotTables(target.geometry, model.modules, config.max_resident_adapters, backend.accelerator)
+    pool_bytes = pool_bytes_of(config.pool_bytes, backend.device)
+    views = allocate_pool(target.geometry, pool_bytes, DTYPES[dtype], DTYPES[dtype], backend.device)
+    kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
-    loader = TierLoader(source or open_source(config, target), views, tables, config.num_loaders, wake)
+    source = source or open_source(config, target, backend.accelerator)
+    loader = TierLoader(source, views, tables, backend.accelerator, config.num_loaders, wake)
     adapters = AdapterPool(pages, config.max_resident_adapters, loader)
     page_tokens = target.geometry.page_tokens
-    executor = ModelExecutor(decoder, select_kernels(device, views), tables)
-    executor.warm_up(page_tokens)
+    executor = _make_executor(config, model, max_model_len, page_tokens, decoder, kernels, tables, backend)
+    warm_up(executor, page_tokens)
     engine = Engine(
         limits=EngineLimits(model.vocab_size, max_model_len, model.eos_token_ids, page_tokens),
         pages=pages,
@@ -104,6 +98,7 @@ def assemble_engine(
         scheduler=Scheduler(pages, adapters, page_tokens, config.max_batch_tokens, config.max_sequences),
         executor=executor,
         seeds=random.Random(config.seed),
+        lookahead=backend.runs_ahead,
     )
     ready = EngineReady(
         max_model_len=max_model_len,
@@ -113,3 +108,46 @@ def assemble_engine(
         dtype=dtype,
     )
     return AssembledEngine(engine, loader, views, ready)
+
+
+def warm_up(executor: Executor, page_tokens: int) -> None:
+    """Run a prompt and a decode row of an empty adapter once, so that no request waits for kernels to load.
+
+    Writes K and V to page 0, which has no owner yet.
+    """
+    for num_prompt in (2, 1):
+        add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
+        sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, pages=page_list([0]))
+        executor.submit(build_batch([ScheduledSequence(sequence, num_prompt)], page_tokens)).tokens()
+
+
+def _load_decoder(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    weights: WeightSource | None,
+    backend: Backend,
+) -> Decoder:
+    if weights is not None:
+        return Decoder(model, weights, dtype, max_model_len, backend)
+    with open_weights(Path(config.model_dir)) as opened:
+        return Decoder(model, opened, dtype, max_model_len, backend)
+
+
+def _make_executor(
+    config: EngineConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    page_tokens: int,
+    decoder: Decoder,
+    kernels: Kernels,
+    tables: SlotTables,
+    backend: Backend,
+) -> Executor:
+    if backend.sample_tokens is None:
+        return DirectExecutor(decoder, kernels, tables, model.eos_token_ids)
+    max_listed_pages = config.max_sequences * -(-max_model_len // page_tokens)
+    buffer = StepBuffer(backend.accelerator, config.max_batch_tokens, config.max_sequences, max_listed_pages)
+    sampler = DeviceSampler(backend.accelerator, backend.sample_tokens, config.max_sequences, model.eos_token_ids)
+    return GraphExecutor(decoder, kernels, tables, backend.accelerator, buffer, sampler, config.max_sequences)

@@ -1,15 +1,17 @@
-"""The tensors of one step."""
+"""The rows of one step, as the host lays them out and as a forward pass reads them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from loramux.engine.sampler import SamplingRow
 from loramux.engine.sequence import Sequence
-from loramux.kernels.tables import AttentionBatch
+from loramux.kernels.tables import AttentionBatch, Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,47 +29,97 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What a forward pass reads. Rows of one adapter are adjacent, because its sequences are.
+    """One step on the host. Rows of one adapter are adjacent, because its sequences are.
 
-    `tokens` and `positions` int64 `[num_tokens]`; `slots` int32 `[num_tokens]` is each row's adapter slot, -1 for the
-    base; `sample_rows` int64 `[num_samples]` are the rows whose logits are wanted.
+    Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. The K and
+    V of its position `p` belong into `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` is
+    `page * page_tokens + p % page_tokens` of each row. All other arrays are int32.
+
+    `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the step before, which
+    only the device may know yet. `positions` and `slots` `[num_tokens]`: a row's position and adapter slot, -1 for the
+    base. `sample_rows` `[num_samples]` are the rows after which a token is chosen, as `samples` say.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int32]
+    cu_q: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    pages: npt.NDArray[np.int32]
+    page_starts: npt.NDArray[np.int32]
+    kv_slots: npt.NDArray[np.int64]
+    max_q: int
+    sample_rows: npt.NDArray[np.int32]
+    samples: tuple[SamplingRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.seq_lens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What a forward pass reads, on its device; the axes may be padded, and rows of no sequence mean nothing.
+
+    `tokens`, `positions` and `sample_rows` int32. `segments` without entries switches the adapters off.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    slots: npt.NDArray[np.int32]
     attention: AttentionBatch
+    segments: Segments
     sample_rows: torch.Tensor
 
 
 def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     """Lay the scheduled sequences one after another."""
+    sequences = [item.sequence for item in scheduled]
     counts = np.array([item.num_tokens for item in scheduled], np.int32)
-    cu_q = np.zeros(len(scheduled) + 1, np.int32)
-    np.cumsum(counts, out=cu_q[1:])
-    starts = np.array([item.sequence.num_computed for item in scheduled], np.int64)
-    seq_lens = (starts + counts).astype(np.int32)
-    max_pages = max(len(item.sequence.pages) for item in scheduled)
-    page_table = np.zeros((len(scheduled), max_pages), np.int32)
-    tokens: list[int] = []
-    for row, item in enumerate(scheduled):
-        sequence = item.sequence
-        page_table[row, : len(sequence.pages)] = sequence.pages
-        tokens.extend(sequence.tokens[sequence.num_computed : sequence.num_computed + item.num_tokens])
+    starts = np.array([one.num_computed for one in sequences], np.int32)
+    num_pages = np.array([len(one.pages) for one in sequences], np.int32)
+    cu_q = _running_sum(counts)
+    page_starts = _running_sum(num_pages)
+    pages = np.fromiter(chain.from_iterable(one.pages for one in sequences), np.int32, int(page_starts[-1]))
     of_row = np.repeat(np.arange(len(scheduled)), counts)
-    positions = np.arange(cu_q[-1], dtype=np.int64) - cu_q[of_row] + starts[of_row]
-    pages = page_table[of_row, positions // page_tokens].astype(np.int64)
-    slots = np.array([item.sequence.slot for item in scheduled], np.int32)[of_row]
-    sample_rows = np.array([cu_q[row + 1] - 1 for row, item in enumerate(scheduled) if item.samples], np.int64)
+    positions = np.arange(cu_q[-1], dtype=np.int32) - cu_q[of_row] + starts[of_row]
+    page_of_row = pages[page_starts[of_row] + positions // page_tokens].astype(np.int64)
+    sampling = [row for row, item in enumerate(scheduled) if item.samples]
     return Batch(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        positions=torch.from_numpy(positions),
-        slots=slots,
-        attention=AttentionBatch(
-            cu_q=torch.from_numpy(cu_q),
-            seq_lens=torch.from_numpy(seq_lens),
-            page_table=torch.from_numpy(page_table),
-            kv_slots=torch.from_numpy(pages * page_tokens + positions % page_tokens),
-        ),
-        sample_rows=torch.from_numpy(sample_rows),
+        tokens=np.fromiter(chain.from_iterable(_tokens(item) for item in scheduled), np.int32, int(cu_q[-1])),
+        positions=positions,
+        slots=np.array([one.slot for one in sequences], np.int32)[of_row],
+        cu_q=cu_q,
+        seq_lens=starts + counts,
+        pages=pages,
+        page_starts=page_starts[:-1],
+        kv_slots=page_of_row * page_tokens + positions % page_tokens,
+        max_q=int(counts.max()),
+        sample_rows=cu_q[1:][sampling] - 1,
+        samples=tuple(sampling_row(sequences[row]) for row in sampling),
     )
+
+
+def sampling_row(sequence: Sequence) -> SamplingRow:
+    """What decides the next token of a sequence, fixed now: later steps may change the sequence."""
+    return SamplingRow(sequence.add.sampling, sequence.seed, sequence.num_chosen)
+
+
+def _tokens(item: ScheduledSequence) -> list[int]:
+    sequence = item.sequence
+    end = sequence.num_computed + item.num_tokens
+    tokens = sequence.tokens[sequence.num_computed : end]
+    if end > len(sequence.tokens):
+        assert end == len(sequence.tokens) + 1, "only the newest token of a sequence can be in flight"
+        tokens.append(-1 - sequence.sample_index)
+    return tokens
+
+
+def _running_sum(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """`[0, counts[0], counts[0] + counts[1], ...]`."""
+    sums = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=sums[1:])
+    return sums

@@ -7,10 +7,16 @@ import os
 import msgspec
 
 from loramux.adapter_store.target import PackTarget
-from loramux.engine.errors import ModelNotSupported
+from loramux.engine.cuda_driver import missing_for_cuda
+from loramux.engine.errors import DeviceNotUsable, ModelNotSupported
 from loramux.engine.model_config import ModelConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Token rows of a step by device: enough to keep it busy, few enough that decodes do not wait long behind a prompt."""
+
+DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,12 +32,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The disk tier's directory."""
     device: str = "cpu"
     dtype: str = "bfloat16"
-    pool_bytes: int = 1 << 30
+    pool_bytes: int | None = None
+    """None: 1 GiB in host memory, or on a GPU most of what the model leaves free."""
     max_model_len: int | None = None
     """None: the model's own."""
-    max_batch_tokens: int = 512
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
     """Token rows of one step: decode rows first, prompt chunks in the rest."""
-    max_sequences: int = 64
+    max_sequences: int = DEFAULT_SEQUENCES["cpu"]
     """Sequences that run at once; further ones wait."""
     max_resident_adapters: int = 256
     """Slots of the adapter tables."""
@@ -45,9 +52,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_device(requested: str) -> str:
-    """Turn `auto` into a device that this version has kernels for."""
-    if requested not in ("auto", "cpu"):
-        raise ModelNotSupported(f"the device {requested!r} is not supported by this version: use --device cpu")
+    """Turn `auto` into `cuda` where this installation can use a GPU of this machine, else into `cpu`.
+
+    Raises DeviceNotUsable when `cuda` was asked for and cannot be used.
+    """
+    if requested == "cpu":
+        return "cpu"
+    missing = missing_for_cuda()
+    if missing is None:
+        return "cuda"
+    if requested == "cuda":
+        raise DeviceNotUsable(missing)
     return "cpu"
 
 

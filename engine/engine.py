@@ -1,4 +1,4 @@
-"""One engine: add, schedule, execute, sample, emit. Synchronous; everything slow happens on other threads."""
+"""One engine: add, schedule, submit, commit, emit. Synchronous; everything slow happens elsewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
-
-import torch
 
 from loramux.engine.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
 from loramux.engine.batch import Batch, ScheduledSequence, build_batch
@@ -26,9 +24,9 @@ from loramux.engine.messages import (
     Unload,
 )
 from loramux.engine.page_pool import PageOwner, PagePool
-from loramux.engine.sampler import SampledToken, sample
+from loramux.engine.sampler import SampledToken
 from loramux.engine.scheduler import Scheduler
-from loramux.engine.sequence import Sequence
+from loramux.engine.sequence import Sequence, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +47,38 @@ class Outbound:
     message: FromEngine
 
 
-class Executor(Protocol):
-    """Runs a batch on a device and returns the logits of its sample rows, float32 `[num_samples, vocab_size]`."""
+class StepResult(Protocol):
+    """A step that a device runs."""
 
-    def execute(self, batch: Batch) -> torch.Tensor: ...
+    def tokens(self) -> list[SampledToken]:
+        """The token chosen after each sample row, in order; waits until the step is through."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs batches on a device, in the order of their submission."""
+
+    def submit(self, batch: Batch) -> StepResult:
+        """Start a step; it may read tokens that the step before has not finished choosing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SubmittedStep:
+    """A step whose tokens are not committed yet: `sampling[i]` receives token `i` of the result."""
+
+    sampling: list[Sequence]
+    result: StepResult
 
 
 class Engine:
-    """Sequences of many adapters over one page pool. Call `step` until `has_work` is false."""
+    """Sequences of many adapters over one page pool. Call `step` until `has_work` is false.
+
+    With `lookahead` the next step is scheduled and submitted while the device still runs this one, so that the device
+    never waits for the host; tokens are then committed one `step` later. A sequence that turns out to have ended wastes
+    a row of the step that was submitted already. The pages it gives back may be used at once: steps run in order, and
+    whoever else writes pages waits for the steps submitted before (see `TierLoader`).
+    """
 
     def __init__(
         self,
@@ -66,6 +88,7 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         seeds: random.Random,
+        lookahead: bool = False,
     ) -> None:
         self._limits = limits
         self._pages = pages
@@ -73,6 +96,8 @@ class Engine:
         self._scheduler = scheduler
         self._executor = executor
         self._seeds = seeds
+        self._lookahead = lookahead
+        self._in_flight: SubmittedStep | None = None
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._outbox: list[Outbound] = []
@@ -87,7 +112,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step could do something, now or after a load."""
-        return self._scheduler.has_work or bool(self._loads or self._unloads)
+        return self._scheduler.has_work or self._in_flight is not None or bool(self._loads or self._unloads)
 
     @property
     def num_sequences(self) -> int:
@@ -134,37 +159,40 @@ class Engine:
     def unload(self, owner: bytes, unload: Unload) -> None:
         self._unloads.append((owner, unload))
 
-    # Schedule, execute, sample
+    # Schedule, submit, commit
 
     def step(self) -> bool:
         """Run one step; False when nothing could run, because there is nothing or because adapters are loading."""
         self._settle_loads(self._adapters.poll(self._scheduler.oldest_waiters()))
         scheduled = self._scheduler.schedule()
         self._refuse_unfit()
-        if not scheduled:
-            return False
-        batch = build_batch(scheduled, self._limits.page_tokens)
-        logits = self._executor.execute(batch)
+        submitted = self._submit(scheduled) if scheduled else None
+        if self._lookahead:
+            submitted, self._in_flight = self._in_flight, submitted
+        if submitted is not None:
+            self._commit(submitted)
+        return submitted is not None or self._in_flight is not None
+
+    def _submit(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
         sampling = [item.sequence for item in scheduled if item.samples]
-        tokens = sample(logits, sampling, self._limits.eos_token_ids)
+        result = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
         self._count(scheduled)
-        self._commit(scheduled, sampling, tokens)
-        return True
-
-    def take_outbox(self) -> list[Outbound]:
-        """What gateways are to be told since the last call; a sequence's tokens come before its end."""
-        outbox, self._outbox = self._outbox, []
-        return outbox
-
-    # Commit and emit
-
-    def _commit(self, scheduled: list[ScheduledSequence], sampling: list[Sequence], tokens: list[SampledToken]) -> None:
         for item in scheduled:
             item.sequence.num_computed += item.num_tokens
             item.sequence.has_run = True
+        for index, sequence in enumerate(sampling):
+            sequence.num_in_flight += 1
+            sequence.sample_index = index
+        return SubmittedStep(sampling, result)
+
+    def _commit(self, step: SubmittedStep) -> None:
         outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []
-        for sequence, token in zip(sampling, tokens, strict=True):
+        for sequence, token in zip(step.sampling, step.result.tokens(), strict=True):
+            if sequence.state is SequenceState.FINISHED:
+                # It was aborted, or its last token came to light, after this step had been submitted.
+                continue
+            sequence.num_in_flight -= 1
             if token.token_id is None:
                 ended.append((sequence, "not_finite"))
                 continue
@@ -189,6 +217,13 @@ class Engine:
                 self._end(sequence, "error", reason, "the model produced values that are not finite")
             else:
                 self._end(sequence, reason)
+
+    # Emit
+
+    def take_outbox(self) -> list[Outbound]:
+        """What gateways are to be told since the last call; a sequence's tokens come before its end."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
 
     def _stops(self, sequence: Sequence, token_id: int) -> bool:
         params = sequence.add.sampling

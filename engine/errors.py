@@ -13,3 +13,7 @@ class ModelNotSupported(EngineError):
 
 class PoolTooSmall(EngineError):
     """The page pool cannot hold what the configuration asks of it."""
+
+
+class DeviceNotUsable(EngineError):
+    """The device that was asked for is not there, or this installation cannot use it."""

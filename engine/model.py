@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from torch.nn import functional
 
-from loramux.engine.batch import Batch
+from loramux.engine.backend import Backend, Linear
+from loramux.engine.batch import StepInputs
 from loramux.engine.model_config import ModelConfig
 from loramux.engine.rotary import rotary_tables
-from loramux.engine.weights import Weights, open_weights
-from loramux.kernels.cpu_linear import PackedLinear
-from loramux.kernels.dispatch import Kernels
-from loramux.kernels.layout import MAX_RANK
-from loramux.kernels.tables import AdapterTables, AttentionSpec, ModuleGroup, Segments
+from loramux.engine.weights import WeightSource
+from loramux.kernels.dispatch import Kernels, KernelShapes
+from loramux.kernels.layout import LinearShape
+from loramux.kernels.tables import AdapterTables, AttentionSpec, ModuleGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,13 +22,13 @@ class DecoderLayer:
     """The weights of one layer; q/k/v are one linear and gate/up are one linear."""
 
     input_norm: torch.Tensor
-    qkv: PackedLinear
+    qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    o: PackedLinear
+    o: Linear
     post_attention_norm: torch.Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: Linear
+    down: Linear
     attention: AttentionSpec
 
 
@@ -43,78 +43,89 @@ class LoraGroups:
 
 
 class Decoder:
-    """A decoder-only model, float32 activations on CPU. `forward` is a pure function of its batch, pool and tables."""
+    """A decoder-only model on one device; what it computes depends on its inputs, the pool and the tables alone.
 
-    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, max_len: int) -> None:
+    Activations are float32 on a CPU and of the weights' dtype on a GPU. `hidden` may be captured as a graph.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, max_len: int, backend: Backend
+    ) -> None:
         self.config = config
+        self._dtype = backend.activation_dtype or dtype
         self._groups = lora_groups(config)
-        self._embedding = weights.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)).to(dtype)
-        self._layers = [_load_layer(config, weights, layer, dtype) for layer in range(config.num_layers)]
-        self._final_norm = weights.tensor("model.norm.weight", (config.hidden_size,)).float()
+        place = _Placement(weights, dtype, backend)
+        self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self._layers = [_load_layer(config, place, layer) for layer in range(config.num_layers)]
+        self._final_norm = place.norm("model.norm.weight", config.hidden_size)
         head = self._embedding
         if not config.tied_embeddings:
-            head = weights.tensor("lm_head.weight", (config.vocab_size, config.hidden_size)).to(dtype)
-        self._head = PackedLinear(head)
-        self._cos, self._sin = rotary_tables(config.rope, config.head_dim, max_len)
+            head = place.tensor("lm_head.weight", (config.vocab_size, config.hidden_size))
+        self._head = backend.make_linear(head, None)
+        cos, sin = rotary_tables(config.rope, config.head_dim, max_len)
+        self._cos, self._sin = cos.to(backend.device), sin.to(backend.device)
 
-    @staticmethod
-    def load(model_dir: Path, config: ModelConfig, dtype: torch.dtype, max_len: int) -> Decoder:
-        with open_weights(model_dir) as weights:
-            return Decoder(config, weights, dtype, max_len)
+    @property
+    def shapes(self) -> KernelShapes:
+        """What the kernels must be able to compute."""
+        groups = self._groups
+        return KernelShapes(
+            groups=(groups.qkv, groups.o, groups.gate_up, groups.down),
+            attention=tuple(layer.attention for layer in self._layers),
+        )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
-        """Run one step and return the logits of its sample rows, float32 `[num_samples, vocab_size]`."""
-        config = self.config
-        num_tokens = batch.tokens.shape[0]
-        segments = kernels.build_segments(batch.slots)
-        planes = torch.empty(num_tokens, 3, MAX_RANK)
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+    def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
+        """Run one step and return the last layer's output at its sample rows `[num_samples, hidden_size]`, normed."""
+        config, eps = self.config, self.config.rms_norm_eps
+        num_tokens = inputs.tokens.shape[0]
+        cos, sin = self._cos[inputs.positions], self._sin[inputs.positions]
         q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attended = torch.empty(num_tokens, config.num_heads, config.head_dim)
-        hidden = self._embedding[batch.tokens].float()  # [num_tokens, hidden_size]
+        residual = functional.embedding(inputs.tokens, self._embedding).to(self._dtype)  # [num_tokens, hidden_size]
+        # Rows that only pad a step belong to no sequence and are not attended: zeros keep them finite.
+        attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
 
         def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: ModuleGroup) -> torch.Tensor:
             """Add the adapters' part to `y`, the base's output for `x`."""
-            if segments.num_segments:
-                _apply_lora(kernels, tables, segments, planes, x, y, index, group)
+            if inputs.segments.num_segments:
+                planes = kernels.lora_planes(group, num_tokens, inputs.segments)
+                kernels.lora_shrink(x, index, group, tables, inputs.segments, planes)
+                kernels.lora_expand(planes, index, group, tables, inputs.segments, y)
             return y
 
+        x = residual
         for index, layer in enumerate(self._layers):
-            x = kernels.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+            if index == 0:
+                x = kernels.rms_norm(residual, layer.input_norm, eps)
+            else:
+                x = kernels.add_rms_norm(x, residual, layer.input_norm, eps)
             qkv = with_adapters(x, layer.qkv(x), index, self._groups.qkv)
             q, k, v = qkv.split((q_out, kv_out, kv_out), dim=1)
             q = q.view(num_tokens, config.num_heads, config.head_dim)
             k = k.view(num_tokens, config.num_kv_heads, config.head_dim)
             v = v.view(num_tokens, config.num_kv_heads, config.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
-                q = kernels.rms_norm(q, layer.q_norm, config.rms_norm_eps)
-                k = kernels.rms_norm(k, layer.k_norm, config.rms_norm_eps)
+                q = kernels.rms_norm(q, layer.q_norm, eps)
+                k = kernels.rms_norm(k, layer.k_norm, eps)
             kernels.rotary(q, k, cos, sin)
-            kernels.kv_write(k, v, index, batch.attention)
-            kernels.paged_attention(q, index, batch.attention, layer.attention, attended)
+            kernels.kv_write(k, v, index, inputs.attention)
+            kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
             x = attended.view(num_tokens, q_out)
-            hidden += with_adapters(x, layer.o(x), index, self._groups.o)
-            x = kernels.rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
+            x = with_adapters(x, layer.o(x), index, self._groups.o)
+            x = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
             x = kernels.silu_and_mul(with_adapters(x, layer.gate_up(x), index, self._groups.gate_up))
-            hidden += with_adapters(x, layer.down(x), index, self._groups.down)
-        sampled = kernels.rms_norm(hidden[batch.sample_rows], self._final_norm, config.rms_norm_eps)
-        return self._head(sampled)
+            x = with_adapters(x, layer.down(x), index, self._groups.down)
+        rows = inputs.sample_rows
+        return kernels.add_rms_norm(x[rows], residual[rows], self._final_norm, eps)
 
+    def new_hidden(self, num_rows: int) -> torch.Tensor:
+        """Memory for `num_rows` rows of what `hidden` returns."""
+        return torch.empty(num_rows, self.config.hidden_size, dtype=self._dtype, device=self._cos.device)
 
-def _apply_lora(
-    kernels: Kernels,
-    tables: AdapterTables,
-    segments: Segments,
-    planes: torch.Tensor,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    layer: int,
-    group: ModuleGroup,
-) -> None:
-    planes = planes[:, : len(group.modules)]
-    kernels.lora_shrink(x, layer, group, tables, segments, planes)
-    kernels.lora_expand(planes, layer, group, tables, segments, y)
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of rows of `hidden`, `[num_rows, vocab_size]` of the activations' dtype."""
+        return self._head(hidden)
 
 
 def lora_groups(config: ModelConfig) -> LoraGroups:
@@ -135,31 +146,42 @@ def _group(config: ModelConfig, modules: tuple[int, ...]) -> ModuleGroup:
     )
 
 
-def _load_layer(config: ModelConfig, weights: Weights, index: int, dtype: torch.dtype) -> DecoderLayer:
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Brings tensors to where and what they are kept as: linears in the weights' dtype, norms in float32."""
+
+    weights: WeightSource
+    dtype: torch.dtype
+    backend: Backend
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.weights.tensor(name, shape).to(self.backend.device, self.dtype)
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        return self.weights.tensor(name, (size,)).to(self.backend.device, torch.float32)
+
+    def linear(self, prefix: str, shapes: list[LinearShape], has_bias: bool) -> Linear:
+        """Linears that share an input as one, whose output is theirs side by side."""
+        parts = [self.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        bias = None
+        if has_bias:
+            bias = torch.cat([self.tensor(f"{prefix}.{one.name}.bias", (one.out_features,)) for one in shapes])
+        return self.backend.make_linear(weight, bias)
+
+
+def _load_layer(config: ModelConfig, place: _Placement, index: int) -> DecoderLayer:
     prefix = f"model.layers.{index}"
-    hidden = (config.hidden_size,)
-
-    def linear(modules: tuple[int, ...], has_bias: bool) -> PackedLinear:
-        shapes = [config.modules[m] for m in modules]
-        parts = [
-            weights.tensor(f"{prefix}.{shape.name}.weight", (shape.out_features, shape.in_features)) for shape in shapes
-        ]
-        biases = [weights.tensor(f"{prefix}.{shape.name}.bias", (shape.out_features,)) for shape in shapes if has_bias]
-        return PackedLinear(torch.cat(parts).to(dtype), torch.cat(biases).to(dtype) if has_bias else None)
-
-    def norm(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return weights.tensor(f"{prefix}.{name}.weight", shape).float()
-
-    head = (config.head_dim,)
+    q, k, v, o, gate, up, down = config.modules
     return DecoderLayer(
-        input_norm=norm("input_layernorm", hidden),
-        qkv=linear((0, 1, 2), config.qkv_bias),
-        q_norm=norm("self_attn.q_norm", head) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", head) if config.qk_norm else None,
-        o=linear((3,), config.o_bias),
-        post_attention_norm=norm("post_attention_layernorm", hidden),
-        gate_up=linear((4, 5), config.mlp_bias),
-        down=linear((6,), config.mlp_bias),
+        input_norm=place.norm(f"{prefix}.input_layernorm.weight", config.hidden_size),
+        qkv=place.linear(prefix, [q, k, v], config.qkv_bias),
+        q_norm=place.norm(f"{prefix}.self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+        k_norm=place.norm(f"{prefix}.self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+        o=place.linear(prefix, [o], config.o_bias),
+        post_attention_norm=place.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+        gate_up=place.linear(prefix, [gate, up], config.mlp_bias),
+        down=place.linear(prefix, [down], config.mlp_bias),
         attention=AttentionSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,

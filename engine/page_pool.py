@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from enum import Enum
 
 
@@ -45,7 +46,7 @@ class PagePool:
         self._num_owned[owner] += count
         return pages
 
-    def free(self, pages: list[int]) -> None:
+    def free(self, pages: Iterable[int]) -> None:
         """Give pages back; each must be owned, once."""
         for page in pages:
             owner = self._owners[page]

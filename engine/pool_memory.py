@@ -1,15 +1,28 @@
-"""The memory behind the page pool and the adapter tables; allocated once, at addresses that never change."""
+"""The memory behind the page pool; allocated once, at an address that never changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 
 from loramux.engine.errors import PoolTooSmall
-from loramux.kernels.layout import MAX_RANK, LinearShape, PageGeometry, adapter_layout
-from loramux.kernels.tables import AdapterTables, PoolViews
+from loramux.kernels.layout import PageGeometry
+from loramux.kernels.tables import PoolViews
+
+DEFAULT_BYTES = 1 << 30
+"""What a pool in host memory takes unless it is told otherwise."""
+
+GPU_RESERVE = 0.08
+"""The share of a GPU's memory that stays free for activations, graphs and other programs' contexts."""
+
+
+def pool_bytes_of(wanted: int | None, device: torch.device) -> int:
+    """The pool's size: what was asked for, else on a GPU most of what the model has left."""
+    if wanted is not None:
+        return wanted
+    if device.type == "cpu":
+        return DEFAULT_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - int(GPU_RESERVE * total))
 
 
 def allocate_pool(
@@ -26,17 +39,3 @@ def allocate_pool(
         )
     raw = torch.empty(num_pages, geometry.num_layers, geometry.page_bytes, dtype=torch.uint8, device=device)
     return PoolViews(raw=raw, kv=raw.view(kv_dtype), adapter=raw.view(adapter_dtype), geometry=geometry)
-
-
-def allocate_tables(
-    geometry: PageGeometry, modules: Sequence[LinearShape], num_slots: int, device: torch.device
-) -> AdapterTables:
-    """Tables for `num_slots` adapters, wide enough for one of the highest rank on every module."""
-    shape = (geometry.num_layers, len(modules))
-    max_pages = adapter_layout(geometry, modules, np.full(shape, MAX_RANK, np.int32)).num_pages
-    return AdapterTables(
-        page_table=torch.zeros(num_slots, max_pages, dtype=torch.int32, device=device),
-        off=torch.zeros(num_slots, *shape, 2, dtype=torch.int32, device=device),
-        rank=torch.zeros(num_slots, *shape, dtype=torch.int32, device=device),
-        scale=torch.zeros(num_slots, *shape, dtype=torch.float32, device=device),
-    )

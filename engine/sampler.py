@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from loramux.engine.messages import SamplingParams, TokenLogprobs
-from loramux.engine.sequence import Sequence
 
 NUM_LIKELIEST = 1024
 """Tokens that top_p and top_k look at before they sort the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What decides one token: the settings, the stream's seed, and how many tokens the sequence chose before."""
+
+    params: SamplingParams
+    seed: int
+    num_chosen: int
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no token may end the sequence yet."""
+        return self.num_chosen < self.params.min_tokens
+
+    @property
+    def uniform(self) -> float:
+        """The number in [0, 1) that decides the token: a counter-based stream, keyed by the seed.
+
+        Philox (Salmon et al., 2011): the k-th number of a stream is computed from the key and k alone, so that neither
+        a neighbour in the batch nor a preemption changes it.
+        """
+        bits = np.random.Philox(key=self.seed, counter=self.num_chosen)
+        return float(np.random.Generator(bits).random(dtype=np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +46,22 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
-    """Sample one token a row of `logits`, float32 `[num_rows, vocab_size]`, row `i` for `sequences[i]`.
+def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
+    """Sample one token a row of `logits`, float32 `[num_rows, vocab_size]`, as `samples` say.
 
     Log-probabilities are those of the model, before temperature and truncation, as the OpenAI API defines them.
     """
-    if not sequences:
+    if not samples:
         return []
     is_finite = torch.isfinite(logits).all(dim=1).tolist()
-    chosen = _with_minimum_length(logits, sequences, eos_token_ids)
+    chosen = _with_minimum_length(logits, samples, eos_token_ids)
     token_ids = chosen.argmax(dim=1)
-    random_rows = [row for row, one in enumerate(sequences) if one.add.sampling.temperature > 0 and is_finite[row]]
+    random_rows = [row for row, one in enumerate(samples) if one.params.temperature > 0 and is_finite[row]]
     if random_rows:
         rows = torch.tensor(random_rows)
-        token_ids[rows] = _draw(chosen[rows], [sequences[row] for row in random_rows])
+        token_ids[rows] = _draw(chosen[rows], [samples[row] for row in random_rows])
     ids = token_ids.tolist()
-    logprobs = _logprobs(logits, ids, sequences)
+    logprobs = _logprobs(logits, ids, samples)
     return [
         SampledToken(token_id, logprobs.get(row)) if is_finite[row] else SampledToken(None)
         for row, token_id in enumerate(ids)
@@ -45,28 +69,28 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: tuple
 
 
 def _with_minimum_length(
-    logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: tuple[int, ...]
+    logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]
 ) -> torch.Tensor:
     """Forbid the tokens that would end a sequence before its `min_tokens`."""
-    short = [row for row, one in enumerate(sequences) if one.num_completion < one.add.sampling.min_tokens]
+    short = [row for row, one in enumerate(samples) if one.is_short]
     if not short:
         return logits
     logits = logits.clone()
     for row in short:
-        ending = [*sequences[row].add.sampling.stop_token_ids, *eos_token_ids]
+        ending = [*samples[row].params.stop_token_ids, *eos_token_ids]
         logits[row, ending] = -torch.inf
     return logits
 
 
-def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
     """Draw from the softmax of `logits / temperature`, kept to the `top_k` likeliest and the `top_p` nucleus."""
-    params = [one.add.sampling for one in sequences]
+    params = [one.params for one in samples]
     temperature = torch.tensor([one.temperature for one in params], dtype=torch.float32)[:, None]
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
     scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature
-    uniform = torch.tensor([_uniform(one) for one in sequences], dtype=torch.float32)[:, None]
+    uniform = torch.tensor([one.uniform for one in samples], dtype=torch.float32)[:, None]
     is_cut = torch.tensor([one.top_p < 1 or one.top_k > 0 for one in params])
-    token_ids = torch.empty(len(sequences), dtype=torch.int64)
+    token_ids = torch.empty(len(samples), dtype=torch.int64)
     whole, cut = (~is_cut).nonzero().squeeze(1), is_cut.nonzero().squeeze(1)
     if len(whole):
         token_ids[whole] = _pick(torch.softmax(scaled[whole], dim=1), uniform[whole])
@@ -104,18 +128,8 @@ def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(index, last)
 
 
-def _uniform(sequence: Sequence) -> float:
-    """The number in [0, 1) that decides a sequence's next token: a counter-based stream, keyed by the seed.
-
-    Philox (Salmon et al., 2011): the k-th number of a stream is computed from the key and k alone, so that neither a
-    neighbour in the batch nor a preemption changes it.
-    """
-    bits = np.random.Philox(key=sequence.seed, counter=sequence.num_completion)
-    return float(np.random.Generator(bits).random(dtype=np.float32))
-
-
-def _logprobs(logits: torch.Tensor, token_ids: list[int], sequences: list[Sequence]) -> dict[int, TokenLogprobs]:
-    rows = [row for row, one in enumerate(sequences) if one.add.sampling.num_logprobs is not None]
+def _logprobs(logits: torch.Tensor, token_ids: list[int], samples: Sequence[SamplingRow]) -> dict[int, TokenLogprobs]:
+    rows = [row for row, one in enumerate(samples) if one.params.num_logprobs is not None]
     if not rows:
         return {}
     logprobs = torch.log_softmax(logits[rows], dim=1)
@@ -123,7 +137,7 @@ def _logprobs(logits: torch.Tensor, token_ids: list[int], sequences: list[Sequen
     for values, row in zip(logprobs, rows, strict=True):
         token_id = token_ids[row]
         top: tuple[tuple[int, float], ...] = ()
-        count = sequences[row].add.sampling.num_logprobs
+        count = samples[row].params.num_logprobs
         if count:
             best = values.topk(min(count, values.shape[0]))
             top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))

@@ -8,7 +8,7 @@ from loramux.engine.adapter_pool import AdapterPhase, AdapterPool
 from loramux.engine.batch import ScheduledSequence
 from loramux.engine.messages import Add
 from loramux.engine.page_pool import PageOwner, PagePool
-from loramux.engine.sequence import Sequence, SequenceState
+from loramux.engine.sequence import Sequence, SequenceState, page_list
 
 
 class Scheduler:
@@ -51,7 +51,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda one: one.num_pending > 1):
             if budget == 0:
                 break
-            if sequence.state is not SequenceState.RUNNING:
+            if sequence.state is not SequenceState.RUNNING or sequence.is_chosen_out:
                 continue
             num_tokens = min(sequence.num_pending, budget)
             if not self._grow(sequence, num_tokens, scheduled):
@@ -108,6 +108,10 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
             sequence = self.waiting.popleft()
+            if sequence.num_in_flight:
+                # Preempted while a step held it: its tokens are complete once that step is looked at.
+                passed_over.append(sequence)
+                continue
             digest = sequence.add.digest
             entry = None
             if digest is not None:
@@ -130,7 +134,7 @@ class Scheduler:
                     sequence.slot = -1
                 passed_over.append(sequence)
                 break
-            sequence.pages = self._pages.alloc(needed, PageOwner.KV)
+            sequence.pages = page_list(self._pages.alloc(needed, PageOwner.KV))
             sequence.state = SequenceState.RUNNING
             self.running.append(sequence)
             admitted.append(ScheduledSequence(sequence, num_tokens))
@@ -148,7 +152,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         self._pages.free(sequence.pages)
-        sequence.pages = []
+        sequence.pages = page_list()
         sequence.slot = -1
         if sequence.add.digest is not None:
             self._adapters.release(sequence.add.digest)

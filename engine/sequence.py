@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,12 +15,19 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
+def page_list(pages: list[int] | None = None) -> array[int]:
+    """Page ids as int32, so that a batch copies them without looking at each."""
+    return array("i", pages or [])
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt, the tokens generated so far, and the pages that hold their K and V.
 
-    Positions `[0, num_computed)` are in `pages`. `num_tokens` counts prompt and committed tokens; the last committed
-    one has no K and V until the next step. After a preemption `num_computed` is 0 and all of them are computed again.
+    `tokens` are the prompt and the committed tokens; `num_in_flight` more were chosen by steps whose results nobody has
+    looked at yet. The K and V of positions `[0, num_computed)` are in `pages`, or will be once the steps in flight are
+    through; those of the newest token are computed by the step after the one that chose it. After a preemption
+    `num_computed` is 0 and all of them are computed again.
     """
 
     add: Add
@@ -34,9 +42,12 @@ class Sequence:
     has_run: bool = False
     """A step has held it; what never ran costs nothing."""
     num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=page_list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_in_flight: int = 0
+    sample_index: int = -1
+    """Which token of the step in flight is this sequence's, while there is one."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
@@ -51,13 +62,25 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        """Tokens with those in flight."""
+        return len(self.tokens) + self.num_in_flight
 
     @property
     def num_completion(self) -> int:
+        """Committed new tokens: what is billed."""
         return len(self.tokens) - len(self.add.prompt)
+
+    @property
+    def num_chosen(self) -> int:
+        """New tokens, committed or in flight."""
+        return self.num_tokens - len(self.add.prompt)
 
     @property
     def num_pending(self) -> int:
         """Tokens whose K and V are still to be computed; 1 in steady decode."""
-        return len(self.tokens) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_chosen_out(self) -> bool:
+        """Whether its last token is in flight or committed, so that no further step may hold it."""
+        return self.num_chosen >= self.add.max_tokens

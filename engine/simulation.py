@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.batch import Batch
+from loramux.engine.sampler import SampledToken, sample
 from loramux.kernels.layout import AdapterLayout
 
 UNWRITTEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step whose tokens were chosen when it was submitted."""
+
+    sampled: list[SampledToken]
+
+    def tokens(self) -> list[SampledToken]:
+        return self.sampled
 
 
 class SimulatedExecutor:
@@ -22,15 +34,25 @@ class SimulatedExecutor:
     stale position or another adapter therefore changes the output.
     """
 
-    def __init__(self, vocab_size: int, page_tokens: int, num_pages: int, loader: SimulatedLoader) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        page_tokens: int,
+        num_pages: int,
+        loader: SimulatedLoader,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
         self._vocab_size = vocab_size
         self._page_tokens = page_tokens
         self._loader = loader
+        self._eos_token_ids = eos_token_ids
+        # What the step before chose, for rows whose token the host did not know when it built the batch.
+        self._chosen: list[int | None] = []
         self._states = [UNWRITTEN] * (num_pages * page_tokens)
         self.not_finite_for: set[str] = set()
         self.batches: list[Batch] = []
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def submit(self, batch: Batch) -> FinishedStep:
         self.batches.append(batch)
         states = self._write(batch)
         logits = torch.zeros(len(batch.sample_rows), self._vocab_size)
@@ -40,7 +62,9 @@ class SimulatedExecutor:
                 logits[row] = torch.nan
             else:
                 logits[row, self._next_token(states[sample_row], digest)] = 1.0
-        return logits
+        sampled = sample(logits, batch.samples, self._eos_token_ids)
+        self._chosen = [one.token_id for one in sampled]
+        return FinishedStep(sampled)
 
     def generate(self, prompt: Sequence[int], num_tokens: int, digest: str | None) -> list[int]:
         """What a sequence must receive."""
@@ -55,23 +79,25 @@ class SimulatedExecutor:
 
     def _write(self, batch: Batch) -> list[int]:
         """Compute each row's state from the one before it in its context and store it where the batch says."""
-        attention = batch.attention
-        tokens, kv_slots = batch.tokens.tolist(), attention.kv_slots.tolist()
-        cu_q, seq_lens = attention.cu_q.tolist(), attention.seq_lens.tolist()
+        pages, kv_slots = batch.pages.tolist(), batch.kv_slots.tolist()
+        cu_q, seq_lens = batch.cu_q.tolist(), batch.seq_lens.tolist()
+        # A token that was not finite has no number; its sequence ends without another look at this row.
+        tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
-        for index, pages in enumerate(attention.page_table.tolist()):
+        for index, page_start in enumerate(batch.page_starts.tolist()):
             num_rows = cu_q[index + 1] - cu_q[index]
             for row in range(num_rows):
                 position = seq_lens[index] - num_rows + row
-                before = self._states[self._place(pages, position - 1)] if position else 0
+                before = self._states[self._place(pages, page_start, position - 1)] if position else 0
                 assert before != UNWRITTEN, f"position {position - 1} was never written"
                 state = _next_state(before, tokens[cu_q[index] + row], position)
                 self._states[kv_slots[cu_q[index] + row]] = state
                 written.append(state)
         return written
 
-    def _place(self, pages: list[int], position: int) -> int:
-        return pages[position // self._page_tokens] * self._page_tokens + position % self._page_tokens
+    def _place(self, pages: list[int], page_start: int, position: int) -> int:
+        page = pages[page_start + position // self._page_tokens]
+        return page * self._page_tokens + position % self._page_tokens
 
     def _next_token(self, state: int, digest: str | None) -> int:
         salt = 0 if digest is None else sum(digest.encode())

@@ -11,8 +11,10 @@ import torch
 
 from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.packing import PackedAdapter
+from loramux.engine.accelerator import Accelerator, Fence
 from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
-from loramux.kernels.tables import AdapterTables, PoolViews
+from loramux.engine.slot_tables import SlotTables
+from loramux.kernels.tables import PoolViews
 
 
 class PackedLease(Protocol):
@@ -33,20 +35,23 @@ class AdapterSource(Protocol):
 class TierLoader:
     """The adapter pool's loader: fetches and copies on threads, publishes tables on the caller's.
 
-    `wake` is called from a loader thread after each event, so that an idle engine looks.
+    Copies run beside the steps, but after those submitted before they were asked for; tables are written once the
+    pages are filled. `wake` is called from a loader thread after each event, so that an idle engine looks.
     """
 
     def __init__(
         self,
         source: AdapterSource,
         views: PoolViews,
-        tables: AdapterTables,
+        tables: SlotTables,
+        accelerator: Accelerator,
         num_threads: int,
         wake: Callable[[], None],
     ) -> None:
         self._source = source
         self._views = views
         self._tables = tables
+        self._accelerator = accelerator
         self._wake = wake
         self._fetchers = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-fetcher")
         # An adapter that is being copied holds pages and a slot: it never waits behind a slow store.
@@ -58,14 +63,12 @@ class TierLoader:
         self._fetchers.submit(self._fetch, digest)
 
     def copy(self, digest: str, pages: list[int]) -> None:
-        self._copier.submit(self._copy, digest, pages)
+        # Steps submitted so far may still read these pages for their former owners.
+        self._copier.submit(self._copy, digest, pages, self._accelerator.fence())
 
     def publish(self, digest: str, slot: int, pages: list[int]) -> None:
         packed = self._leases[digest].packed
-        self._tables.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self._tables.off[slot] = torch.from_numpy(packed.layout.offsets)
-        self._tables.rank[slot] = torch.from_numpy(packed.layout.ranks)
-        self._tables.scale[slot] = torch.from_numpy(packed.scales)
+        self._tables.write(slot, pages, packed.layout, packed.scales)
         self.drop(digest)
 
     def drop(self, digest: str) -> None:
@@ -101,11 +104,11 @@ class TierLoader:
         self._leases[digest] = lease
         self._report(Fetched(digest, lease.packed.layout))
 
-    def _copy(self, digest: str, pages: list[int]) -> None:
+    def _copy(self, digest: str, pages: list[int], after: Fence) -> None:
         try:
-            payload = self._leases[digest].packed.payload
-            for row, page in enumerate(pages):
-                self._views.raw[page].copy_(torch.from_numpy(payload[row]))
+            payload = torch.from_numpy(self._leases[digest].packed.payload)
+            pairs = ((self._views.raw[page], payload[row]) for row, page in enumerate(pages))
+            self._accelerator.upload(pairs, after)
         except Exception as error:
             self.drop(digest)
             self._report(LoadFailed(digest, f"copying failed: {type(error).__name__}"))

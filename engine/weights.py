@@ -6,11 +6,20 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from loramux.engine.errors import ModelNotSupported
+
+
+class WeightSource(Protocol):
+    """Where a model's tensors come from."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor `name`; raises ModelNotSupported when it is missing or has another shape."""
+        ...
 
 
 class Weights:

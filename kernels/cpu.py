@@ -11,7 +11,6 @@ import torch
 from loramux.kernels import cpu_attention, cpu_fused, cpu_kv, cpu_lora
 from loramux.kernels.cpu_prefill import GatheredAttention
 from loramux.kernels.cpu_vectors import LANES
-from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
@@ -26,8 +25,10 @@ class CpuKernels:
 
     What is derived from tables, a batch or segments is kept for as long as the same object comes again, which is all
     layers of a step. Arrays share memory with the tensors, so tables may be rewritten between steps; a batch and its
-    segments are new objects each step.
+    segments are new objects each step, and are not padded.
     """
+
+    segment_rows = SEGMENT_ROWS
 
     def __init__(self, pool: PoolViews) -> None:
         if pool.geometry.page_tokens != cpu_kv.PAGE_TOKENS:
@@ -44,12 +45,18 @@ class CpuKernels:
         self._adapter = _array(pool.adapter, pool.adapter.dtype)  # [P, L, E]
         self._gathered = GatheredAttention(self._kv)
         self._plans: dict[ModuleGroup, npt.NDArray[np.int64]] = {}
+        self._scratch = torch.empty(0)
         self._tables: AdapterTables | None = None
         self._segments: Segments | None = None
         self._batch: AttentionBatch | None = None
 
-    def build_segments(self, slots: npt.NDArray[np.int32]) -> Segments:
-        return build_segments(slots, SEGMENT_ROWS)
+    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
+        shape = (num_tokens, len(group.modules), segments.max_rank)
+        size = shape[0] * shape[1] * shape[2]
+        # Fresh memory would cost a page fault each 4 KiB, in every linear of every layer.
+        if self._scratch.shape[0] < size:
+            self._scratch = torch.empty(size)
+        return self._scratch[:size].view(shape)
 
     def lora_shrink(
         self,
@@ -97,14 +104,15 @@ class CpuKernels:
             window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
             cpu_attention.decode(
                 torch.get_num_threads(), *_rows(q), *_rows(out), self._kv, layer,
-                self._decodes, self._cu_q, self._seq_lens, self._kv_pages,
+                self._decodes, self._cu_q, self._seq_lens, self._kv_pages, self._page_starts,
                 spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim,
                 float(spec.scale), window, float(spec.soft_cap or 0.0),
             )  # fmt: skip
         for i in self._prefills:
             begin, end = int(self._cu_q[i]), int(self._cu_q[i + 1])
             length = int(self._seq_lens[i])
-            self._gathered.attend(q[begin:end], layer, self._kv_pages[i], length, spec, out[begin:end])
+            pages = self._kv_pages[self._page_starts[i] :]
+            self._gathered.attend(q[begin:end], layer, pages, length, spec, out[begin:end])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert weight.dtype is torch.float32
@@ -113,6 +121,16 @@ class CpuKernels:
         rows = x.reshape(-1, size)
         out = torch.empty(x.shape)
         cpu_fused.rms_norm(*_rows(rows), out.data_ptr(), weight.data_ptr(), rows.shape[0], size, float(eps))
+        return out
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert weight.dtype is torch.float32
+        assert weight.is_contiguous()
+        num_rows, size = x.shape
+        out = torch.empty(num_rows, size)
+        cpu_fused.add_rms_norm(
+            *_rows(x), *_rows(residual), out.data_ptr(), weight.data_ptr(), num_rows, size, float(eps)
+        )
         return out
 
     def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -128,6 +146,12 @@ class CpuKernels:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(num_rows, size)
         cpu_fused.silu_and_mul(*_rows(gate_up), out.data_ptr(), num_rows, size)
+        return out
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(num_rows, size)
+        cpu_fused.gelu_and_mul(*_rows(gate_up), out.data_ptr(), num_rows, size)
         return out
 
     def _plan(self, group: ModuleGroup) -> npt.NDArray[np.int64]:
@@ -149,7 +173,8 @@ class CpuKernels:
     def _read_batch(self, batch: AttentionBatch) -> None:
         if batch is not self._batch:
             self._cu_q, self._seq_lens = _array(batch.cu_q, torch.int32), _array(batch.seq_lens, torch.int32)
-            self._kv_pages = _array(batch.page_table, torch.int32)
+            self._kv_pages = _array(batch.pages, torch.int32)
+            self._page_starts = _array(batch.page_starts, torch.int32)
             self._kv_slots = _array(batch.kv_slots, torch.int64)
             num_queries = np.diff(self._cu_q)
             self._decodes = np.flatnonzero(num_queries == 1)

@@ -112,6 +112,7 @@ def _attend(
     pool: Any,
     layer: int,
     pages: Any,
+    page_begin: int,
     first_key: int,
     length: int,
     head: int,
@@ -123,13 +124,16 @@ def _attend(
     scores: Any,
     row_len: int,
 ) -> None:
-    """One query row, the `group_size` heads that read KV head `head`: `q` from `i` and `out` from `o` on."""
+    """One query row, the `group_size` heads that read KV head `head`: `q` from `i` and `out` from `o` on.
+
+    The sequence's pages begin at `pages[page_begin]`; `row_len` is the length of one head's scores.
+    """
     flat_pool = pool.reshape(-1)
     first_page, last_page = first_key // PAGE_TOKENS, (length + PAGE_TOKENS - 1) // PAGE_TOKENS
     by_four = group_size - group_size % 4
     head_size = head_dim * PAGE_TOKENS
     for p in range(first_page, last_page):
-        k = page_start(pool, pages[p], layer) + head * head_size
+        k = page_start(pool, pages[page_begin + p], layer) + head * head_size
         s = (p - first_page) * PAGE_TOKENS
         for g in range(0, by_four, 4):
             _scores_4_heads(q, i + g * head_dim, flat_pool, k, head_dim, scores, s + g * row_len, row_len)
@@ -146,7 +150,7 @@ def _attend(
             scores[s] *= share
 
     for p in range(first_page, last_page):
-        v = page_start(pool, pages[p], layer) + (num_kv_heads + head) * head_size
+        v = page_start(pool, pages[page_begin + p], layer) + (num_kv_heads + head) * head_size
         s = (p - first_page) * PAGE_TOKENS
         first, last = max(0, begin - s), min(PAGE_TOKENS, end - s)
         for g in range(0, by_four, 4):
@@ -169,16 +173,17 @@ def _decode_share(
     sequences: Any,
     cu_q: Any,
     seq_lens: Any,
-    page_table: Any,
+    pages: Any,
+    page_starts: Any,
     group_size: int,
     num_kv_heads: int,
     head_dim: int,
     scale: Any,
     window: int,
     soft_cap: Any,
+    row_len: int,
 ) -> None:
     q, out = floats_at(q_address), floats_at(out_address)
-    row_len = page_table.shape[1] * PAGE_TOKENS
     scores = np.empty(group_size * row_len, np.float32)
     cursor = 0
     for n in range(sequences.shape[0]):
@@ -190,7 +195,7 @@ def _decode_share(
                 column = head * group_size * head_dim
                 _attend(
                     q, t * q_stride + column, out, t * out_stride + column,
-                    pool, layer, page_table[sequence], length - num_keys, length,
+                    pool, layer, pages, np.int64(page_starts[sequence]), length - num_keys, length,
                     head, group_size, num_kv_heads, head_dim, scale, soft_cap, scores, row_len,
                 )  # fmt: skip
             cursor += num_keys
@@ -208,7 +213,8 @@ def decode(
     sequences: Any,
     cu_q: Any,
     seq_lens: Any,
-    page_table: Any,
+    pages: Any,
+    page_starts: Any,
     group_size: int,
     num_kv_heads: int,
     head_dim: int,
@@ -218,23 +224,27 @@ def decode(
 ) -> None:
     """Attention of the sequences that have one query row; see `ReferenceKernels.paged_attention`.
 
-    The contexts are cut into `num_threads` equal shares. `sequences` int64 indexes `cu_q`, `seq_lens` and `page_table`
-    (all int32); `window` is the number of keys that a query sees, larger than any context when there is no window;
-    `soft_cap` is 0 where there is none.
+    The contexts are cut into `num_threads` equal shares. `sequences` int64 indexes `cu_q`, `seq_lens` and `page_starts`
+    (all int32, as `pages` is); `window` is the number of keys that a query sees, larger than any context when there is
+    no window; `soft_cap` is 0 where there is none.
     """
     work: Any = 0
+    row_len: Any = 0
     for n in range(sequences.shape[0]):
-        num_keys: Any = min(window, np.int64(seq_lens[sequences[n]]))
+        length = np.int64(seq_lens[sequences[n]])
+        num_keys: Any = min(window, length)
         work += num_keys * num_kv_heads
+        num_pages = (length + PAGE_TOKENS - 1) // PAGE_TOKENS - (length - num_keys) // PAGE_TOKENS
+        row_len = max(row_len, num_pages * PAGE_TOKENS)
     if work * group_size * head_dim * 2 < SERIAL_WORK:
         _decode_share(
-            0, work, q_address, q_stride, out_address, out_stride, pool, layer, sequences, cu_q, seq_lens, page_table,
-            group_size, num_kv_heads, head_dim, scale, window, soft_cap,
+            0, work, q_address, q_stride, out_address, out_stride, pool, layer, sequences, cu_q, seq_lens, pages,
+            page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, row_len,
         )  # fmt: skip
     else:
         for part in prange(num_threads):
             _decode_share(
                 work * part // num_threads, work * (part + 1) // num_threads,
-                q_address, q_stride, out_address, out_stride, pool, layer, sequences, cu_q, seq_lens, page_table,
-                group_size, num_kv_heads, head_dim, scale, window, soft_cap,
+                q_address, q_stride, out_address, out_stride, pool, layer, sequences, cu_q, seq_lens, pages,
+                page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, row_len,
             )  # fmt: skip

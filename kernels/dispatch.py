@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
 
+MIN_CAPABILITY = (8, 0)
+"""The oldest GPUs that multiply bfloat16 and copy to shared memory asynchronously: Ampere."""
+
 
 class Kernels(Protocol):
     """The mathematics of one device over one page pool; `reference.ReferenceKernels` specifies every method.
 
-    Activations are float32 `[T, ...]` on CPU; their last axes are contiguous, their rows may be views of wider rows.
+    Activations `[T, ...]` are float32 on CPU and of the compute dtype on a GPU; their last axes are contiguous, their
+    rows may be views of wider rows. On a GPU no method waits for the device or looks at what a tensor holds: a captured
+    graph may be replayed after the tensors of its batch, segments and tables were overwritten in place.
     """
 
-    def build_segments(self, slots: npt.NDArray[np.int32]) -> Segments:
-        """Group rows by adapter slot, in segments of a size that suits the device."""
+    @property
+    def segment_rows(self) -> int:
+        """The most rows of a segment on this device."""
+        ...
+
+    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
+        """Scratch that one `lora_shrink` fills for the `lora_expand` after it; the next call may return it again."""
         ...
 
     def lora_shrink(
@@ -60,6 +69,10 @@ class Kernels(Protocol):
         """`x / sqrt(mean(x²) + eps) * weight` over the last axis."""
         ...
 
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`residual += x` in place, then `rms_norm` of the sum; `residual` is contiguous."""
+        ...
+
     def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate the two halves of each head by its position's angles, in place."""
         ...
@@ -68,12 +81,41 @@ class Kernels(Protocol):
         """`silu(gate) * up` of rows that hold gate, then up."""
         ...
 
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`gelu(gate) * up` of rows that hold gate, then up; gelu in its tanh form."""
+        ...
 
-def select_kernels(device: torch.device, pool: PoolViews) -> Kernels:
-    """The kernels for `device` over `pool`.
 
-    Raises ValueError for a device that has none.
+@dataclass(frozen=True, slots=True)
+class KernelShapes:
+    """What a model will ask of its kernels, so that all they cannot do is refused before the first step."""
+
+    groups: tuple[ModuleGroup, ...]
+    attention: tuple[AttentionSpec, ...]
+
+
+def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, pdl: bool = False) -> Kernels:
+    """The kernels for `device` over `pool`, which serve every one of `shapes`.
+
+    `pdl` lets an expand begin before its shrink has ended, on GPUs that can (compute capability 9).
+    Raises ValueError, naming the limit, for a device that has no kernels and for what its kernels do not take.
     """
     if device.type == "cpu":
         return CpuKernels(pool)
-    raise ValueError(f"there are no kernels for device {device.type!r}; use --device cpu")
+    if device.type != "cuda":
+        raise ValueError(f"there are no kernels for device {device.type!r}; use --device cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ValueError("this machine has no CUDA device that torch can use; use --device cpu")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        raise ValueError(
+            f"the GPU has compute capability {capability[0]}.{capability[1]}; "
+            f"the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later"
+        )
+    # A machine without triton serves on its CPU.
+    try:
+        from loramux.kernels.gpu import GpuKernels, check_shapes
+    except ImportError as error:
+        raise ValueError(f"the GPU's kernels need triton, which cannot be imported: {error}") from error
+    check_shapes(pool, shapes.groups, shapes.attention)
+    return GpuKernels(pool, pdl=pdl)

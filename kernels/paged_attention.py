@@ -26,6 +26,7 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 PAGE_TOKENS = 16
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 64
+MAX_GROUP = 128
 NO_LIMIT = 1 << 30
 PARTIAL_PAD = 4
 """A partial row is `head_dim` floats, then its logsumexp in base 2, padded so that rows stay aligned to 16 bytes."""
@@ -44,6 +45,10 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
         raise ValueError(f"head_dim is {spec.head_dim}; attention takes multiples of 8 from 8 to {MAX_HEAD_DIM}")
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly")
+    if spec.num_heads > MAX_GROUP * spec.num_kv_heads:
+        raise ValueError(
+            f"{spec.num_heads} query heads share {spec.num_kv_heads} KV heads; at most {MAX_GROUP} can share one"
+        )
     if (spec.num_kv_heads, spec.head_dim) != (geometry.num_kv_heads, geometry.head_dim):
         raise ValueError("the heads of the attention and of the pages differ")
     if spec.sliding_window is not None and spec.sliding_window < 1:
@@ -124,7 +129,7 @@ def attention_plan(
     tile_n = min(64, max(16, (8192 if is_exact else 16384) // (block_d * itemsize)))
 
     # At least four splits even of large batches: one long context must not hold up the others' step.
-    short_programs = num_sequences * spec.num_kv_heads
+    short_programs = max(1, num_sequences) * spec.num_kv_heads
     short = Tiling(
         min_rows=1,
         max_rows=short_rows,
@@ -170,8 +175,8 @@ def paged_attention(
 
     `workspace` float32 holds at least `plan.workspace_elements(...)`; its content matters neither before nor after.
     The batch is read on the device: a captured graph may be replayed after its tensors were overwritten in place.
-    Sequences without query rows and rows of no sequence (both pad a batch) are left alone, and pool elements and page
-    table entries beyond a context are never read. `check_attention` says what is supported.
+    Sequences without query rows and rows of no sequence (both pad a batch) are left alone, and pool elements and listed
+    pages beyond a context are never read. `check_attention` says what is supported.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
@@ -192,8 +197,8 @@ def paged_attention(
             "WINDOW": spec.sliding_window or 0, "PARTIAL_PAD": PARTIAL_PAD,
         }  # fmt: skip
         _attend[(num_tiles, spec.num_kv_heads, tiling.num_splits)](
-            q, pool.kv, out, workspace, batch.cu_q, batch.seq_lens, batch.page_table,
-            q.stride(0), out.stride(0), batch.page_table.stride(0), num_sequences, layer,
+            q, pool.kv, out, workspace, batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts,
+            q.stride(0), out.stride(0), num_sequences, layer,
             spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * math.log2(math.e),
             **shared,
             NUM_LAYERS=pool.geometry.num_layers, NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
@@ -331,10 +336,10 @@ def _attend(
     partial_ptr: tl.tensor,
     cu_q_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    page_starts_ptr: tl.tensor,
     q_stride: tl.tensor,
     out_stride: tl.tensor,
-    page_table_stride: tl.tensor,
     num_sequences: tl.tensor,
     layer: tl.tensor,
     score_scale: tl.tensor,
@@ -383,7 +388,7 @@ def _attend(
 
     PLANE: tl.constexpr = NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
     kv_ptr += layer.to(tl.int64) * (2 * PLANE) + kv_head * (PAGE_TOKENS * HEAD_DIM)
-    pages_ptr = page_table_ptr + sequence.to(tl.int64) * page_table_stride
+    pages_ptr += tl.load(page_starts_ptr + sequence)
     end = first_position + num_queries
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], -1e30, tl.float32)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from loramux.kernels.layout import A, B, row_layout
-from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
 
 
@@ -17,12 +15,10 @@ class ReferenceKernels:
     `T` is the number of rows (tokens) of the batch, `E` the adapter elements of a page in one layer.
     """
 
+    segment_rows = 1 << 30
+
     def __init__(self, pool: PoolViews) -> None:
         self._pool = pool
-
-    def build_segments(self, slots: npt.NDArray[np.int32]) -> Segments:
-        """One segment for each slot of `slots` int32 `[T]`; rows with slot -1 are not listed."""
-        return build_segments(slots, max_rows=None)
 
     def adapter_matrix(
         self, tables: AdapterTables, slot: int, layer: int, module: int, half: int, row_len: int
@@ -39,6 +35,10 @@ class ReferenceKernels:
         element = offset + torch.arange(rank)[:, None] * padded_len + torch.arange(row_len)  # [rank, row_len]
         page = tables.page_table[slot].long()[element // page_elements]
         return self._pool.adapter[page, layer, element % page_elements].float()
+
+    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
+        """float32 `[num_tokens, len(group.modules), segments.max_rank]`; its content means nothing."""
+        return torch.empty(num_tokens, len(group.modules), segments.max_rank)
 
     def lora_shrink(
         self,
@@ -84,13 +84,15 @@ class ReferenceKernels:
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
         """Store K and V of row `t` at `batch.kv_slots[t]`, rounded to the pool's dtype (to nearest, ties to even).
 
-        `k` and `v` float32 `[T, num_kv_heads, head_dim]`.
+        `k` and `v` float32 `[T, num_kv_heads, head_dim]`. A row with a negative slot is not stored.
         """
         page_tokens = self._pool.geometry.page_tokens
         keys, values = self._kv_pages(layer)
-        page, place = batch.kv_slots // page_tokens, batch.kv_slots % page_tokens
-        keys[page, :, :, place] = k.to(keys.dtype)
-        values[page, :, place, :] = v.to(values.dtype)
+        is_stored = batch.kv_slots >= 0
+        kv_slots = batch.kv_slots[is_stored]
+        page, place = kv_slots // page_tokens, kv_slots % page_tokens
+        keys[page, :, :, place] = k[is_stored].to(keys.dtype)
+        values[page, :, place, :] = v[is_stored].to(values.dtype)
 
     def paged_attention(
         self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
@@ -99,12 +101,17 @@ class ReferenceKernels:
 
         `q` and `out` float32 `[T, num_heads, head_dim]`; head `h` reads KV head `h // (num_heads // num_kv_heads)`.
         The query at position `p` sees keys `[0, p]`, with a window `[max(0, p - sliding_window + 1), p]`.
+        A sequence without query rows is passed over, whatever else is said of it, and so are rows of no sequence.
         `soft_cap(s) = cap * tanh(s / cap)`. Pool elements outside the contexts are never used, not even times zero.
         """
         keys, values = self._kv_pages(layer)
         for i, length in enumerate(batch.seq_lens.tolist()):
             begin, end = int(batch.cu_q[i]), int(batch.cu_q[i + 1])
-            pages = batch.page_table[i, : -(-length // self._pool.geometry.page_tokens)].long()
+            if begin == end:
+                continue
+            first_page = int(batch.page_starts[i])
+            num_pages = -(-length // self._pool.geometry.page_tokens)
+            pages = batch.pages[first_page : first_page + num_pages].long()
             k = keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].float()  # [num_kv_heads, length, head_dim]
             v = values[pages].permute(1, 0, 2, 3).flatten(1, 2)[:, :length].float()
             group_size = spec.num_heads // spec.num_kv_heads
@@ -121,6 +128,11 @@ class ReferenceKernels:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`x / sqrt(mean(x²) + eps) * weight` over the last axis; `x` float32 `[..., n]`, `weight` float32 `[n]`."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`residual += x` in place, then `rms_norm` of that sum; `x` and `residual` float32 `[T, n]`."""
+        residual += x
+        return self.rms_norm(residual, weight, eps)
 
     def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate `(a, b)`, the halves of the first `2 * n` elements of each head, to `(a cos - b sin, b cos + a sin)`.
@@ -139,6 +151,11 @@ class ReferenceKernels:
         gate, up = gate_up.chunk(2, -1)
         return gate * torch.sigmoid(gate) * up
 
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`gelu(gate) * up` `[T, n]` of float32 `gate_up` `[T, 2 * n]`: gate, then up; gelu in its tanh form."""
+        gate, up = gate_up.chunk(2, -1)
+        return functional.gelu(gate, approximate="tanh") * up
+
     def _kv_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K as `[P, num_kv_heads, head_dim, page_tokens]` and V as `[P, num_kv_heads, page_tokens, head_dim]`."""
         geometry = self._pool.geometry
@@ -151,6 +168,10 @@ class ReferenceKernels:
 
 
 def _slots_of(segments: Segments) -> list[tuple[torch.Tensor, int]]:
-    """The token rows (int64) and the slot of each segment."""
+    """The token rows (int64) and the slot of each segment that is not padding."""
     starts = segments.starts.tolist()
-    return [(segments.rows[starts[i] : starts[i + 1]].long(), slot) for i, slot in enumerate(segments.slots.tolist())]
+    return [
+        (segments.rows[starts[i] : starts[i + 1]].long(), slot)
+        for i, slot in enumerate(segments.slots.tolist())
+        if slot >= 0
+    ]

@@ -6,27 +6,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loramux.kernels.layout import MAX_RANK
 from loramux.kernels.tables import Segments
 
 
-def build_segments(slots: npt.NDArray[np.int32], max_rows: int | None) -> Segments:
-    """Group rows by adapter slot, smallest slot first, rows in their order.
+def group_rows(
+    slots: npt.NDArray[np.int32], max_rows: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Group rows by adapter slot, smallest slot first, rows in their order: `rows`, `starts` and `slots` of `Segments`.
 
     `slots` int32 `[T]` is the adapter slot of each row, -1 for a row of the base, which is not listed. A segment has
-    at most `max_rows` rows; None sets no bound.
+    at most `max_rows` rows.
     """
     order = slots.argsort(kind="stable")
-    num_base = int(slots[order].searchsorted(0))
-    rows = order[num_base:].astype(np.int32)
+    rows = order[slots[order].searchsorted(0) :].astype(np.int32)
     grouped = slots[rows]
-    ends = [*((grouped[1:] != grouped[:-1]).nonzero()[0] + 1).tolist(), rows.shape[0]]
-    starts: list[int] = []
-    begin = 0
-    for end in ends:
-        starts.extend(range(begin, end, max_rows or max(1, end - begin)))
-        begin = end
-    return Segments(
-        rows=torch.from_numpy(rows),
-        starts=torch.tensor([*starts, rows.shape[0]], dtype=torch.int32),
-        slots=torch.from_numpy(grouped[starts]) if starts else torch.empty(0, dtype=torch.int32),
-    )
+    index = np.arange(rows.shape[0], dtype=np.int32)
+    is_first = np.ones(rows.shape[0], np.bool_)
+    is_first[1:] = grouped[1:] != grouped[:-1]
+    # The place of each row among those of its slot.
+    place = index - np.maximum.accumulate(np.where(is_first, index, 0))
+    starts = index[place % max_rows == 0]
+    return rows, np.append(starts, np.int32(rows.shape[0])), grouped[starts]
+
+
+def build_segments(slots: npt.NDArray[np.int32], max_rows: int, max_rank: int = MAX_RANK) -> Segments:
+    """The segments of a batch on the CPU; the arguments are those of `group_rows` and a bound on the listed ranks."""
+    rows, starts, segment_slots = group_rows(slots, max_rows)
+    return Segments(torch.from_numpy(rows), torch.from_numpy(starts), torch.from_numpy(segment_slots), max_rank)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.kernels.layout import PageGeometry
+from loramux.kernels.layout import MAX_RANK, PageGeometry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,7 +14,8 @@ class PoolViews:
     """The page pool `uint8[P, L, page_bytes]` and its two typed views.
 
     `kv` is `kv_dtype[P, L, page_bytes / itemsize]`; on CPU K is `[num_kv_heads, head_dim, 16]` in the first half of
-    those elements and V `[num_kv_heads, 16, head_dim]` in the second. `adapter` is `adapter_dtype[P, L, E]`.
+    those elements and V `[num_kv_heads, 16, head_dim]` in the second; on a GPU both are as V is. `adapter` is
+    `adapter_dtype[P, L, E]`.
     """
 
     raw: torch.Tensor
@@ -60,12 +61,16 @@ class Segments:
     """Rows of a batch that have an adapter, grouped by slot; base rows are not listed.
 
     `rows` int32 `[num_lora_rows]` are token rows, `starts` int32 `[num_segments + 1]` index `rows`, and `slots` int32
-    `[num_segments]`: segment `i` is `rows[starts[i]:starts[i + 1]]` and uses adapter slot `slots[i]`.
+    `[num_segments]`: segment `i` is `rows[starts[i]:starts[i + 1]]` and uses adapter slot `slots[i]`. No listed adapter
+    has a rank above `max_rank`, so that planes need be no wider.
+
+    A captured graph has a fixed number of segments: on a GPU slot -1 is one that is not there.
     """
 
     rows: torch.Tensor
     starts: torch.Tensor
     slots: torch.Tensor
+    max_rank: int = MAX_RANK
 
     @property
     def num_segments(self) -> int:
@@ -77,15 +82,23 @@ class AttentionBatch:
     """Where the sequences of a step lie.
 
     Sequence `i` has query rows `[cu_q[i], cu_q[i + 1])`; they are the last positions of its context
-    `[0, seq_lens[i])`, whose K and V are in pages `page_table[i]`. `cu_q` int32 `[num_sequences + 1]`, `seq_lens`
-    int32 `[num_sequences]`, `page_table` int32 `[num_sequences, max_pages]`, and `kv_slots` int64 `[num_tokens]` is
-    `page * page_tokens + position % page_tokens` of each row.
+    `[0, seq_lens[i])`, whose position `p` is in page `pages[page_starts[i] + p // page_tokens]`. The pages of all
+    sequences are one ragged list, so that a step's metadata is one small copy whatever the longest context is.
+
+    `cu_q` int32 `[num_sequences + 1]`, `seq_lens` int32 `[num_sequences]`, `pages` int32 `[num_listed]`, `page_starts`
+    int32 `[num_sequences]`, and `kv_slots` int64 `[num_tokens]` is `page * page_tokens + position % page_tokens` of
+    each row. `max_q` is a bound on the query rows of any sequence, known to the host; 1 promises pure decode.
+
+    A captured graph has fixed numbers of sequences and rows: on a GPU a sequence without query rows is one that is not
+    there, and a row of no sequence has a negative `kv_slots`.
     """
 
     cu_q: torch.Tensor
     seq_lens: torch.Tensor
-    page_table: torch.Tensor
+    pages: torch.Tensor
+    page_starts: torch.Tensor
     kv_slots: torch.Tensor
+    max_q: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,5 +22,6 @@ def set_num_threads(num_threads: int) -> None:
     most = _config.NUMBA_NUM_THREADS
     if not 1 <= num_threads <= most:
         raise ValueError(f"the number of threads must lie in [1, {most}], got {num_threads}")
-    torch.set_num_threads(num_threads)
+    # The first call starts numba's threads, which sets OpenMP's number, and so torch's, to all cores.
     numba.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)

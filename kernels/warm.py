@@ -11,6 +11,7 @@ import torch
 from loramux.kernels.compiled import cache_directory
 from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
+from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews
 
 HEADS, HEAD_DIM, RANK = 2, 8, 4
@@ -36,20 +37,24 @@ def warm(dtype: torch.dtype) -> None:
     batch = AttentionBatch(
         cu_q=torch.tensor([0, 1, 3], dtype=torch.int32),
         seq_lens=torch.tensor([1, 2], dtype=torch.int32),
-        page_table=torch.arange(num_pages - 2, num_pages, dtype=torch.int32)[:, None].contiguous(),
-        kv_slots=torch.arange(3) + 16 * (num_pages - 2),
+        pages=torch.arange(num_pages - 2, num_pages, dtype=torch.int32),
+        page_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_slots=torch.tensor([0, 16, 17]) + 16 * (num_pages - 2),
+        max_q=2,
     )
     x = torch.zeros(3, width)
     heads = x.view(3, HEADS, HEAD_DIM)
-    segments = kernels.build_segments(np.zeros(3, np.int32))
-    planes = torch.zeros(3, 1, RANK)
+    segments = build_segments(np.zeros(3, np.int32), kernels.segment_rows, RANK)
+    planes = kernels.lora_planes(group, 3, segments)
     kernels.lora_shrink(x, 0, group, tables, segments, planes)
     kernels.lora_expand(planes, 0, group, tables, segments, torch.zeros(3, width))
     kernels.kv_write(heads, heads, 0, batch)
     kernels.paged_attention(heads, 0, batch, AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), torch.zeros_like(heads))
     kernels.rms_norm(x, torch.ones(width), 1e-6)
+    kernels.add_rms_norm(x, torch.zeros(3, width), torch.ones(width), 1e-6)
     kernels.rotary(heads, heads.clone(), torch.ones(3, HEAD_DIM // 2), torch.zeros(3, HEAD_DIM // 2))
     kernels.silu_and_mul(x)
+    kernels.gelu_and_mul(x)
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from loramux.engine.cuda_driver import count_gpus
+
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")} | {
     "PYTHONPATH": ".src",
     # Two processes that both use every core would slow each other down far more than twice.
@@ -161,3 +163,14 @@ def test_a_model_without_weights_is_refused(demo_base: Path, tmp_path: Path) -> 
         (hollow / name).write_bytes((demo_base / name).read_bytes())
     errors = refusal("--model", hollow, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0)
     assert "the engine did not start" in errors
+
+
+@pytest.mark.skipif(count_gpus() > 0, reason="there is a GPU")
+def test_a_missing_gpu_is_refused_with_one_sentence(demo_base: Path, tmp_path: Path) -> None:
+    errors = refusal(
+        "--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0, "--device", "cuda"
+    )
+    assert errors == (
+        "loramux: the device 'cuda' needs an NVIDIA GPU and its driver, and none was found: use --device cpu\n"
+    )
+    assert not (tmp_path / "data").exists()

@@ -58,6 +58,10 @@ def make_base(family: str, directory: Path) -> PreTrainedModel:
     match family:
         case "llama":
             model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+        case "llama-small":
+            # For kernels that are interpreted: few layers and heads, which is what their time goes by.
+            small = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
+            model = LlamaForCausalLM(LlamaConfig(**small, tie_word_embeddings=True))
         case "llama-tied-bias-llama3-rope":
             config = LlamaConfig(
                 **SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE

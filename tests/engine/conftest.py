@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import pytest
 
@@ -74,7 +76,7 @@ class Simulation:
         return self.executor.generate(add.prompt, add.max_tokens, add.digest)
 
 
-def simulate(
+def simulate_engine(
     num_pages: int = 64,
     num_slots: int = 8,
     adapters: dict[str, int] | None = None,
@@ -82,17 +84,35 @@ def simulate(
     max_sequences: int = 16,
     max_model_len: int = 512,
     eos: tuple[int, ...] = (),
+    lookahead: bool = False,
 ) -> Simulation:
     pages = PagePool(num_pages)
     loader = SimulatedLoader(adapters or {})
     pool = AdapterPool(pages, num_slots, loader)
     scheduler = Scheduler(pages, pool, 16, max_batch_tokens, max_sequences)
-    executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, loader)
+    executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, loader, eos)
     limits = EngineLimits(VOCAB_SIZE, max_model_len, eos, 16)
-    engine = Engine(limits, pages, pool, scheduler, executor, random.Random(0))
+    engine = Engine(limits, pages, pool, scheduler, executor, random.Random(0), lookahead)
     return Simulation(engine, pages, pool, scheduler, executor, loader)
 
 
+class Simulate(Protocol):
+    """Makes a simulation; arguments as for `simulate_engine`."""
+
+    def __call__(self, **arguments: Any) -> Simulation: ...
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "lookahead"])
+def lookahead(request: pytest.FixtureRequest) -> bool:
+    """Whether the engine submits the next step before it looks at this one's tokens."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def simulation() -> Simulation:
+def simulate(lookahead: bool) -> Simulate:
+    return partial(simulate_engine, lookahead=lookahead)
+
+
+@pytest.fixture
+def simulation(simulate: Simulate) -> Simulation:
     return simulate(adapters={"a": 2, "b": 3, "c": 1})

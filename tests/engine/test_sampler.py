@@ -7,20 +7,16 @@ import math
 import pytest
 import torch
 
-from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.sampler import sample
-from loramux.engine.sequence import Sequence
+from loramux.engine.messages import SamplingParams
+from loramux.engine.sampler import SamplingRow, sample
 
 
-def sequence(params: SamplingParams, seed: int = 0, num_completion: int = 0) -> Sequence:
-    add = Add(sequence_id="s", prompt=(1,), max_tokens=99, sampling=params)
-    made = Sequence(add=add, owner=b"", arrival=0, seed=seed)
-    made.tokens.extend([0] * num_completion)
-    return made
+def sampling_row(params: SamplingParams, seed: int = 0, num_chosen: int = 0) -> SamplingRow:
+    return SamplingRow(params, seed, num_chosen)
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
-    rows = [sequence(params, seed=seed) for seed in range(count)]
+    rows = [sampling_row(params, seed=seed) for seed in range(count)]
     tokens = [one.token_id for one in sample(logits.expand(count, -1), rows, ())]
     assert None not in tokens
     return [int(token) for token in tokens if token is not None]
@@ -55,7 +51,7 @@ def test_the_distribution_is_the_one_asked_for(params: SamplingParams, expected:
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     params = SamplingParams(temperature=2.0)
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
-    rows = [sequence(params, seed=row, num_completion=row) for row in range(5)]
+    rows = [sampling_row(params, seed=row, num_chosen=row) for row in range(5)]
     together = [one.token_id for one in sample(logits, rows, ())]
     alone = [sample(logits[row : row + 1], [rows[row]], ())[0].token_id for row in range(5)]
     assert together == alone
@@ -64,7 +60,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 def test_a_seed_gives_another_number_each_token() -> None:
     params = SamplingParams(temperature=100.0)
     logits = torch.zeros(1, 1000)
-    drawn = {sample(logits, [sequence(params, seed=1, num_completion=n)], ())[0].token_id for n in range(50)}
+    drawn = {sample(logits, [sampling_row(params, seed=1, num_chosen=n)], ())[0].token_id for n in range(50)}
     assert len(drawn) > 40
 
 
@@ -72,20 +68,20 @@ def test_a_seed_gives_another_number_each_token() -> None:
 def test_a_row_that_is_not_finite_yields_no_token_and_spoils_no_other(bad: float) -> None:
     logits = LOGITS.repeat(2, 1)
     logits[0, 2] = bad
-    found = sample(logits, [sequence(SamplingParams(temperature=0.0)), sequence(SamplingParams())], ())
+    found = sample(logits, [sampling_row(SamplingParams(temperature=0.0)), sampling_row(SamplingParams())], ())
     assert found[0].token_id is None
     assert found[1].token_id is not None
 
 
 def test_minimum_length_forbids_the_end() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1,))
-    for num_completion, expected in [(0, 2), (1, 2), (2, 0)]:
-        assert sample(LOGITS[None], [sequence(params, num_completion=num_completion)], (0,))[0].token_id == expected
+    for num_chosen, expected in [(0, 2), (1, 2), (2, 0)]:
+        assert sample(LOGITS[None], [sampling_row(params, num_chosen=num_chosen)], (0,))[0].token_id == expected
 
 
 def test_logprobs_are_those_of_the_model() -> None:
     params = SamplingParams(temperature=0.0, num_logprobs=2)
-    found = sample(LOGITS[None], [sequence(params)], ())[0].logprobs
+    found = sample(LOGITS[None], [sampling_row(params)], ())[0].logprobs
     assert found is not None
     assert found.logprob == pytest.approx(math.log(0.5))
     assert [token for token, _ in found.top] == [0, 1]

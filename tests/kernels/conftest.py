@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,30 @@ from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout, row_layout
 from loramux.kernels.reference import ReferenceKernels
 from loramux.kernels.tables import AdapterTables, PoolViews
+from tests.kernels.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+
+MAX_INTERPRETED = 6
+"""Cases of one test that the interpreter runs in full."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most of a sweep to the campaign where the GPU's kernels are interpreted, a thousand times slower.
+
+    Every eleventh case stays: no axis has eleven values, so a large sweep meets each value of each axis.
+    """
+    if HAS_GPU:
+        return
+    sweeps: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and callspec.params.get("make_kernels") == "gpu":
+            sweeps.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for sweep in sweeps.values():
+        if len(sweep) > MAX_INTERPRETED:
+            for index, item in enumerate(sweep):
+                if index % 11 != 5:
+                    item.add_marker(pytest.mark.campaign)
 
 
 def poisoned_pool(num_pages: int, geometry: PageGeometry, dtype: torch.dtype) -> PoolViews:
@@ -63,8 +88,8 @@ def adapter_pool(
                     pool.adapter[page, layer, e % geometry.adapter_elements] = rows
     tables = AdapterTables(
         page_table=page_table,
-        off=torch.from_numpy(np.stack([layout.offsets for layout in layouts])),
-        rank=torch.from_numpy(ranks.copy()),
+        off=torch.tensor(np.stack([layout.offsets for layout in layouts])),
+        rank=torch.tensor(ranks),
         scale=torch.rand(*ranks.shape) + 0.5,
     )
     return AdapterPool(pool, tables, a, b)
@@ -82,10 +107,34 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture(params=[ReferenceKernels, CpuKernels], ids=["reference", "cpu"])
-def make_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Kernels]:
-    """Each implementation: both must meet the tests' own oracle."""
-    return request.param
+CPU_KERNELS = {"reference": ReferenceKernels, "cpu": CpuKernels}
+
+
+@pytest.fixture(scope="session")
+def gpu_module() -> ModuleType:
+    """`loramux.kernels.gpu`, compiled where there is a GPU and interpreted where there is none."""
+    return import_kernels("gpu")[0]
+
+
+@pytest.fixture(params=CPU_KERNELS)
+def make_cpu_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Kernels]:
+    """Each implementation that keeps K and V as the CPU does."""
+    return CPU_KERNELS[request.param]
+
+
+@pytest.fixture(params=[*CPU_KERNELS, "gpu"])
+def make_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[PoolViews], Kernels]]:
+    """Each implementation: all must meet the tests' own oracle. A test's tensors are made on the kernels' device."""
+    if request.param != "gpu":
+        yield CPU_KERNELS[request.param]
+        return
+    module = request.getfixturevalue("gpu_module")
+    if not HAS_GPU:
+        run_interpreted(monkeypatch)
+    with DEVICE:
+        yield module.GpuKernels
 
 
 @pytest.fixture

@@ -7,13 +7,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from types import ModuleType
 
+import numpy as np
+import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-TRITON_MODULES = ("fused", "gpu_lora", "kv_write", "lora_expand", "lora_shrink", "paged_attention")
+TRITON_MODULES = ("fused", "gpu", "gpu_lora", "kv_write", "lora_expand", "lora_shrink", "paged_attention", "sampling")
 
 
 def import_kernels(*names: str) -> list[ModuleType]:
@@ -22,6 +25,17 @@ def import_kernels(*names: str) -> list[ModuleType]:
         return [importlib.import_module(f"loramux.kernels.{name}") for name in names]
     with _interpreted_triton():
         return [importlib.import_module(f"loramux.kernels.{name}") for name in names]
+
+
+def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels run for the rest of a test: some of Triton asks the environment only then.
+
+    Skips the test where loops up to a tensor's value fail in the interpreter.
+    """
+    numbers = [int(part) for part in version("triton").split(".")[:2]]
+    if numbers < [3, 7] and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of this triton cannot loop up to a tensor with this numpy")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @contextmanager

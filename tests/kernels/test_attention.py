@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,38 +10,10 @@ import torch
 
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+from tests.kernels.sequences import batch_of
 
 NUM_LAYERS = 2
 LAYER = 1
-
-
-def batch_of(contexts: Sequence[int], num_queries: Sequence[int], num_pages: int) -> AttentionBatch:
-    """Sequences in shuffled pages; unused entries of the table name the last page, which is never written."""
-    pages = torch.randperm(num_pages - 1, dtype=torch.int32)
-    page_table = torch.full((len(contexts), -(-max(contexts) // 16) + 1), num_pages - 1, dtype=torch.int32)
-    kv_slots = []
-    for i, (length, rows) in enumerate(zip(contexts, num_queries, strict=True)):
-        count = -(-length // 16)
-        page_table[i, :count], pages = pages[:count], pages[count:]
-        position = torch.arange(length - rows, length)
-        kv_slots.append(page_table[i].long()[position // 16] * 16 + position % 16)
-    return AttentionBatch(
-        cu_q=torch.tensor([0, *torch.tensor(num_queries).cumsum(0)], dtype=torch.int32),
-        seq_lens=torch.tensor(contexts, dtype=torch.int32),
-        page_table=page_table,
-        kv_slots=torch.cat(kv_slots),
-    )
-
-
-def whole_contexts(batch: AttentionBatch) -> AttentionBatch:
-    """The same sequences with every token of their contexts as a row."""
-    lengths = batch.seq_lens.tolist()
-    slots = [
-        batch.page_table[i].long()[torch.arange(length) // 16] * 16 + torch.arange(length) % 16
-        for i, length in enumerate(lengths)
-    ]
-    cu_q = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    return AttentionBatch(cu_q, batch.seq_lens, batch.page_table, torch.cat(slots))
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -129,6 +101,14 @@ def test_long_contexts(
     check_attention(contexts, num_queries, spec, dtype, make_kernels, make_poisoned_pool)
 
 
+def test_lists_of_pages_in_any_order(
+    dtype: torch.dtype, make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    spec = AttentionSpec(4, 2, 16, 0.25)
+    contexts, num_queries = BATCHES["mixed"]
+    check_attention(contexts, num_queries, spec, dtype, make_kernels, make_poisoned_pool, listed_backwards=True)
+
+
 def check_attention(
     contexts: list[int],
     num_queries: list[int],
@@ -136,35 +116,41 @@ def check_attention(
     dtype: torch.dtype,
     make_kernels: Callable[..., Any],
     make_poisoned_pool: Callable[..., PoolViews],
+    *,
+    listed_backwards: bool = False,
 ) -> None:
     geometry = PageGeometry(NUM_LAYERS, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dtype.itemsize)
     num_pages = sum(-(-length // 16) for length in contexts) + 3
     pool = make_poisoned_pool(num_pages, geometry, dtype)
     kernels = make_kernels(pool)
-    batch = batch_of(contexts, num_queries, num_pages)
+    # The last page is never written.
+    pages, poison = torch.randperm(num_pages - 1, dtype=torch.int32), num_pages - 1
+    batch = batch_of(contexts, num_queries, pages, poison, listed_backwards=listed_backwards)
     # Rows of K and V are views of wider rows, as they come out of a joined q/k/v linear.
     width = spec.num_kv_heads * spec.head_dim
-    kv = torch.randn(sum(contexts), 2 * width)
+    kv = torch.randn(sum(contexts), 2 * width).to(dtype).float()
     k = kv[:, :width].unflatten(1, (spec.num_kv_heads, spec.head_dim))
     v = kv[:, width:].unflatten(1, (spec.num_kv_heads, spec.head_dim))
-    kernels.kv_write(k, v, LAYER, whole_contexts(batch))
+    kernels.kv_write(k, v, LAYER, batch_of(contexts, contexts, pages, poison))
 
     q = torch.randn(sum(num_queries), spec.num_heads, spec.head_dim) * 2
     out = torch.full_like(q, torch.nan)
     kernels.paged_attention(q, LAYER, batch, spec, out)
 
-    stored_k, stored_v = k.to(dtype).float(), v.to(dtype).float()
     row, context = 0, 0
     for length, rows in zip(contexts, num_queries, strict=True):
         span = slice(context, context + length)
-        expected = plain_attention(q[row : row + rows], stored_k[span], stored_v[span], spec)
+        expected = plain_attention(q[row : row + rows], k[span], v[span], spec)
         torch.testing.assert_close(out[row : row + rows].double(), expected, rtol=1e-4, atol=2e-5)
         row, context = row + rows, context + length
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 4000], ids=["one-row", "40-rows", "on-all-threads"])
 def test_kv_write_stores_the_rounded_value_and_nothing_else(
-    num_rows: int, dtype: torch.dtype, make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
+    num_rows: int,
+    dtype: torch.dtype,
+    make_cpu_kernels: Callable[..., Any],
+    make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
     heads, head_dim = 3, 8
     geometry = PageGeometry(NUM_LAYERS, heads, head_dim, dtype.itemsize, dtype.itemsize)
@@ -175,14 +161,16 @@ def test_kv_write_stores_the_rounded_value_and_nothing_else(
     batch = AttentionBatch(
         cu_q=torch.tensor([0, num_rows], dtype=torch.int32),
         seq_lens=torch.tensor([num_rows], dtype=torch.int32),
-        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        pages=torch.zeros(1, dtype=torch.int32),
+        page_starts=torch.zeros(1, dtype=torch.int32),
         kv_slots=kv_slots,
+        max_q=num_rows,
     )
     k, v = torch.randn(num_rows, heads, head_dim), torch.randn(num_rows, heads, head_dim)
     # Ties, overflow to infinity, infinity and NaN round as torch rounds them.
     special = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, torch.inf, -torch.inf, torch.nan, -0.0, 1e-40])
     k[0, 0] = v[0, 1] = special
-    make_kernels(pool).kv_write(k, v, LAYER, batch)
+    make_cpu_kernels(pool).kv_write(k, v, LAYER, batch)
 
     assert torch.equal(pool.raw[:, 0], before[:, 0])
     half = geometry.kv_elements // 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +18,17 @@ import torch
 from loramux.kernels import cpu_attention, cpu_fused, cpu_kv, cpu_lora
 from loramux.kernels.compiled import cache_directory
 from loramux.kernels.cpu import CpuKernels
-from loramux.kernels.dispatch import select_kernels
+from loramux.kernels.dispatch import KernelShapes, select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, ModuleGroup, PoolViews
 from loramux.kernels.threads import set_num_threads
 from loramux.kernels.warm import main, warm
+from tests.kernels.interpreted import TRITON_MODULES
 
 COMPILED = (
     cpu_lora.shrink, cpu_lora.expand, cpu_kv.write, cpu_kv.gather, cpu_attention.decode,
-    cpu_fused.rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul,
+    cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
 )  # fmt: skip
 
 
@@ -34,15 +39,115 @@ def threads_restored() -> Iterator[None]:
     set_num_threads(before)
 
 
+GEOMETRY = PageGeometry(num_layers=1, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4)
+SHAPES = KernelShapes((ModuleGroup((0,), 64, (64,), (0,)),), (AttentionSpec(4, 2, 16, 0.25),))
+
+
 def test_the_cpu_has_kernels(make_poisoned_pool: Callable[..., PoolViews]) -> None:
-    pool = make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32)
-    assert isinstance(select_kernels(torch.device("cpu"), pool), CpuKernels)
+    pool = make_poisoned_pool(1, GEOMETRY, torch.float32)
+    assert isinstance(select_kernels(torch.device("cpu"), pool, SHAPES), CpuKernels)
+
+
+def test_a_machine_without_triton_serves_on_its_cpu() -> None:
+    """In a process of its own, where nothing has imported it yet."""
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from loramux.kernels.dispatch import KernelShapes, select_kernels
+from loramux.kernels.layout import PageGeometry
+from loramux.kernels.tables import PoolViews
+raw = torch.zeros(1, 1, 1024, dtype=torch.uint8)
+pool = PoolViews(raw, raw.view(torch.float32), raw.view(torch.float32), PageGeometry(1, 1, 8, 4, 4))
+print(type(select_kernels(torch.device("cpu"), pool, KernelShapes((), ()))).__name__)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout == "CpuKernels\n", done.stderr
 
 
 def test_a_device_without_kernels_is_refused(make_poisoned_pool: Callable[..., PoolViews]) -> None:
-    pool = make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32)
+    pool = make_poisoned_pool(1, GEOMETRY, torch.float32)
     with pytest.raises(ValueError, match="no kernels for device 'meta'"):
-        select_kernels(torch.device("meta"), pool)
+        select_kernels(torch.device("meta"), pool, SHAPES)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that says it is an Ampere GPU; nothing is launched on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    return torch.device("cuda")
+
+
+def test_a_gpu_has_kernels(cuda: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+    kernels = select_kernels(cuda, make_poisoned_pool(1, GEOMETRY, torch.float32), SHAPES, pdl=True)
+    assert type(kernels).__name__ == "GpuKernels"
+    assert kernels.segment_rows == 16
+
+
+def test_a_missing_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device"):
+        select_kernels(torch.device("cuda"), make_poisoned_pool(1, GEOMETRY, torch.float32), SHAPES)
+
+
+def test_an_old_gpu_is_refused(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match=re.escape("capability 7.5; the kernels need 8.0")):
+        select_kernels(cuda, make_poisoned_pool(1, GEOMETRY, torch.float32), SHAPES)
+
+
+def test_a_gpu_without_triton_is_refused(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    for name in TRITON_MODULES:
+        monkeypatch.delitem(sys.modules, f"loramux.kernels.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match="need triton"):
+        select_kernels(cuda, make_poisoned_pool(1, GEOMETRY, torch.float32), SHAPES)
+
+
+OTHER_SPECS = {
+    "uneven-heads": (AttentionSpec(5, 2, 16, 1.0), "cannot share 2 KV heads"),
+    "too-many-heads": (AttentionSpec(258, 2, 16, 1.0), "at most 128 can share one"),
+    "other-heads": (AttentionSpec(4, 4, 16, 1.0), "of the pages differ"),
+    "window-0": (AttentionSpec(4, 2, 16, 1.0, sliding_window=0), "sees at least itself"),
+}
+
+
+@pytest.mark.parametrize(("spec", "message"), OTHER_SPECS.values(), ids=OTHER_SPECS.keys())
+def test_attention_that_a_gpu_cannot_compute_is_refused(
+    spec: AttentionSpec, message: str, cuda: torch.device, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    """Also when only the last layer is at fault."""
+    shapes = KernelShapes(SHAPES.groups, (*SHAPES.attention, spec))
+    with pytest.raises(ValueError, match=message):
+        select_kernels(cuda, make_poisoned_pool(1, GEOMETRY, torch.float32), shapes)
+
+
+OTHER_PAGES = {
+    "page-tokens": (PageGeometry(1, 2, 16, 4, 4, page_tokens=32), torch.float32, torch.float32, "pages of 16"),
+    "head-dim": (PageGeometry(1, 2, 12, 4, 4), torch.float32, torch.float32, "multiples of 8 from 8 to 256"),
+    "kv-dtype": (PageGeometry(1, 2, 16, 8, 4), torch.float64, torch.float32, "K and V are torch.float64"),
+    "adapter-dtype": (PageGeometry(1, 2, 16, 4, 8), torch.float32, torch.float64, "adapters are torch.float64"),
+    "chunk": (PageGeometry(1, 1, 8, 4, 128), torch.float32, torch.float32, "chunks of 8; .* at least 16"),
+}
+
+
+@pytest.mark.parametrize(("geometry", "kv_dtype", "adapter_dtype", "message"), OTHER_PAGES.values(), ids=OTHER_PAGES)
+def test_a_pool_that_a_gpu_cannot_read_is_refused(
+    geometry: PageGeometry, kv_dtype: torch.dtype, adapter_dtype: torch.dtype, message: str, cuda: torch.device
+) -> None:
+    raw = torch.zeros(1, 1, geometry.page_bytes, dtype=torch.uint8)
+    pool = PoolViews(raw, raw.view(kv_dtype), raw.view(adapter_dtype), geometry)
+    spec = AttentionSpec(4, geometry.num_kv_heads, geometry.head_dim, 1.0)
+    with pytest.raises(ValueError, match=message):
+        select_kernels(cuda, pool, KernelShapes(SHAPES.groups, (spec,)))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +189,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
     adapters = make_adapter_pool([LinearShape("m", 1024, 1024)], ranks, geometry, torch.float32)
     kernels = CpuKernels(adapters.pool)
     group = ModuleGroup((0,), 1024, (1024,), (0,))
-    segments = kernels.build_segments(np.array([0, 1, 2, 0, -1], np.int32))
+    segments = build_segments(np.array([0, 1, 2, 0, -1], np.int32), kernels.segment_rows)
     x = torch.randn(5, 1024)
     results = []
     for threads in (1, num_threads):
@@ -103,7 +208,7 @@ def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     geometry = PageGeometry(2, 2, 16, dtype.itemsize, dtype.itemsize)
     adapters = make_adapter_pool([LinearShape("m", 64, 64)] * 2, np.full((3, 2, 2), 3, np.int32), geometry, dtype)
     kernels = CpuKernels(adapters.pool)
-    segments = kernels.build_segments(np.array([2, -1, 0], np.int32))
+    segments = build_segments(np.array([2, -1, 0], np.int32), kernels.segment_rows)
     group = ModuleGroup((0, 1), 64, (64, 64), (0, 64))
     planes, qkv = torch.zeros(3, 4, 8)[:, 1:3, :5], torch.zeros(3, 128)
     kernels.lora_shrink(torch.zeros(3, 70)[:, :64], 1, group, adapters.tables, segments, planes)
@@ -113,14 +218,18 @@ def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     batch = AttentionBatch(
         cu_q=torch.tensor([0, 1, 3], dtype=torch.int32),
         seq_lens=torch.tensor([1, 2], dtype=torch.int32),
-        page_table=torch.tensor([[0, 0], [1, 0]], dtype=torch.int32),
+        pages=torch.tensor([0, 1], dtype=torch.int32),
+        page_starts=torch.tensor([0, 1], dtype=torch.int32),
         kv_slots=torch.tensor([0, 16, 17]),
+        max_q=2,
     )
     kernels.kv_write(k, v, 1, batch)
     for spec in (AttentionSpec(4, 2, 16, 1), AttentionSpec(4, 2, 16, 0.5, sliding_window=4, soft_cap=30)):
         kernels.paged_attention(q, 1, batch, spec, torch.zeros(3, 4, 16))
     kernels.rms_norm(q, torch.ones(16), 1)
+    kernels.add_rms_norm(qkv[:, :64], torch.zeros(3, 70)[:, :64], torch.ones(64), 1)
     kernels.silu_and_mul(qkv[:, :64])
+    kernels.gelu_and_mul(qkv[:, :64])
     assert [len(function.signatures) for function in COMPILED] == before
 
 

@@ -10,38 +10,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
-from tests.kernels.interpreted import import_kernels
+from tests.kernels.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+from tests.kernels.sequences import batch_of
 
 kernel_module, attention_module = import_kernels("kv_write", "paged_attention")
 kv_write = kernel_module.kv_write
 AttentionPlan, Tiling = attention_module.AttentionPlan, attention_module.Tiling
 attention_plan, check_attention = attention_module.attention_plan, attention_module.check_attention
 paged_attention = attention_module.paged_attention
-triton = attention_module.triton
 
 # Where it can loop, the interpreter of an older triton warns on each bound.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 NUM_LAYERS = 2
 LAYER = 1
+POISON = 1 << 30
+"""No page has this number."""
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU, or a host on which Triton interprets; some of it asks the environment only when a kernel runs."""
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    version = [int(part) for part in triton.__version__.split(".")[:2]]
-    if version < [3, 7] and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of this triton cannot loop up to a tensor with this numpy")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return torch.device("cpu")
+    """The GPU, or a host on which Triton interprets."""
+    if not HAS_GPU:
+        run_interpreted(monkeypatch)
+    return DEVICE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,25 +51,9 @@ class Context:
     v: torch.Tensor
 
 
-def batch_of(contexts: Sequence[int], num_queries: Sequence[int], pages: torch.Tensor) -> AttentionBatch:
-    """Sequences over `pages` in that order; unused entries of the table name no page at all."""
-    page_table = torch.full((len(contexts), -(-max(contexts) // 16) + 2), 1 << 30, dtype=torch.int32)
-    kv_slots = []
-    for i, (length, rows) in enumerate(zip(contexts, num_queries, strict=True)):
-        count = -(-length // 16)
-        page_table[i, :count], pages = pages[:count], pages[count:]
-        position = torch.arange(length - rows, length)
-        kv_slots.append(page_table[i].long()[position // 16] * 16 + position % 16)
-    return AttentionBatch(
-        cu_q=torch.tensor([0, *torch.tensor(num_queries).cumsum(0)], dtype=torch.int32),
-        seq_lens=torch.tensor(contexts, dtype=torch.int32),
-        page_table=page_table,
-        kv_slots=torch.cat(kv_slots),
-    )
-
-
 def moved(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
-    return AttentionBatch(*(getattr(batch, name).to(device) for name in batch.__slots__))
+    tensors = (batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts, batch.kv_slots)
+    return AttentionBatch(*(tensor.to(device) for tensor in tensors), batch.max_q)
 
 
 def context_of(
@@ -82,6 +63,8 @@ def context_of(
     dtype: torch.dtype,
     device: torch.device,
     make_poisoned_pool: Callable[..., PoolViews],
+    *,
+    listed_backwards: bool = False,
 ) -> Context:
     geometry = PageGeometry(NUM_LAYERS, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dtype.itemsize)
     num_pages = sum(-(-length // 16) for length in contexts) + 2
@@ -93,8 +76,9 @@ def context_of(
     width = spec.num_kv_heads * spec.head_dim
     kv = torch.randn(sum(contexts), 2 * width).to(device, dtype)
     k, v = (x.unflatten(1, (spec.num_kv_heads, spec.head_dim)) for x in kv.split(width, 1))
-    kv_write(k, v, pool, LAYER, moved(batch_of(contexts, contexts, pages), device))
-    return Context(pool, moved(batch_of(contexts, num_queries, pages), device), k, v)
+    kv_write(k, v, pool, LAYER, moved(batch_of(contexts, contexts, pages, POISON), device))
+    batch = batch_of(contexts, num_queries, pages, POISON, listed_backwards=listed_backwards)
+    return Context(pool, moved(batch, device), k, v)
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -132,8 +116,12 @@ def check_attention_of(
     plan: AttentionPlan,
     device: torch.device,
     make_poisoned_pool: Callable[..., PoolViews],
+    *,
+    listed_backwards: bool = False,
 ) -> None:
-    context = context_of(contexts, num_queries, spec, dtype, device, make_poisoned_pool)
+    context = context_of(
+        contexts, num_queries, spec, dtype, device, make_poisoned_pool, listed_backwards=listed_backwards
+    )
     q = queries(sum(num_queries), spec, dtype, device)
     check(attended(q, context, spec, plan), q, context, spec, contexts, num_queries)
 
@@ -227,6 +215,11 @@ def test_batches(
 ) -> None:
     spec = AttentionSpec(4, 1, 16, 0.25, sliding_window)
     check_attention_of(contexts, num_queries, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
+
+
+def test_lists_of_pages_in_any_order(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+    spec = AttentionSpec(4, 1, 16, 0.25)
+    check_attention_of(*MIXED, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool, listed_backwards=True)
 
 
 @pytest.mark.parametrize(
@@ -327,8 +320,8 @@ def test_kv_write_stores_the_rounded_value_and_nothing_else(
     before = raw.clone()
     kv_slots = torch.randperm(num_pages * 16, device=device)[:num_rows]
     is_padding = torch.arange(num_rows, device=device) % 7 == 3
-    empty = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    batch = AttentionBatch(empty[0], empty[0], empty, torch.where(is_padding, -1, kv_slots))
+    unused = torch.zeros(1, dtype=torch.int32, device=device)
+    batch = AttentionBatch(unused, unused, unused, unused, torch.where(is_padding, -1, kv_slots), num_rows)
     k, v = torch.randn(num_rows, heads, head_dim, device=device), torch.randn(num_rows, heads, head_dim, device=device)
     if num_rows:
         # Ties round to even.
@@ -350,6 +343,7 @@ REFUSED = {
     "head-dim-12": (AttentionSpec(4, 2, 12, 1.0), PageGeometry(1, 2, 12, 2, 2), "multiples of 8 from 8 to 256"),
     "head-dim-264": (AttentionSpec(4, 2, 264, 1.0), PageGeometry(1, 2, 264, 2, 2), "multiples of 8 from 8 to 256"),
     "uneven-heads": (AttentionSpec(5, 2, 8, 1.0), PageGeometry(1, 2, 8, 2, 2), "cannot share 2 KV heads"),
+    "group-129": (AttentionSpec(129, 1, 8, 1.0), PageGeometry(1, 1, 8, 2, 2), "at most 128 can share one"),
     "other-pages": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 4, 8, 2, 2), "of the pages differ"),
     "page-of-32": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 2, 8, 2, 2, 32), "pages of 16"),
     "window-0": (AttentionSpec(4, 2, 8, 1.0, 0), PageGeometry(1, 2, 8, 2, 2), "sees at least itself"),
@@ -365,6 +359,7 @@ def test_what_is_not_supported_is_refused_with_its_limit(
 
 
 PLANS: dict[str, Any] = {
+    "empty": (0, 0, False),
     "one-sequence": (1, 1, False),
     "decode-256": (256, 256, True),
     "chunk": (512, 3, False),
@@ -374,7 +369,7 @@ PLANS: dict[str, Any] = {
 
 @pytest.mark.parametrize(("num_tokens", "num_sequences", "all_short"), PLANS.values(), ids=PLANS.keys())
 @pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
-@pytest.mark.parametrize("group_size", [1, 7, 71])
+@pytest.mark.parametrize("group_size", [1, 7, 71, 128])
 def test_plans_are_within_bounds(
     num_tokens: int, num_sequences: int, all_short: bool, head_dim: int, group_size: int
 ) -> None:
@@ -430,8 +425,8 @@ geometry = PageGeometry(2, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dty
 raw = torch.zeros(4, 2, geometry.page_bytes, dtype=torch.uint8)
 pool = PoolViews(raw, raw.view(dtype), raw.view(dtype), geometry)
 integers = torch.zeros(65, dtype=torch.int32)
-table, slots = torch.zeros(64, 8, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
-batch = AttentionBatch(integers, integers[:64], table, slots)
+slots = torch.zeros(64, dtype=torch.int64)
+batch = AttentionBatch(integers, integers[:64], integers, integers[:64], slots, 64)
 q = torch.zeros(64, spec.num_heads, spec.head_dim, dtype=dtype)
 k = torch.zeros(64, spec.num_kv_heads, spec.head_dim, dtype=dtype)
 plan = attention_plan(64, 64, spec, dtype.itemsize)
@@ -507,8 +502,10 @@ def test_a_pool_over_4_gib(device: torch.device) -> None:
     raw = torch.empty(num_pages, 32, geometry.page_bytes, dtype=torch.uint8, device=device)
     pool = PoolViews(raw, raw.view(torch.float16), raw.view(torch.float16), geometry)
     pages = torch.tensor([num_pages - 1, 0, num_pages - 2, 1], dtype=torch.int32)
-    context = Context(pool, moved(batch_of([60], [1], pages), device), *torch.randn(2, 60, 2, 128).half().to(device))
-    kv_write(context.k, context.v, pool, LAYER, moved(batch_of([60], [60], pages), device))
+    context = Context(
+        pool, moved(batch_of([60], [1], pages, POISON), device), *torch.randn(2, 60, 2, 128).half().to(device)
+    )
+    kv_write(context.k, context.v, pool, LAYER, moved(batch_of([60], [60], pages, POISON), device))
     q = queries(1, spec, torch.float16, device)
     plan = attention_plan(1, 1, spec, 2, all_short=True)
     check(attended(q, context, spec, plan), q, context, spec, [60], [1])

@@ -1,0 +1,239 @@
+"""What the parts of the GPU benchmark share: rows and goals, graphs, clocks, the pool's memory, and the description."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from loramux.kernels.layout import PageGeometry
+from loramux.kernels.tables import PoolViews
+
+PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "msgspec")
+FLUSH_BYTES = 256 << 20
+"""Read between two replays: several times the L2 of any card, so that each replay finds its weights in memory."""
+
+MIN_ROUNDS, MAX_ROUNDS = 20, 200
+MIN_SECONDS = 0.05
+MAX_SECONDS = 1.0
+"""Each way is replayed `MIN_ROUNDS` times and until its replays took `MIN_SECONDS`, but no more than `MAX_ROUNDS` times
+and, where that is long, for `MAX_SECONDS` a way."""
+
+POOL_STD = 0.02
+"""Spread of the pool's random elements: a LoRA's A and B, or keys and values, of a usual size."""
+
+
+class CheckError(Exception):
+    """The answer of a kernel is wrong: it is not timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound that a figure of a row should keep."""
+
+    figure: str
+    limit: float
+    is_upper: bool = True
+
+    def is_met(self, figures: Mapping[str, float]) -> bool:
+        value = figures[self.figure]
+        return value <= self.limit if self.is_upper else value >= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.figure} {'<=' if self.is_upper else '>='} {self.limit:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of doing one case's work. The names of the figures carry their units; `problem` is why some are absent.
+
+    `is_failure` tells a defect of ours, or a case that was left out, from what a peer cannot do.
+    """
+
+    case: str
+    way: str
+    figures: dict[str, float] = field(default_factory=dict)
+    goals: tuple[Goal, ...] = ()
+    problem: str = ""
+    is_failure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the card can do, as the first part measured it: bytes and operations a second, and seconds a graph node."""
+
+    copy: float
+    read: float
+    matmul: float
+    node: float
+
+    @property
+    def bandwidth(self) -> float:
+        """The better of copying and reading: floors are stated against it."""
+        return max(self.copy, self.read)
+
+
+@dataclass(slots=True)
+class Bench:
+    """One run: where it runs, how much it does, and how long it may take.
+
+    `is_tiny` shrinks the model to what Triton's interpreter can do; `is_timed` is false where only answers are checked.
+    A bench that `is_warming` compiles what another process will time: its adapters share a few pages, and its answers
+    are not looked at.
+    """
+
+    device: torch.device
+    is_tiny: bool
+    is_quick: bool
+    is_timed: bool
+    is_warming: bool
+    peers: Path
+    deadline: float = math.inf
+    ceilings: Ceilings | None = None
+    buffer: torch.Tensor | None = None
+    flush: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bfloat16, but for the interpreter, which multiplies that as if its bits were integers."""
+        return torch.float16 if self.is_tiny else torch.bfloat16
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def say(self, text: str) -> None:
+        if not self.is_warming:
+            print(text, flush=True)
+
+    def pool(self, geometry: PageGeometry, num_bytes: int) -> PoolViews:
+        """A pool of random elements with this geometry over the first `num_bytes` of one buffer, made when it grows.
+
+        What pages hold is random all over, so that pages need not be filled adapter by adapter.
+        """
+        num_pages = num_bytes // geometry.total_page_bytes
+        num_bytes = num_pages * geometry.total_page_bytes
+        if self.buffer is None or self.buffer.numel() < num_bytes:
+            self.buffer = None
+            self.release()
+            self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            generator = torch.Generator(self.device).manual_seed(1)
+            for part in self.buffer.view(self.dtype).split(1 << 29):
+                part.normal_(0.0, POOL_STD, generator=generator)
+        raw = self.buffer[:num_bytes].view(num_pages, geometry.num_layers, geometry.page_bytes)
+        return PoolViews(raw=raw, kv=raw.view(self.dtype), adapter=raw.view(self.dtype), geometry=geometry)
+
+    def free_bytes(self) -> int:
+        """Device memory that is neither used nor held for a pool; what torch caches counts as free."""
+        if self.device.type != "cuda":
+            return 1 << 28
+        self.release()
+        return torch.cuda.mem_get_info(self.device)[0] + (self.buffer.numel() if self.buffer is not None else 0)
+
+    def release(self) -> None:
+        """Return what finished cases held: graphs keep their memory until they are collected."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """`launch` as one CUDA graph; it must have run before, so that nothing is compiled while it is captured."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        return graph.replay
+
+    def time(self, ways: Mapping[str, Callable[[], object]], is_cold: bool = True) -> dict[str, float]:
+        """Median seconds of each way, measured in turns so that a drift of the card meets all of them.
+
+        `is_cold` reads `FLUSH_BYTES` before each replay. Reading leaves no changed lines behind, whose writing back
+        would fall into the measured time; and it keeps the card busy while the host submits what is timed.
+        """
+        if self.flush is None:
+            self.flush = torch.ones(FLUSH_BYTES // 4, device=self.device)
+        events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for replay in ways.values():
+            replay()
+        torch.cuda.synchronize()
+        started = time.monotonic()
+        for number in range(MAX_ROUNDS):
+            for name, replay in ways.items():
+                if is_cold:
+                    torch.sum(self.flush)
+                begin, end = events[name]
+                begin.record()
+                replay()
+                end.record()
+            torch.cuda.synchronize()
+            for name, (begin, end) in events.items():
+                seconds[name].append(begin.elapsed_time(end) / 1e3)
+            is_long = time.monotonic() - started > MAX_SECONDS * len(ways)
+            is_enough = number + 1 >= MIN_ROUNDS and min(sum(values) for values in seconds.values()) >= MIN_SECONDS
+            if is_enough or (is_long and number + 1 >= 3):
+                break
+        return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def require_close(
+    out: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor | None = None, tolerance: float = 1e-2
+) -> float:
+    """The error `‖out - expected‖ / ‖scale‖`, where `scale` is `expected` if not given.
+
+    Raises CheckError where an element is not finite or the error is above `tolerance`; the default is between what
+    bfloat16 operands cost and what the slightest wrong index does.
+    """
+    if not bool(out.isfinite().all()):
+        raise CheckError("some elements were not written, or are not finite")
+    difference = (out.double() - expected.double()).norm()
+    error = float(difference / (expected if scale is None else scale).double().norm())
+    if not error <= tolerance:
+        raise CheckError(f"the relative error is {error:.2e}, above {tolerance:g}")
+    return error
+
+
+def describe() -> dict[str, str | int | float]:
+    """Hardware, driver, versions and commit."""
+    found: dict[str, str | int | float] = {"platform": platform.platform(), "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        fields = "driver_version,clocks.sm,clocks.mem,temperature.gpu"
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        found |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "l2_mb": properties.L2_cache_size / 1e6,
+            "memory_gb": properties.total_memory / 1e9,
+            "cuda": torch.version.cuda or "unknown",
+            "driver_and_clocks": _output(query) or "unknown",
+        }
+    root = str(Path(__file__).parent.parent)
+    commit = _output(["git", "-C", root, "rev-parse", "--short=12", "HEAD"])
+    changes = "+changes" if commit and _output(["git", "-C", root, "status", "--porcelain"]) else ""
+    # A copy of the tree without its history is told the commit.
+    found["commit"] = commit + changes if commit else os.environ.get("LORAMUX_COMMIT", "unknown")
+    return found
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,79 @@
+"""What the engine asks of a device beside its kernels: memory to copy from, an order of copies and steps, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+
+class Fence(Protocol):
+    """A mark behind everything that was submitted before it."""
+
+    def wait(self) -> None:
+        """Block until all of that is through."""
+        ...
+
+
+class Accelerator(Protocol):
+    """One device. Steps are submitted on one thread and run in order; `upload` alone may be called on another."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """uint8 `[num_bytes]` in host memory, from which copies to the device need no help of the host."""
+        ...
+
+    def fence(self) -> Fence:
+        """Mark all steps and copies submitted so far on this thread."""
+        ...
+
+    def upload(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Fence) -> None:
+        """Copy each pair's second tensor, in host memory, into the first once `after` has passed.
+
+        Runs beside the steps and returns, also by an exception, when no copy is under way any more.
+        """
+        ...
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, whose content is there once a later fence has passed."""
+        ...
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Record what `step` submits without running it; the result submits all of it again at once.
+
+        Tensors that `step` reads keep their addresses; what it allocates lives until another capture runs.
+        """
+        ...
+
+
+class PassedFence:
+    """The fence of a device that has done everything by the time a call returns."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+class HostAccelerator:
+    """The CPU: every call does its work before it returns, and a captured step simply runs again."""
+
+    device = torch.device("cpu")
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def fence(self) -> Fence:
+        return PassedFence()
+
+    def upload(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Fence) -> None:
+        after.wait()
+        for target, source in copies:
+            target.copy_(source)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        return step

@@ -1,0 +1,86 @@
+"""What an engine is made of on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from loramux.engine.accelerator import Accelerator, HostAccelerator
+from loramux.engine.cuda import CudaAccelerator
+from loramux.engine.cuda_driver import missing_for_cuda
+from loramux.engine.device_sampler import SampleTokens
+from loramux.engine.errors import DeviceNotUsable
+from loramux.kernels.cpu_linear import PackedLinear
+from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
+from loramux.kernels.tables import PoolViews
+
+
+class Linear(Protocol):
+    """`y = x @ weightᵀ + bias` for `x` `[T, in_features]`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class DenseLinear:
+    """A linear layer as cuBLAS multiplies it; weight `[out_features, in_features]`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One device's parts. `activation_dtype` None is that of the weights.
+
+    A device with `sample_tokens` chooses tokens itself; its steps are padded, captured as graphs, and submitted before
+    the host knows the tokens of the step before.
+    """
+
+    accelerator: Accelerator
+    make_kernels: Callable[[PoolViews, KernelShapes], Kernels]
+    make_linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
+    activation_dtype: torch.dtype | None
+    sample_tokens: SampleTokens | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.sample_tokens is not None
+
+
+def open_backend(device: str) -> Backend:
+    """The parts for `cpu` or `cuda`; raises DeviceNotUsable when there is no such device."""
+    if device == "cpu":
+        return Backend(
+            accelerator=HostAccelerator(),
+            make_kernels=lambda pool, shapes: select_kernels(torch.device("cpu"), pool, shapes),
+            make_linear=PackedLinear,
+            activation_dtype=torch.float32,
+        )
+    missing = missing_for_cuda()
+    if missing is not None:
+        raise DeviceNotUsable(missing)
+    if not torch.cuda.is_available():
+        raise DeviceNotUsable("PyTorch cannot use this machine's GPU: update its driver, or use --device cpu")
+    # A CPU needs no triton.
+    from loramux.kernels.sampling import sample_tokens
+
+    accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
+    return Backend(
+        accelerator=accelerator,
+        make_kernels=lambda pool, shapes: select_kernels(accelerator.device, pool, shapes),
+        make_linear=DenseLinear,
+        activation_dtype=None,
+        sample_tokens=sample_tokens,
+    )

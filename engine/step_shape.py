@@ -1,0 +1,65 @@
+"""The padded shapes that steps are run in, so that few graphs serve batches of every size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+MAX_GRAPH_TOKENS = 512
+"""Steps with more rows run as they come: their kernels take longer than their launches."""
+
+RANK_BUCKETS = (16, 64, 256)
+SEGMENT_ROWS = 16
+
+_DECODE_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
+_MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
+_MIXED_SEQUENCES = (8, 32, 128, 512)
+_LARGE_STEP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Everything that a captured step is fixed to.
+
+    `num_tokens` and `num_sequences` count padding. `is_decode` promises one row for each sequence. `max_rank` bounds
+    the adapters' ranks; 0 switches them off.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    is_decode: bool
+    max_rank: int
+
+    @property
+    def is_captured(self) -> bool:
+        return self.num_tokens <= MAX_GRAPH_TOKENS
+
+    @property
+    def num_segments(self) -> int:
+        """The most segments that any batch of this shape can have.
+
+        Each adapter, of which there are at most as many as sequences, leaves at most one segment that is not full, and
+        no segment is empty.
+        """
+        if not self.max_rank:
+            return 0
+        return min(self.num_tokens, self.num_tokens // SEGMENT_ROWS + self.num_sequences)
+
+
+def step_shape(num_tokens: int, num_sequences: int, max_q: int, max_rank: int) -> StepShape:
+    """The smallest shape that holds a batch of these sizes."""
+    bucket = _at_least(RANK_BUCKETS, max_rank) if max_rank else 0
+    if max_q == 1 and num_sequences <= _DECODE_SIZES[-1]:
+        size = _at_least(_DECODE_SIZES, num_sequences)
+        return StepShape(size, size, True, bucket)
+    return StepShape(_padded(_MIXED_TOKENS, num_tokens), _padded(_MIXED_SEQUENCES, num_sequences), False, bucket)
+
+
+def _at_least(sizes: tuple[int, ...], number: int) -> int:
+    return sizes[bisect_left(sizes, number)]
+
+
+def _padded(sizes: tuple[int, ...], number: int) -> int:
+    if number <= sizes[-1]:
+        return _at_least(sizes, number)
+    return -(-number // _LARGE_STEP) * _LARGE_STEP

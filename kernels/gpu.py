@@ -1,0 +1,112 @@
+"""The kernels of a GPU, all Triton, behind the interface of `dispatch.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+
+from loramux.kernels.fused import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
+from loramux.kernels.gpu_lora import TILE_ROWS, check_geometry, supports_pdl
+from loramux.kernels.kv_write import kv_write
+from loramux.kernels.lora_expand import lora_expand
+from loramux.kernels.lora_shrink import lora_shrink, num_splits
+from loramux.kernels.paged_attention import AttentionPlan, attention_plan, check_attention, paged_attention
+from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
+
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_shapes(pool: PoolViews, groups: Iterable[ModuleGroup], attention: Iterable[AttentionSpec]) -> None:
+    """Raise ValueError, naming the limit, for what the kernels do not take: never in a launch."""
+    if pool.kv.dtype not in KV_DTYPES:
+        raise ValueError(f"K and V are {pool.kv.dtype}; the GPU's kernels take bfloat16, float16 and float32")
+    for group in groups:
+        check_geometry(pool.geometry, group, pool.adapter.dtype)
+    for spec in set(attention):
+        check_attention(spec, pool.geometry)
+
+
+class GpuKernels:
+    """The kernels over one page pool in the memory of a GPU.
+
+    What a launch is depends on the shapes of its arguments, `Segments.max_rank` and `AttentionBatch.max_q` alone, so
+    that a captured graph serves whatever its tensors hold later. Scratch comes from torch's allocator, which costs no
+    call to the driver after the first steps and gives a graph memory of its own.
+    """
+
+    segment_rows = TILE_ROWS
+
+    def __init__(self, pool: PoolViews, *, pdl: bool = False) -> None:
+        device = pool.raw.device
+        self._pool = pool
+        self._pdl = pdl and supports_pdl(device)
+        # Triton's interpreter runs one program after another.
+        self._num_processors = 1
+        if device.type == "cuda":
+            self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
+        """float32 `[num_splits, num_tokens, len(group.modules), segments.max_rank]`."""
+        splits = num_splits(group, self._pool.geometry.adapter_elements, num_tokens, segments.num_segments)
+        shape = (splits, num_tokens, len(group.modules), segments.max_rank)
+        return torch.empty(shape, dtype=torch.float32, device=self._pool.raw.device)
+
+    def lora_shrink(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        planes: torch.Tensor,
+    ) -> None:
+        lora_shrink(self._pool, x, layer, group, tables, segments, planes, pdl=self._pdl)
+
+    def lora_expand(
+        self,
+        planes: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        y: torch.Tensor,
+    ) -> None:
+        lora_expand(self._pool, planes, layer, group, tables, segments, y, pdl=self._pdl)
+
+    def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
+        kv_write(k, v, self._pool, layer, batch)
+
+    def paged_attention(
+        self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
+    ) -> None:
+        plan, elements = _planned(
+            q.shape[0], batch.seq_lens.shape[0], spec, q.dtype.itemsize, batch.max_q <= 1, self._num_processors
+        )
+        workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
+        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, out)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        rotary(q, k, cos, sin)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_up)
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gelu_and_mul(gate_up)
+
+
+@lru_cache(maxsize=4096)
+def _planned(
+    num_tokens: int, num_sequences: int, spec: AttentionSpec, itemsize: int, all_short: bool, num_processors: int
+) -> tuple[AttentionPlan, int]:
+    """The launches of a batch and the size of their workspace: the same in every layer, and often in the next step."""
+    plan = attention_plan(num_tokens, num_sequences, spec, itemsize, all_short=all_short, num_processors=num_processors)
+    return plan, plan.workspace_elements(num_tokens, num_sequences, spec)

@@ -1,0 +1,54 @@
+"""Choosing each row's next token in plain PyTorch: the specification of `sampling.py`, and the oracle of its tests."""
+
+from __future__ import annotations
+
+import torch
+
+
+def kept_weights(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """The weights from which each row draws, float64 `[S, V]`; 0 for a token that the row's settings leave out.
+
+    With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, a token is kept if fewer than
+    `top_k` tokens (0: off), with less than the share `top_p` of the sum of all weights, are nearer to the largest than
+    it is, and if `weight >= min_p`. The likeliest tokens are always kept, and of equal ones all are or none is.
+
+    The shapes and dtypes are those of `sample_tokens`, the logits finite and every temperature above 0.
+    """
+    rows = logits.float()
+    distance = rows.amax(1, keepdim=True) - rows
+    weights = torch.exp(-distance.double() / temperature.double()[:, None])
+    ordered, order = distance.sort(dim=1, stable=True)
+    # How many tokens are strictly nearer: where the first of the equal ones stands.
+    num_nearer = torch.searchsorted(ordered, ordered)
+    running = weights.gather(1, order).cumsum(1)
+    mass_nearer = torch.where(num_nearer > 0, running.gather(1, (num_nearer - 1).clamp(min=0)), 0.0)
+    k = torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    mass = torch.where(top_p < 1, top_p.double() * running[:, -1], torch.inf)[:, None]
+    is_kept = (num_nearer < k) & (mass_nearer < mass) | (num_nearer == 0)
+    is_kept = torch.empty_like(is_kept).scatter_(1, order, is_kept)
+    return torch.where(is_kept & (weights >= min_p.double()[:, None]), weights, 0.0)
+
+
+def reference_sample_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+    out_tokens: torch.Tensor,
+) -> None:
+    """Write each row's token to `out_tokens`, or -1 where any of the row's logits is not finite.
+
+    At temperature 0 the first index of the largest logit; otherwise the first at which the running sum of
+    `kept_weights` passes `uniform` times their sum. The arguments are those of `sample_tokens`, the sums float64.
+    """
+    rows = logits.float()
+    out_tokens.copy_(torch.where(torch.isfinite(rows).all(1), rows.argmax(1), -1))
+    drawn = ((out_tokens >= 0) & (temperature > 0)).nonzero().squeeze(1)
+    weights = kept_weights(rows[drawn], temperature[drawn], top_k[drawn], top_p[drawn], min_p[drawn])
+    running = weights.cumsum(1)
+    target = uniform[drawn].double()[:, None] * running[:, -1:]
+    out_tokens[drawn] = ((running > target) & (weights > 0)).to(torch.int8).argmax(1).to(torch.int32)

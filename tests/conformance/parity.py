@@ -1,0 +1,124 @@
+"""Comparing an engine's logits and greedy tokens with those of transformers and peft."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.engine.assembly import AssembledEngine, assemble_engine
+from loramux.engine.backend import Backend
+from loramux.engine.batch import Batch
+from loramux.engine.config import EngineConfig, pack_target
+from loramux.engine.engine import Engine, StepResult
+from loramux.engine.messages import Add, Finished
+from loramux.engine.model import Decoder
+from loramux.engine.model_config import ModelConfig
+from tests.conformance.tiny_models import PLANS, AdapterPlan, MemorySource, add_adapters, make_base, pack_peft_directory
+
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A base model on disk, its peft twin, and the packed adapters by name."""
+
+    directory: Path
+    reference: Any
+    digests: dict[str, str]
+    source: MemorySource
+    num_pages: dict[str, int]
+
+    def assemble(self, backend: Backend | None = None, **settings: Any) -> AssembledEngine:
+        config = EngineConfig(
+            model_dir=str(self.directory),
+            blob_url="",
+            cache_dir="",
+            dtype="float32",
+            pool_bytes=96 << 20,
+            **{"max_batch_tokens": 64, "max_sequences": 16, **settings},
+        )
+        return assemble_engine(config, lambda: None, self.source, backend=backend)
+
+    @torch.no_grad()
+    def reference_logits(self, name: str | None, tokens: list[int]) -> torch.Tensor:
+        """Logits of every position, float32 `[len(tokens), vocab_size]`."""
+        with contextlib.ExitStack() as stack:
+            if name is None:
+                stack.enter_context(self.reference.disable_adapter())
+            else:
+                self.reference.set_adapter(name)
+            logits: torch.Tensor = self.reference(input_ids=torch.tensor([tokens])).logits[0]
+            return logits
+
+
+def make_subject(family: str, directory: Path, plans: Sequence[AdapterPlan] = PLANS) -> Subject:
+    """A random base of a family with the planned adapters, on disk and packed."""
+    base = make_base(family, directory / "base")
+    reference = add_adapters(base, list(plans), directory / "adapters")
+    target = pack_target(ModelConfig.load(directory / "base"), "float32")
+    packed = {plan.name: pack_peft_directory(directory / "adapters" / plan.name, target) for plan in plans}
+    return Subject(
+        directory / "base",
+        reference,
+        {name: one.digest for name, one in packed.items()},
+        MemorySource(list(packed.values())),
+        {name: one.num_pages for name, one in packed.items()},
+    )
+
+
+class Recorder:
+    """An executor that keeps each batch, its logits, and the logits that each sequence was sampled from."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._engine = engine
+        self.executor = engine._executor
+        self.steps: list[tuple[Batch, torch.Tensor]] = []
+        self.by_sequence: dict[str, list[torch.Tensor]] = defaultdict(list)
+        engine._executor = self
+        compute = Decoder.logits
+        self._logits = torch.empty(0)
+
+        def recording(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+            logits = compute(decoder, hidden)
+            self._logits = logits.clone()
+            return logits
+
+        monkeypatch.setattr(Decoder, "logits", recording)
+
+    def submit(self, batch: Batch) -> StepResult:
+        result = self.executor.submit(batch)
+        self.steps.append((batch, self._logits))
+        # Each sequence has a stream of its own, so that its seed names it.
+        ids = {one.seed: one.sequence_id for one in self._engine._sequences.values()}
+        for row, sample in zip(self._logits, batch.samples, strict=True):
+            self.by_sequence[ids[sample.seed]].append(row)
+        return result
+
+
+def run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+    for outbound in engine.take_outbox():
+        if isinstance(outbound.message, Finished):
+            assert outbound.message.reason == "length", outbound.message
+
+
+def assert_parity(subject: Subject, name: str | None, add: Add, recorded: list[torch.Tensor]) -> None:
+    """Compare each step's logits with the reference's on the tokens that were generated, and the greedy choices."""
+    assert len(recorded) == add.max_tokens
+    generated = [int(row.argmax()) for row in recorded]
+    expected = subject.reference_logits(name, [*add.prompt, *generated[:-1]])[len(add.prompt) - 1 :]
+    for ours, theirs in zip(recorded, expected, strict=True):
+        limit = TOLERANCE * theirs.abs().max()
+        difference = (ours - theirs).abs().max()
+        assert difference <= limit, f"{add.sequence_id}: {difference:.2e} over {limit:.2e}"
+        best = theirs.topk(2).values
+        if best[0] - best[1] > limit:
+            assert ours.argmax() == theirs.argmax(), add.sequence_id

@@ -1,0 +1,96 @@
+"""The GPU's side of the engine, on a GPU where there is one, else with its kernels interpreted on the CPU.
+
+Interpreted, all but CUDA itself runs as on a GPU: padded shapes, one packed copy of a step's metadata, captured steps
+that find the next batch where the last one was, tokens chosen and read on the device, and steps that are submitted
+before the tokens of the step before are known.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from loramux.engine.backend import Backend
+from loramux.engine.engine import Engine
+from loramux.engine.graph_executor import GraphExecutor
+from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
+from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
+from tests.conformance.tiny_models import ALL_LINEARS, VOCAB_SIZE, AdapterPlan
+from tests.engine.gpu_backend import gpu_backend
+
+PLANS = [
+    AdapterPlan("r1", 1, ["v_proj"], alpha=2.0),
+    AdapterPlan("r3", 3, ALL_LINEARS, alpha=6.0),
+    AdapterPlan("r31", 31, ["k_proj", "o_proj", "up_proj"], layers=[1]),
+    AdapterPlan("by-layer", 4, ALL_LINEARS, rank_pattern={"layers.1.mlp.down_proj": 20}),
+]
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    return gpu_backend(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject("llama-small", tmp_path_factory.mktemp("gpu"), PLANS)
+
+
+def requests(
+    subject: Subject, sampling: SamplingParams = GREEDY, num_tokens: int = 4
+) -> dict[str, tuple[str | None, Add]]:
+    """Prompts shorter and longer than a page and than a step's budget, with and without adapters of several ranks."""
+    made: dict[str, tuple[str | None, Add]] = {}
+    generator = torch.Generator().manual_seed(3)
+    for name, length in [(None, 5), ("r3", 17), ("r31", 1), ("by-layer", 36)]:
+        prompt = torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist()
+        add = Add(
+            sequence_id=f"{name}-{length}",
+            prompt=tuple(prompt),
+            max_tokens=num_tokens,
+            sampling=sampling,
+            digest=None if name is None else subject.digests[name],
+        )
+        made[add.sequence_id] = (name, add)
+    return made
+
+
+def tokens_of(engine: Engine, adds: Iterable[Add]) -> dict[str, list[int]]:
+    """Run requests to their ends."""
+    for add in adds:
+        engine.add(b"", add)
+    tokens: dict[str, list[int]] = defaultdict(list)
+    while engine.has_work:
+        engine.step()
+        for outbound in engine.take_outbox():
+            match outbound.message:
+                case StepOutput(outputs=outputs):
+                    for output in outputs:
+                        tokens[output.sequence_id].extend(output.token_ids)
+                case Finished(reason=reason):
+                    assert reason == "length", outbound.message
+    return tokens
+
+
+def test_a_mixed_batch_equals_transformers_and_peft(
+    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled = subject.assemble(backend, max_batch_tokens=32)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    asked = requests(subject)
+    tokens = tokens_of(assembled.engine, [add for _, add in asked.values()])
+    for sequence_id, (name, add) in asked.items():
+        logits = recorder.by_sequence[sequence_id]
+        assert_parity(subject, name, add, logits)
+        assert tokens[sequence_id] == [int(row.argmax()) for row in logits]
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    assert executor.num_graphs > 0
+    assert any(batch.max_q > 1 and (batch.slots >= 0).any() for batch, _ in recorder.steps)
+    assert assembled.engine.stats(StatsRequest(call_id="")).max_adapters_in_step >= 3
+    assembled.engine.check_integrity()
+    assembled.loader.close()

@@ -1,0 +1,77 @@
+"""Which device an engine runs on, and one sentence where it cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.engine import config as config_module
+from loramux.engine import cuda_driver
+from loramux.engine.backend import open_backend
+from loramux.engine.config import resolve_device
+from loramux.engine.cuda_driver import count_gpus, missing_for_cuda, states_cuda
+from loramux.engine.errors import DeviceNotUsable
+from tests.kernels.interpreted import HAS_GPU
+
+MISSING = "something is missing"
+
+
+@pytest.mark.parametrize(
+    ("requested", "missing", "expected"),
+    [
+        ("cpu", None, "cpu"),
+        ("cpu", MISSING, "cpu"),
+        ("auto", None, "cuda"),
+        ("auto", MISSING, "cpu"),
+        ("cuda", None, "cuda"),
+    ],
+)
+def test_the_device_is_a_gpu_where_one_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, requested: str, missing: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(config_module, "missing_for_cuda", lambda: missing)
+    assert resolve_device(requested) == expected
+
+
+def test_a_gpu_that_was_asked_for_and_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "missing_for_cuda", lambda: MISSING)
+    with pytest.raises(DeviceNotUsable, match=MISSING):
+        resolve_device("cuda")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_without_a_gpu_the_backend_is_refused_with_the_remedy() -> None:
+    with pytest.raises(DeviceNotUsable, match="use --device cpu"):
+        open_backend("cuda")
+
+
+def test_a_gpu_needs_a_torch_that_was_built_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "count_gpus", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: False)
+    missing = missing_for_cuda()
+    assert missing is not None
+    assert "constraints-cuda.txt" in missing
+    monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: True)
+    assert missing_for_cuda() is None
+
+
+def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "DRIVER", "libno-such-driver.so.1")
+    assert count_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("cuda: Optional[str] = '13.0'", True),
+        ('cuda = "12.8"', True),
+        ("cuda: Optional[str] = None", False),
+        ("cuda = None", False),
+        ("debug = False", False),
+        ("__all__ = ['__version__', 'debug', 'cuda', 'git_version']", False),
+    ],
+)
+def test_what_torch_says_it_was_built_for(line: str, expected: bool) -> None:
+    assert (
+        states_cuda(f"from typing import Optional\n\n__version__ = '2.13.0'\n{line}\nhip: Optional[str] = None\n")
+        is expected
+    )

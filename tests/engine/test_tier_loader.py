@@ -1,0 +1,178 @@
+"""Adapters on their way into pages: in what order, and what happens when a part of it fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+
+from loramux.adapter_store.errors import AdapterUnavailable
+from loramux.adapter_store.packing import PackedAdapter
+from loramux.engine.accelerator import Fence, HostAccelerator
+from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
+from loramux.engine.pool_memory import allocate_pool
+from loramux.engine.slot_tables import SlotTables
+from loramux.engine.tier_loader import TierLoader
+from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
+
+GEOMETRY = PageGeometry(num_layers=2, num_kv_heads=1, head_dim=16, kv_itemsize=4, adapter_itemsize=4)
+MODULES = (LinearShape("q", 64, 64), LinearShape("o", 64, 32))
+NUM_PAGES, NUM_SLOTS = 12, 3
+
+
+def packed(digest: str, ranks: list[list[int]]) -> PackedAdapter:
+    layout = adapter_layout(GEOMETRY, MODULES, np.array(ranks, np.int32))
+    shape = (layout.num_pages, GEOMETRY.num_layers, GEOMETRY.page_bytes)
+    payload = np.random.default_rng(len(digest)).integers(0, 255, shape, np.uint8)
+    return PackedAdapter(digest, layout, np.full((2, 2), 0.5, np.float32), payload)
+
+
+class Lease:
+    def __init__(self, source: Source, packed: PackedAdapter) -> None:
+        self._source = source
+        self.packed = packed
+
+    def release(self) -> None:
+        self._source.num_leases -= 1
+
+
+class Source:
+    def __init__(self, *adapters: PackedAdapter) -> None:
+        self._adapters = {one.digest: one for one in adapters}
+        self.num_leases = 0
+
+    def lease(self, digest: str) -> Lease:
+        if digest not in self._adapters:
+            raise AdapterUnavailable(f"there is no {digest}")
+        self.num_leases += 1
+        return Lease(self, self._adapters[digest])
+
+
+class NumberedFence:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def wait(self) -> None:
+        """Only its number matters here."""
+
+
+class SteppingAccelerator(HostAccelerator):
+    """Counts steps; an upload waits until it is let go, and remembers which steps it came after."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.after: list[int] = []
+        self.may_upload = threading.Event()
+        self.fails = False
+
+    def fence(self) -> Fence:
+        return NumberedFence(self.num_steps)
+
+    def upload(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Fence) -> None:
+        assert isinstance(after, NumberedFence)
+        assert self.may_upload.wait(10)
+        self.after.append(after.number)
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        super().upload(copies, after)
+
+
+class Bench:
+    """A loader, what it writes into, and the events that it reported."""
+
+    def __init__(self, *adapters: PackedAdapter) -> None:
+        self.accelerator = SteppingAccelerator()
+        self.source = Source(*adapters)
+        self.views = allocate_pool(
+            GEOMETRY, NUM_PAGES * GEOMETRY.total_page_bytes, torch.float32, torch.float32, torch.device("cpu")
+        )
+        self.tables = SlotTables(GEOMETRY, MODULES, NUM_SLOTS, self.accelerator)
+        self._woken = threading.Event()
+        self.loader = TierLoader(self.source, self.views, self.tables, self.accelerator, 2, self._woken.set)
+
+    def next_event(self) -> LoadEvent:
+        while True:
+            events = self.loader.events()
+            if events:
+                (event,) = events
+                return event
+            assert self._woken.wait(10)
+            self._woken.clear()
+
+
+def test_an_adapter_comes_whole_into_its_pages_and_tables() -> None:
+    adapter = packed("a", [[3, 0], [1, 2]])
+    bench = Bench(adapter)
+    bench.accelerator.may_upload.set()
+    bench.loader.fetch("a")
+    fetched = bench.next_event()
+    assert isinstance(fetched, Fetched)
+    pages = [7, 2, 9, 4, 11][: fetched.layout.num_pages]
+    bench.loader.copy("a", pages)
+    assert bench.next_event() == Copied("a")
+    assert torch.equal(bench.views.raw[pages], torch.from_numpy(adapter.payload))
+    assert bench.tables.max_rank(np.array([0, 1, 2], np.int32)) == 0, "nothing is served before it is published"
+    bench.loader.publish("a", 1, pages)
+    tables = bench.tables.device
+    assert tables.page_table[1, : len(pages)].tolist() == pages
+    assert tables.rank[1].tolist() == [[3, 0], [1, 2]]
+    assert torch.equal(tables.off[1], torch.from_numpy(adapter.layout.offsets))
+    assert tables.scale[1].tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert bench.tables.max_rank(np.array([-1, 1, 1], np.int32)) == 3
+    assert bench.tables.max_rank(np.array([-1, 0], np.int32)) == 0
+    assert bench.source.num_leases == 0
+    bench.loader.close()
+
+
+def test_a_copy_comes_after_the_steps_that_were_submitted_before_it_and_no_others() -> None:
+    bench = Bench(packed("a", [[3, 0], [1, 2]]))
+    bench.loader.fetch("a")
+    fetched = bench.next_event()
+    assert isinstance(fetched, Fetched)
+    bench.accelerator.num_steps = 4
+    bench.loader.copy("a", list(range(fetched.layout.num_pages)))
+    # Steps that are submitted from here on cannot read these pages for anybody else.
+    bench.accelerator.num_steps = 9
+    bench.accelerator.may_upload.set()
+    assert bench.next_event() == Copied("a")
+    assert bench.accelerator.after == [4]
+    bench.loader.close()
+
+
+def test_a_copy_that_fails_gives_its_hold_back_and_says_so() -> None:
+    bench = Bench(packed("a", [[3, 0], [1, 2]]))
+    bench.accelerator.fails = True
+    bench.accelerator.may_upload.set()
+    bench.loader.fetch("a")
+    fetched = bench.next_event()
+    assert isinstance(fetched, Fetched)
+    bench.loader.copy("a", list(range(fetched.layout.num_pages)))
+    failed = bench.next_event()
+    assert isinstance(failed, LoadFailed)
+    assert "RuntimeError" in failed.message
+    assert bench.source.num_leases == 0
+    bench.loader.close()
+
+
+def test_an_adapter_that_is_nowhere_is_reported() -> None:
+    bench = Bench()
+    bench.loader.fetch("x")
+    assert bench.next_event() == LoadFailed("x", "there is no x")
+    bench.loader.close()
+
+
+@pytest.mark.parametrize("is_dropped", [True, False], ids=["dropped", "closed"])
+def test_a_fetched_adapter_that_nobody_copies_is_released(is_dropped: bool) -> None:
+    bench = Bench(packed("a", [[1, 1], [1, 1]]))
+    bench.loader.fetch("a")
+    bench.next_event()
+    assert bench.source.num_leases == 1
+    if is_dropped:
+        bench.loader.drop("a")
+    else:
+        bench.loader.close()
+    assert bench.source.num_leases == 0
+    bench.loader.close()

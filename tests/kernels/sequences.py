@@ -1,0 +1,45 @@
+"""Batches of sequences whose pages are listed as a step lists them, with poison wherever nothing may be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from loramux.kernels.tables import AttentionBatch
+
+
+def batch_of(
+    contexts: Sequence[int],
+    num_queries: Sequence[int],
+    pages: torch.Tensor,
+    poison: int,
+    *,
+    listed_backwards: bool = False,
+) -> AttentionBatch:
+    """Sequences over `pages`, the first ones for the first sequence.
+
+    Entries named `poison` lie before, between and after the lists of the sequences. `listed_backwards` puts the last
+    sequence's list first, so that `page_starts` falls.
+    """
+    counts = [-(-length // 16) for length in contexts]
+    owned = list(pages[: sum(counts)].split(counts))
+    listed = [torch.full((2,), poison, dtype=torch.int32)]
+    page_starts = [0] * len(contexts)
+    order = range(len(contexts))
+    for i in reversed(order) if listed_backwards else order:
+        page_starts[i] = sum(part.shape[0] for part in listed)
+        listed += [owned[i], torch.full((1 + i % 2,), poison, dtype=torch.int32)]
+    kv_slots = []
+    for own, length, rows in zip(owned, contexts, num_queries, strict=True):
+        position = torch.arange(length - rows, length)
+        kv_slots.append(own.long()[position // 16] * 16 + position % 16)
+    return AttentionBatch(
+        cu_q=torch.tensor([0, *accumulate(num_queries)], dtype=torch.int32),
+        seq_lens=torch.tensor(contexts, dtype=torch.int32),
+        pages=torch.cat(listed),
+        page_starts=torch.tensor(page_starts, dtype=torch.int32),
+        kv_slots=torch.cat(kv_slots),
+        max_q=max(num_queries),
+    )
