@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,7 @@ def _interpreted_triton() -> Iterator[None]:
     switch = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
+        _prepare_once_a_launch(importlib.import_module("triton.runtime.interpreter"))
         yield
     finally:
         os.environ.pop("TRITON_INTERPRET")
@@ -62,3 +64,29 @@ def _interpreted_triton() -> Iterator[None]:
         for name in [name for name in sys.modules if is_ours(name)]:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+def _prepare_once_a_launch(interpreter: Any) -> None:
+    """Let the interpreter prepare `triton.language` once a launch, not again at each call of a device function.
+
+    Each time costs a millisecond, and `tl.sum` is such a call: a search makes a hundred of them.
+    """
+    prepare, prepared = interpreter._patch_lang, set()
+
+    def prepare_once(function: Any) -> Any:
+        names = id(function.__globals__)
+        if names in prepared:
+            # Of a device function's preparation the interpreter keeps nothing.
+            return None
+        prepared.add(names)
+        scope = prepare(function)
+        restore = scope.restore
+
+        def forget() -> None:
+            restore()
+            prepared.discard(names)
+
+        scope.restore = forget
+        return scope
+
+    interpreter._patch_lang = prepare_once

@@ -19,6 +19,8 @@ from tests.kernels.interpreted import DEVICE, HAS_GPU, import_kernels
 
 (sampling,) = import_kernels("sampling")
 
+REAL_TILES = {name: getattr(sampling, name) for name in ("GROUP", "GROUPS_A_PROGRAM", "BLOCK", "MAX_CANDIDATES")}
+
 ALONE = "LORAMUX_TEST_ALONE"
 """Set for a test that was given a process of its own."""
 
@@ -62,55 +64,23 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_GPU:
         # Some of the interpreter asks the environment only when a kernel runs.
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        interpret_faster(monkeypatch)
+        skip_overflow_checks(monkeypatch)
 
 
-def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter prepare `triton.language` once a launch, not again at each call of a device function.
-
-    Each time costs a millisecond, and `tl.sum` is such a call: a search makes a hundred of them. The check of each
-    integer sum for overflow, half of what is left, is made by the tests with real tiles alone.
-    """
-    interpreter = sampling.triton.runtime.interpreter
-    builder = interpreter.interpreter_builder
+def skip_overflow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare the check of each integer sum for overflow, half of the time; the tests with real tiles make it."""
+    builder = sampling.triton.runtime.interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-    prepare, prepared = interpreter._patch_lang, set()
-
-    def prepare_once(function: Any) -> Any:
-        names = id(function.__globals__)
-        if names in prepared:
-            # Of a device function's preparation the interpreter keeps nothing.
-            return None
-        prepared.add(names)
-        scope = prepare(function)
-        restore = scope.restore
-
-        def forget() -> None:
-            restore()
-            prepared.discard(names)
-
-        scope.restore = forget
-        return scope
-
-    monkeypatch.setattr(interpreter, "_patch_lang", prepare_once)
 
 
 @pytest.fixture
 def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles that a server has."""
-    monkeypatch.setattr(sampling, "GROUP", 128)
-    monkeypatch.setattr(sampling, "GROUPS_A_PROGRAM", 32)
-    monkeypatch.setattr(sampling, "BLOCK", 4096)
-    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 8192)
+    for name, value in REAL_TILES.items():
+        monkeypatch.setattr(sampling, name, value)
     if not HAS_GPU:
         builder = sampling.triton.runtime.interpreter.interpreter_builder
         monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
-
-
-def test_the_real_tiles_are_those_of_the_module(real_tiles: None) -> None:
-    tested = {name: getattr(sampling, name) for name in ("GROUP", "GROUPS_A_PROGRAM", "BLOCK", "MAX_CANDIDATES")}
-    (module,) = import_kernels("sampling")
-    assert tested == {name: getattr(module, name) for name in tested}
 
 
 def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -456,7 +426,7 @@ def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, mon
     if ALONE not in os.environ:
         # Once a process has interpreted, it can no longer compile: this test runs itself in a process of its own.
         test = f"{__file__}::{request.node.name}"
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--noconftest", test]
         done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
         return
