@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loramux.engine.messages import SamplingParams, TokenLogprobs
+from loramux.engine.random_streams import uniforms
 
 NUM_LIKELIEST = 1024
 """Tokens that top_p and top_k look at before they sort the whole vocabulary."""
@@ -26,16 +28,6 @@ class SamplingRow:
     def is_short(self) -> bool:
         """Whether no token may end the sequence yet."""
         return self.num_chosen < self.params.min_tokens
-
-    @property
-    def uniform(self) -> float:
-        """The number in [0, 1) that decides the token: a counter-based stream, keyed by the seed.
-
-        Philox (Salmon et al., 2011): the k-th number of a stream is computed from the key and k alone, so that neither
-        a neighbour in the batch nor a preemption changes it.
-        """
-        bits = np.random.Philox(key=self.seed, counter=self.num_chosen)
-        return float(np.random.Generator(bits).random(dtype=np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +60,11 @@ def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: 
     ]
 
 
+def uniforms_of(samples: Sequence[SamplingRow]) -> npt.NDArray[np.float32]:
+    """The numbers in [0, 1) that decide the tokens of `samples`."""
+    return uniforms((one.seed for one in samples), (one.num_chosen for one in samples))
+
+
 def _with_minimum_length(
     logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]
 ) -> torch.Tensor:
@@ -88,7 +85,7 @@ def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
     temperature = torch.tensor([one.temperature for one in params], dtype=torch.float32)[:, None]
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
     scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature
-    uniform = torch.tensor([one.uniform for one in samples], dtype=torch.float32)[:, None]
+    uniform = torch.from_numpy(uniforms_of(samples))[:, None]
     is_cut = torch.tensor([one.top_p < 1 or one.top_k > 0 for one in params])
     token_ids = torch.empty(len(samples), dtype=torch.int64)
     whole, cut = (~is_cut).nonzero().squeeze(1), is_cut.nonzero().squeeze(1)

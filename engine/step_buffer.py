@@ -10,6 +10,7 @@ import torch
 
 from loramux.engine.accelerator import Accelerator, Fence
 from loramux.engine.batch import Batch, StepInputs
+from loramux.engine.sampler import uniforms_of
 from loramux.engine.step_shape import SEGMENT_ROWS, StepShape, step_shape
 from loramux.kernels.segments import group_rows
 from loramux.kernels.tables import AttentionBatch, Segments
@@ -192,8 +193,8 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     put("top_k", np.array([one.top_k for one in params], np.int32))
     put("top_p", np.array([one.top_p for one in params], np.float32), padding=1)
     put("min_p", np.zeros(len(params), np.float32))
-    uniform = [one.uniform if one.params.temperature > 0 else 0.0 for one in batch.samples]
-    put("uniform", np.array(uniform, np.float32))
+    is_random = any(one.temperature > 0 for one in params)
+    put("uniform", uniforms_of(batch.samples) if is_random else np.zeros(len(params), np.float32))
     if len(batch.pages) > len(staged["pages"]):
         raise ValueError(f"{len(batch.pages)} pages do not fit a step of {len(staged['pages'])}")
     staged["pages"][: len(batch.pages)] = batch.pages

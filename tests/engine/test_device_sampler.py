@@ -9,7 +9,7 @@ from loramux.engine.accelerator import Fence, HostAccelerator
 from loramux.engine.backend import Backend
 from loramux.engine.device_sampler import DeviceSampler
 from loramux.engine.messages import SamplingParams
-from loramux.engine.sampler import SampledToken, SamplingRow, sample
+from loramux.engine.sampler import SampledToken, SamplingRow, sample, uniforms_of
 from loramux.engine.step_buffer import SamplingInputs
 from tests.engine.gpu_backend import gpu_backend
 from tests.kernels.interpreted import DEVICE, HAS_GPU
@@ -44,7 +44,7 @@ def inputs_of(rows: list[SamplingRow]) -> SamplingInputs:
         top_k=column([one.top_k for one in params], torch.int32),
         top_p=column([one.top_p for one in params], torch.float32),
         min_p=column([0.0 for _ in params], torch.float32),
-        uniform=column([row.uniform for row in rows], torch.float32),
+        uniform=column(uniforms_of(rows).tolist(), torch.float32),
     )
 
 
