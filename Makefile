@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test campaign-kernels check format bench clean
+.PHONY: help venv demo test campaign-kernels campaign-parity check format bench bench-gpu clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test: $(WARM) ## Run the tests, under 10 minutes on two cores
 campaign-kernels: $(WARM) ## The long kernel tests, real models' sizes (ARGS='-k NAME' for some)
 	$(VENV)/bin/python -m pytest tests/kernels -m campaign --timeout 3600 $(ARGS)
 
+campaign-parity: $(WARM) ## Every architecture beside transformers and peft, on both paths (ARGS='-k NAME' for some)
+	$(VENV)/bin/python -m pytest tests/conformance/test_parity.py tests/conformance/test_gpu_engine.py \
+		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
+
 check: $(READY) ## Lint, types, layers
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -49,6 +53,9 @@ format: $(READY) ## Format the code
 
 bench: $(WARM) ## Measure loramux beside peft, one run, one table (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.mixed_batch $(ARGS)
+
+bench-gpu: $(READY) ## Measure kernels and engine on a GPU, 8 minutes (CONSTRAINTS=constraints-cuda.txt ARGS='--out FILE')
+	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,16 +1,18 @@
-"""Measure loramux on one GPU: ceilings, LoRA, attention. Answers are checked first; what is wrong is not timed.
+"""Measure loramux on one GPU: kernels and whole engine. Answers are checked first; what is wrong is not timed.
 
 Run it from the repository root: `PYTHONPATH=.src python -m benchmarks.gpu --out FILE.json`. It needs torch >= 2.11,
 triton >= 3.6, numba, numpy, safetensors and msgspec, ends within 8 minutes on an H200, writes one JSON, and prints a
 Markdown table a part. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the answers on a small model.
-It ends with 1 if a part failed, gave a wrong answer or was cut short, and with 2 if it cannot run here.
+It ends with 1 if a part failed, gave a wrong answer or was cut short, and with 2 if it cannot run here. `README.md`
+says what each part shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import json
+import math
 import os
 import subprocess
 import sys
@@ -20,17 +22,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from benchmarks import gpu_attention, gpu_ceilings, gpu_lora
+from benchmarks import gpu_attention, gpu_ceilings, gpu_lora, gpu_prefill, gpu_s_lora, gpu_step
 from benchmarks.gpu_bench import Bench, Row, describe
-from benchmarks.gpu_model import LLAMA_8B, TINY
+from benchmarks.gpu_model import Model, model_of
+from benchmarks.gpu_report import store, stored, table
 
 PEERS = Path(__file__).parent / "scratch" / "peers"
 TOTAL_S = 460
-WARM_S = 120
+WARM_S = 80
 MAX_WARMERS = 12
 
 
@@ -45,20 +48,25 @@ class Part:
     budget_s: float
     run: Callable[[Bench], list[Row]]
     warm: Callable[[Bench, int, int], None] | None = None
+    model: Callable[[Bench], Model] = model_of
 
 
 PARTS = (
     # The others state their floors against the ceilings, so that this one always runs.
-    Part("ceilings", 30, gpu_ceilings.run),
-    Part("lora", 220, gpu_lora.run, gpu_lora.warm),
-    Part("attention", 100, gpu_attention.run, gpu_attention.warm),
+    Part("ceilings", 15, gpu_ceilings.run),
+    Part("lora", 85, gpu_lora.run, gpu_lora.warm),
+    Part("step", 80, gpu_step.run, gpu_step.warm),
+    Part("s_lora", 110, gpu_s_lora.run, gpu_s_lora.warm, gpu_s_lora.model_of),
+    Part("prefill", 25, gpu_prefill.run, gpu_prefill.warm),
+    Part("attention", 40, gpu_attention.run, gpu_attention.warm),
 )
 
 
 def run_part(part: Part, bench: Bench, ends_at: float) -> dict[str, Any]:
     """One part's rows and seconds; what it raises becomes its error, and the run goes on."""
     started = time.monotonic()
-    bench.deadline = min(ends_at, started + part.budget_s) if bench.is_timed else float("inf")
+    is_bounded = bench.is_timed and not bench.is_full
+    bench.deadline = min(ends_at, started + part.budget_s) if is_bounded else float("inf")
     rows: list[Row] = []
     error = ""
     try:
@@ -67,44 +75,54 @@ def run_part(part: Part, bench: Bench, ends_at: float) -> dict[str, Any]:
         traceback.print_exc()
         error = f"{type(problem).__name__}: {problem}"
     # Also after an error: nothing of this part's may stay on the card.
-    bench.release()
+    with contextlib.suppress(RuntimeError):
+        bench.drop()
     seconds = time.monotonic() - started
     is_failed = bool(error) or any(row.is_failure for row in rows)
     bench.say(f"{part.name}: {seconds:.1f} s" + (", FAILED" if is_failed else ""))
     return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv[1:],
         "seconds": round(seconds, 1),
         "is_failed": is_failed,
         "error": error,
+        "model": dataclasses.asdict(part.model(bench)),
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        # Floors are stated against these.
+        "ceilings": None if bench.ceilings is None else dataclasses.asdict(bench.ceilings),
         "rows": [
             dataclasses.asdict(row)
+            # JSON has no word for what is not finite.
+            | {"figures": {name: value if math.isfinite(value) else None for name, value in row.figures.items()}}
             | {"goals": [{"goal": str(goal), "is_met": goal.is_met(row.figures)} for goal in row.goals]}
             for row in rows
         ],
     }
 
 
-def table(name: str, result: dict[str, Any]) -> str:
-    """A part as Markdown: a row a way, a column a figure, and which goals were met."""
-    rows = result["rows"]
-    figures = list(dict.fromkeys(figure for row in rows for figure in row["figures"]))
-    lines = [f"\n## {name} ({result['seconds']} s)\n"]
-    if result["error"]:
-        lines.append(f"FAILED: {result['error']}\n")
-    if not rows:
-        return "\n".join(lines)
-    lines.append("| " + " | ".join(["case", "way", *figures, "goals", "note"]) + " |")
-    lines.append("|" + " --- |" * 2 + " ---: |" * len(figures) + " --- |" * 2)
-    for row in rows:
-        values = [_number(row["figures"].get(figure)) for figure in figures]
-        goals = ", ".join(f"{one['goal']} {'met' if one['is_met'] else 'MISSED'}" for one in row["goals"])
-        lines.append("| " + " | ".join([row["case"], row["way"], *values, goals, row["problem"]]) + " |")
-    return "\n".join(lines)
+def is_broken(bench: Bench) -> bool:
+    """Whether this process has lost its device: after a fault in a kernel every further call fails."""
+    try:
+        bench.synchronize()
+        return bool(torch.ones(1, device=bench.device).item() != 1)
+    except RuntimeError:
+        return True
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def go_on_afresh(left: list[Part], arguments: argparse.Namespace, seconds: float) -> NoReturn:
+    """Replace this process, which has lost its device, by one that runs the parts that are left."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--peers", str(arguments.peers), "--no-warm", "--has-failed"]
+    command += ["--seconds", str(round(seconds)), "--only", *(part.name for part in left)]
+    command += [flag for flag in ("--quick", "--full", "--check-only") if getattr(arguments, as_name(flag))]
+    command += ["--out", str(arguments.out)] if arguments.out else []
+    sys.stdout.flush()
+    # The driver keeps the card's memory for as long as one of its files is open.
+    os.closerange(3, 1 << 16)
+    os.execv(sys.executable, command)
+
+
+def as_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -114,7 +132,8 @@ def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     count = max(1, min(MAX_WARMERS, len(os.sched_getaffinity(0)) - 2))
     command = [sys.executable, "-m", "benchmarks.gpu", "--peers", str(arguments.peers)]
-    command += ["--only", *(part.name for part in parts)] + (["--quick"] if arguments.quick else [])
+    command += ["--only", *(part.name for part in parts)]
+    command += [flag for flag in ("--quick", "--full") if getattr(arguments, as_name(flag))]
     processes = [
         subprocess.Popen(
             [*command, "--warm", f"{shard}/{count}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -140,14 +159,20 @@ def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write everything as JSON, for benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--out", type=Path, help="write JSON; parts in the file from the same commit and card stay")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--quick", action="store_true", help="few cases")
+    amount.add_argument("--full", action="store_true", help="all cases, however long they take")
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL_S, help="cases that begin later are left out (%(default)s)"
+    )
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--peers", type=Path, default=PEERS, help="where peers' kernels are; see gpu_peers.py")
     parser.add_argument("--check-only", action="store_true", help="check the answers and time nothing")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, with --check-only")
     parser.add_argument("--no-warm", action="store_true", help="compile as launches come, in this process")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
+    parser.add_argument("--has-failed", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -169,44 +194,58 @@ def main() -> int:
     if problem:
         print(f"benchmarks.gpu: {problem}", file=sys.stderr)
         return 2
-    ends_at = time.monotonic() + TOTAL_S
+    ends_at = time.monotonic() + arguments.seconds
     bench = Bench(
         device=torch.device("cpu" if arguments.tiny else "cuda"),
         is_tiny=arguments.tiny,
         is_quick=arguments.quick,
+        is_full=arguments.full,
         is_timed=not arguments.check_only and not arguments.warm,
         is_warming=bool(arguments.warm),
         peers=arguments.peers,
     )
     parts = [part for part in PARTS if part.name in arguments.only or part is PARTS[0]]
     torch.manual_seed(0)
-    with torch.inference_mode():
-        if arguments.warm:
-            shard, num_shards = (int(number) for number in arguments.warm.split("/"))
-            for part in parts:
-                if part.warm is not None:
-                    part.warm(bench, shard, num_shards)
-            return 0
-        machine = describe()
-        print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
-        warmed = warm_up(parts, arguments) if bench.is_timed and not arguments.no_warm else None
-        results = {part.name: run_part(part, bench, ends_at) for part in parts}
-    for name, result in results.items():
-        print(table(name, result))
-    document = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv[1:],
-        "machine": machine,
-        "model": dataclasses.asdict(TINY if bench.is_tiny else LLAMA_8B),
-        "dtype": str(bench.dtype).removeprefix("torch."),
-        "method": "median of CUDA graph replays in turns, L2 flushed by reading before each; see gpu_bench.py",
-        "warm_up": warmed,
-        "parts": results,
-    }
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if any(result["is_failed"] for result in results.values()) else 0
+    if arguments.warm:
+        return run_warmer(bench, parts, arguments.warm)
+    machine = describe()
+    try:
+        results = stored(arguments.out, machine)
+    except (ValueError, KeyError) as error:
+        print(f"benchmarks.gpu: {error}", file=sys.stderr)
+        return 2
+    print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    warmed = warm_up(parts, arguments) if bench.is_timed and not arguments.no_warm else None
+    has_failed = arguments.has_failed
+    for number, part in enumerate(parts):
+        with torch.inference_mode():
+            result = results[part.name] = run_part(part, bench, ends_at) | {"warm_up": warmed}
+        has_failed |= result["is_failed"]
+        print(table(part.name, result), flush=True)
+        if arguments.out:
+            store(arguments.out, machine, results)
+        left = parts[number + 1 :]
+        if result["error"] and left and is_broken(bench):
+            go_on_afresh(left, arguments, ends_at - time.monotonic())
+    return 1 if has_failed else 0
+
+
+def run_warmer(bench: Bench, parts: list[Part], share: str) -> int:
+    """One of the processes that compile: `share` is which one of how many."""
+    shard, num_shards = (int(number) for number in share.split("/"))
+    has_failed = False
+    for part in parts:
+        if part.warm is None:
+            continue
+        try:
+            with torch.inference_mode():
+                part.warm(bench, shard, num_shards)
+        except Exception:
+            # The other parts' kernels are compiled all the same.
+            traceback.print_exc()
+            has_failed = True
+        bench.drop()
+    return 1 if has_failed else 0
 
 
 if __name__ == "__main__":

@@ -72,7 +72,12 @@ def cases(bench: Bench) -> list[AttentionCase]:
     contexts = (1024,) if bench.is_quick else (512, 1024, 8192)
     prefills = (2048,) if bench.is_quick else (512, 2048, 8192)
     prefill = [AttentionCase(1, length, length) for length in prefills]
-    return [*prefill, *(AttentionCase(batch, context, 1) for context in contexts for batch in batches)]
+    decode = [AttentionCase(batch, context, 1) for context in contexts for batch in batches]
+    if not bench.is_full:
+        # What a context of 1,024 shows, others show again; of the longest, one sequence and many.
+        kept = {(batch, 1024) for batch in batches} | {(1, 8192), (64, 8192)}
+        decode = [case for case in decode if (case.num_sequences, case.context) in kept]
+    return [*prefill, *decode]
 
 
 def run(bench: Bench) -> list[Row]:

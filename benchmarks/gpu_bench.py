@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,9 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "msgspec")
 FLUSH_BYTES = 256 << 20
 """Read between two replays: several times the L2 of any card, so that each replay finds its weights in memory."""
 
+TINY_FLUSH_BYTES = 1 << 16
 MIN_ROUNDS, MAX_ROUNDS = 20, 200
+TINY_ROUNDS = 1
 MIN_SECONDS = 0.05
 MAX_SECONDS = 1.0
 """Each way is replayed `MIN_ROUNDS` times and until its replays took `MIN_SECONDS`, but no more than `MAX_ROUNDS` times
@@ -83,18 +86,34 @@ class Ceilings:
         return max(self.copy, self.read)
 
 
+class HostEvent:
+    """Stands in for a CUDA event where Triton's interpreter is the device, whose work is done when a call returns."""
+
+    def __init__(self) -> None:
+        self._seconds = math.nan
+
+    def record(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds until `end`."""
+        return (end._seconds - self._seconds) * 1e3
+
+
 @dataclass(slots=True)
 class Bench:
     """One run: where it runs, how much it does, and how long it may take.
 
-    `is_tiny` shrinks the model to what Triton's interpreter can do; `is_timed` is false where only answers are checked.
-    A bench that `is_warming` compiles what another process will time: its adapters share a few pages, and its answers
-    are not looked at.
+    `is_tiny` shrinks the model to what Triton's interpreter can do; `is_quick` leaves out most cases, `is_full` none;
+    `is_timed` is false where only answers are checked. A bench that `is_warming` compiles what another process will
+    time: its adapters share a few pages, and its answers are not looked at. `engine_check` is what the check of the
+    engine found, which several parts ask for.
     """
 
     device: torch.device
     is_tiny: bool
     is_quick: bool
+    is_full: bool
     is_timed: bool
     is_warming: bool
     peers: Path
@@ -102,6 +121,7 @@ class Bench:
     ceilings: Ceilings | None = None
     buffer: torch.Tensor | None = None
     flush: torch.Tensor | None = None
+    engine_check: Row | CheckError | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,14 +160,29 @@ class Bench:
         self.release()
         return torch.cuda.mem_get_info(self.device)[0] + (self.buffer.numel() if self.buffer is not None else 0)
 
+    def drop(self) -> None:
+        """Return all that finished parts held, the pool's memory too."""
+        self.buffer = self.flush = None
+        self.release()
+
     def release(self) -> None:
         """Return what finished cases held: graphs keep their memory until they are collected."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def event(self) -> Any:
+        """A mark in the device's current stream, with `record()` and `elapsed_time(end)` in milliseconds."""
+        return torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else HostEvent()
+
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         """`launch` as one CUDA graph; it must have run before, so that nothing is compiled while it is captured."""
+        if self.device.type != "cuda":
+            return launch
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -161,14 +196,15 @@ class Bench:
         would fall into the measured time; and it keeps the card busy while the host submits what is timed.
         """
         if self.flush is None:
-            self.flush = torch.ones(FLUSH_BYTES // 4, device=self.device)
-        events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in ways}
+            num_bytes = TINY_FLUSH_BYTES if self.is_tiny else FLUSH_BYTES
+            self.flush = torch.ones(num_bytes // 4, device=self.device)
+        events = {name: (self.event(), self.event()) for name in ways}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for replay in ways.values():
             replay()
-        torch.cuda.synchronize()
+        self.synchronize()
         started = time.monotonic()
-        for number in range(MAX_ROUNDS):
+        for number in range(TINY_ROUNDS if self.is_tiny else MAX_ROUNDS):
             for name, replay in ways.items():
                 if is_cold:
                     torch.sum(self.flush)
@@ -176,7 +212,7 @@ class Bench:
                 begin.record()
                 replay()
                 end.record()
-            torch.cuda.synchronize()
+            self.synchronize()
             for name, (begin, end) in events.items():
                 seconds[name].append(begin.elapsed_time(end) / 1e3)
             is_long = time.monotonic() - started > MAX_SECONDS * len(ways)

@@ -26,6 +26,10 @@ class Accelerator(Protocol):
         """uint8 `[num_bytes]` in host memory, from which copies to the device need no help of the host."""
         ...
 
+    def host_slab(self, num_bytes: int) -> torch.Tensor:
+        """The same for a large stretch that is kept as long as the engine."""
+        ...
+
     def fence(self) -> Fence:
         """Mark all steps and copies submitted so far on this thread."""
         ...
@@ -39,6 +43,10 @@ class Accelerator(Protocol):
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, whose content is there once a later fence has passed."""
+        ...
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small tensor of the host on the device, for steps submitted from now on."""
         ...
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -64,6 +72,9 @@ class HostAccelerator:
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def host_slab(self, num_bytes: int) -> torch.Tensor:
+        return self.host_buffer(num_bytes)
+
     def fence(self) -> Fence:
         return PassedFence()
 
@@ -74,6 +85,9 @@ class HostAccelerator:
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         return step

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from loramux.engine.eviction import Reclaimer
 from loramux.engine.page_pool import PageOwner, PagePool
 from loramux.kernels.layout import AdapterLayout
 
 NOBODY = 1 << 62
-"""The arrival of a sequence that does not exist: after all that do."""
+"""The rank of a sequence that does not exist: after all that wait."""
+
+PAGE_COST = 0.5
+"""What copying one page of an adapter takes, beside computing one page of K and V: a guess, for policies that ask."""
 
 
 class AdapterPhase(Enum):
@@ -30,6 +33,7 @@ class AdapterPhase(Enum):
 class AdapterEntry:
     """One adapter on its way into the pool, or in it. A slot and pages are held from COPYING on."""
 
+    pool: AdapterPool
     digest: str
     phase: AdapterPhase = AdapterPhase.FETCHING
     slot: int = -1
@@ -37,7 +41,23 @@ class AdapterEntry:
     num_pages: int = 0
     num_users: int = 0
     """Running sequences; the adapter cannot be evicted while there are any."""
+    is_unwelcome: bool = False
+    """It is evicted as soon as nobody uses it."""
     failure: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.digest
+
+    @property
+    def cost(self) -> float:
+        return PAGE_COST * self.num_pages
+
+    def is_protected(self, rank: int) -> bool:
+        return self.pool.rank_of(self) < rank
+
+    def evict(self) -> None:
+        self.pool.forget(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +106,26 @@ class AdapterLoader(Protocol):
 class AdapterPool:
     """Adapters by digest, with a slot and pages each while resident.
 
-    Idle adapters stay until their pages or their slot are needed; the least recently used goes first.
+    Idle adapters stay until their pages or their slot are needed by what the eviction policy values more.
     """
 
-    def __init__(self, pages: PagePool, num_slots: int, loader: AdapterLoader) -> None:
+    def __init__(self, pages: PagePool, num_slots: int, loader: AdapterLoader, reclaimer: Reclaimer) -> None:
         self._pages = pages
         self._loader = loader
+        self._reclaimer = reclaimer
         self._entries: dict[str, AdapterEntry] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        # Resident adapters without users, least recently used first.
-        self._idle: OrderedDict[str, AdapterEntry] = OrderedDict()
         self._placing: list[AdapterEntry] = []
-        # Arrival of the oldest waiting sequence of each adapter, as of the last poll.
+        # The rank of the first waiting sequence of each adapter, as of the last poll.
         self._wanted: Mapping[str, int] = {}
+        self.on_residency: Callable[[str, bool], None] = lambda digest, is_resident: None
+        """Called when an adapter has become resident, and when it no longer is."""
         self.num_loads = 0
         self.num_evictions = 0
 
-    def num_pages_wanted(self, arrival: int) -> int:
-        """Pages that a fetched adapter waits for; a sequence that arrived after its own is not admitted into these."""
-        if not self._placing or self._turn(self._placing[0]) > arrival:
+    def num_pages_wanted(self, rank: int) -> int:
+        """Pages that a fetched adapter waits for; a sequence whose turn comes later is not admitted into these."""
+        if not self._placing or self.rank_of(self._placing[0]) > rank:
             return 0
         return self._placing[0].num_pages
 
@@ -115,7 +136,7 @@ class AdapterPool:
         """Begin to load the adapter unless it is resident or on its way; never waits."""
         entry = self._entries.get(digest)
         if entry is None:
-            entry = self._entries[digest] = AdapterEntry(digest)
+            entry = self._entries[digest] = AdapterEntry(self, digest)
             self._loader.fetch(digest)
         return entry
 
@@ -125,24 +146,25 @@ class AdapterPool:
     def acquire(self, entry: AdapterEntry) -> int:
         """Pin a resident adapter for one running sequence and return its slot."""
         assert entry.phase is AdapterPhase.RESIDENT
+        if entry.num_users == 0:
+            self._reclaimer.policy.discard(entry)
         entry.num_users += 1
-        self._idle.pop(entry.digest, None)
         return entry.slot
 
     def release(self, digest: str) -> None:
-        """Undo one `acquire`; without users the adapter becomes the most recently used idle one."""
+        """Undo one `acquire`; without users the adapter becomes evictable."""
         entry = self._entries[digest]
         assert entry.num_users > 0
         entry.num_users -= 1
         if entry.num_users == 0:
-            self._idle[digest] = entry
+            self._rest(entry)
 
     def poll(self, wanted: Mapping[str, int]) -> list[AdapterEntry]:
         """Advance loading by what has happened; returns the adapters that became resident or failed.
 
-        `wanted` holds the arrival of the oldest waiting sequence of each adapter that one waits for. Fetched adapters
-        get room in that order and take none from an adapter that an older sequence waits for, so that the oldest
-        always gets on. A failed adapter is forgotten, so that the next request tries again.
+        `wanted` holds the rank of the first waiting sequence of each adapter that one waits for: its place in the order
+        of turns. Fetched adapters get room in that order and take none from an adapter that an earlier sequence waits
+        for, so that the first always gets on. A failed adapter is forgotten, so that the next request tries again.
         """
         self._wanted = wanted
         settled: list[AdapterEntry] = []
@@ -161,46 +183,64 @@ class AdapterPool:
                 case Copied():
                     self._loader.publish(entry.digest, entry.slot, entry.pages)
                     entry.phase = AdapterPhase.RESIDENT
-                    self._idle[entry.digest] = entry
                     self.num_loads += 1
                     settled.append(entry)
+                    self.on_residency(entry.digest, True)
+                    self._rest(entry)
                 case LoadFailed(message=message):
                     self._fail(entry, message)
                     settled.append(entry)
         self._place()
         return settled
 
-    def evict_idle(self, num_pages: int, arrival: int) -> bool:
-        """Evict idle adapters, least recently used first, until `num_pages` are free; False when it cannot.
-
-        For a sequence of this arrival: what an older one waits for stays.
-        """
-        while not self._pages.can_alloc(num_pages):
-            oldest = self._oldest_idle(arrival)
-            if oldest is None:
-                return False
-            self._evict(oldest)
-        return True
-
     def unload(self, digest: str) -> bool:
-        """Evict the adapter if it is idle; False while it is loading or in use."""
+        """Forget the adapter if nobody uses it and it is not being copied; False otherwise."""
         entry = self._entries.get(digest)
         if entry is None:
             return True
-        if entry.digest not in self._idle:
+        if entry.phase is AdapterPhase.PLACING:
+            # It holds nothing yet but the file in memory.
+            self._placing.remove(entry)
+            self._loader.drop(digest)
+            del self._entries[digest]
+            return True
+        if entry.phase is not AdapterPhase.RESIDENT or entry.num_users:
             return False
-        self._evict(entry)
+        self._reclaimer.policy.discard(entry)
+        self.forget(entry)
         return True
+
+    def turn_out(self, digest: str) -> None:
+        """Evict the adapter now or, while someone uses it, as soon as nobody does."""
+        entry = self._entries.get(digest)
+        if entry is None:
+            return
+        entry.is_unwelcome = True
+        if entry.phase is AdapterPhase.RESIDENT and entry.num_users == 0:
+            self._reclaimer.policy.discard(entry)
+            self.forget(entry)
+
+    def rank_of(self, entry: AdapterEntry) -> int:
+        """The rank of the first sequence that waits for the adapter; after all others where none does."""
+        return self._wanted.get(entry.digest, NOBODY)
+
+    def forget(self, entry: AdapterEntry) -> None:
+        """Evict an adapter that the policy no longer holds."""
+        assert entry.num_users == 0
+        assert entry.phase is AdapterPhase.RESIDENT
+        del self._entries[entry.digest]
+        self._give_back(entry)
+        self.on_residency(entry.digest, False)
+        self.num_evictions += 1
 
     def _place(self) -> None:
         """Give room to fetched adapters in turn; the first that does not fit keeps those behind it waiting."""
-        self._placing.sort(key=self._turn)
+        self._placing.sort(key=self.rank_of)
         while self._placing:
             entry = self._placing[0]
-            oldest = self._oldest_idle(self._turn(entry))
-            if not self._free_slots and oldest is not None:
-                self._evict(oldest)
-            if not self._free_slots or not self.evict_idle(entry.num_pages, self._turn(entry)):
+            if not self._find_slot(self.rank_of(entry)):
+                return
+            if not self._reclaimer.make_room(entry.num_pages, self.rank_of(entry)):
                 return
             self._placing.pop(0)
             entry.slot = self._free_slots.pop()
@@ -208,21 +248,17 @@ class AdapterPool:
             entry.phase = AdapterPhase.COPYING
             self._loader.copy(entry.digest, entry.pages)
 
-    def _turn(self, entry: AdapterEntry) -> int:
-        """Arrival of the oldest sequence that waits for the adapter; after all others where none does."""
-        return self._wanted.get(entry.digest, NOBODY)
+    def _find_slot(self, rank: int) -> bool:
+        if self._free_slots:
+            return True
+        return self._reclaimer.evict_one(lambda item: isinstance(item, AdapterEntry) and not item.is_protected(rank))
 
-    def _oldest_idle(self, arrival: int) -> AdapterEntry | None:
-        """The least recently used idle adapter that no sequence from before `arrival` waits for."""
-        return next((entry for entry in self._idle.values() if self._turn(entry) >= arrival), None)
-
-    def _evict(self, entry: AdapterEntry) -> None:
-        assert entry.num_users == 0
-        assert entry.phase is AdapterPhase.RESIDENT
-        self._idle.pop(entry.digest)
-        del self._entries[entry.digest]
-        self._give_back(entry)
-        self.num_evictions += 1
+    def _rest(self, entry: AdapterEntry) -> None:
+        """Nobody uses the adapter any more, or yet."""
+        if entry.is_unwelcome:
+            self.forget(entry)
+        else:
+            self._reclaimer.policy.add(entry)
 
     def _fail(self, entry: AdapterEntry, message: str) -> None:
         entry.phase = AdapterPhase.FAILED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from loramux.adapter_store.blob_url import open_blob_store
+from loramux.adapter_store.packed_file import plain_memory
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.accelerator import Accelerator
@@ -20,16 +22,21 @@ from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, reso
 from loramux.engine.device_sampler import DeviceSampler
 from loramux.engine.direct_executor import DirectExecutor
 from loramux.engine.engine import Engine, EngineLimits, Executor
+from loramux.engine.eviction import LeastRecentlyUsed, Reclaimer
 from loramux.engine.graph_executor import GraphExecutor
+from loramux.engine.host_slab import HostSlab
+from loramux.engine.kv_pages import KvPages
 from loramux.engine.messages import Add, EngineReady, SamplingParams
 from loramux.engine.model import Decoder
 from loramux.engine.model_config import ModelConfig
 from loramux.engine.page_pool import PagePool
 from loramux.engine.pool_memory import allocate_pool, pool_bytes_of
-from loramux.engine.scheduler import Scheduler
+from loramux.engine.prefix_cache import PrefixCache
+from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequence import Sequence, page_list
 from loramux.engine.slot_tables import SlotTables
 from loramux.engine.step_buffer import StepBuffer
+from loramux.engine.step_shape import reachable_shapes
 from loramux.engine.tier_loader import AdapterSource, TierLoader
 from loramux.engine.weights import WeightSource, open_weights
 from loramux.kernels.dispatch import Kernels
@@ -50,14 +57,17 @@ class AssembledEngine:
 
 
 def open_source(config: EngineConfig, target: PackTarget, accelerator: Accelerator) -> TieredStore:
-    """The store's tiers as the configuration places them, the host's in memory that the device copies from."""
+    """The store's tiers as the configuration places them, the host's in memory that a GPU copies from by itself."""
+    allocate = plain_memory
+    if accelerator.device.type != "cpu":
+        allocate = HostSlab(accelerator.host_slab(config.host_tier_bytes)).allocate
     return TieredStore(
         open_blob_store(config.blob_url),
         target,
         Path(config.cache_dir),
         config.disk_tier_bytes,
         config.host_tier_bytes,
-        lambda num_bytes: accelerator.host_buffer(num_bytes).numpy(),
+        allocate,
     )
 
 
@@ -85,19 +95,33 @@ def assemble_engine(
     views = allocate_pool(target.geometry, pool_bytes, DTYPES[dtype], DTYPES[dtype], backend.device)
     kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
+    reclaimer = Reclaimer(pages, LeastRecentlyUsed())
     source = source or open_source(config, target, backend.accelerator)
     loader = TierLoader(source, views, tables, backend.accelerator, config.num_loaders, wake)
-    adapters = AdapterPool(pages, config.max_resident_adapters, loader)
+    adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer)
     page_tokens = target.geometry.page_tokens
     executor = _make_executor(config, model, max_model_len, page_tokens, decoder, kernels, tables, backend)
-    warm_up(executor, page_tokens)
+    warm_up(executor, config, page_tokens, backend.compiles)
+    prefixes = PrefixCache(pages, reclaimer.policy, page_tokens, identity=(repr(model).encode(), dtype.encode()))
+    kv = KvPages(pages, reclaimer, prefixes, page_tokens)
     engine = Engine(
-        limits=EngineLimits(model.vocab_size, max_model_len, model.eos_token_ids, page_tokens),
+        limits=EngineLimits(
+            model.vocab_size,
+            max_model_len,
+            model.eos_token_ids,
+            page_tokens,
+            config.max_waiting_tokens,
+            config.max_waiting_s,
+        ),
         pages=pages,
         adapters=adapters,
-        scheduler=Scheduler(pages, adapters, page_tokens, config.max_batch_tokens, config.max_sequences),
+        prefixes=prefixes,
+        scheduler=Scheduler(
+            kv, adapters, SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
+        ),
         executor=executor,
         seeds=random.Random(config.seed),
+        clock=time.monotonic,
         lookahead=backend.runs_ahead,
     )
     ready = EngineReady(
@@ -110,8 +134,8 @@ def assemble_engine(
     return AssembledEngine(engine, loader, views, ready)
 
 
-def warm_up(executor: Executor, page_tokens: int) -> None:
-    """Run a prompt and a decode row of an empty adapter once, so that no request waits for kernels to load.
+def warm_up(executor: Executor, config: EngineConfig, page_tokens: int, compiles: bool) -> None:
+    """Run steps of every kind once, so that no request waits for kernels to load.
 
     Writes K and V to page 0, which has no owner yet.
     """
@@ -119,6 +143,8 @@ def warm_up(executor: Executor, page_tokens: int) -> None:
         add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
         sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, pages=page_list([0]))
         executor.submit(build_batch([ScheduledSequence(sequence, num_prompt)], page_tokens)).tokens()
+    if compiles and isinstance(executor, GraphExecutor):
+        executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
 
 
 def _load_decoder(

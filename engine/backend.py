@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,8 @@ from loramux.engine.errors import DeviceNotUsable
 from loramux.kernels.cpu_linear import PackedLinear
 from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
 from loramux.kernels.tables import PoolViews
+
+SWITCH_INTERVAL_S = 0.0005
 
 
 class Linear(Protocol):
@@ -41,7 +44,7 @@ class Backend:
     """One device's parts. `activation_dtype` None is that of the weights.
 
     A device with `sample_tokens` chooses tokens itself; its steps are padded, captured as graphs, and submitted before
-    the host knows the tokens of the step before.
+    the host knows the tokens of the step before. Where it also `compiles`, kernels are made for each shape.
     """
 
     accelerator: Accelerator
@@ -49,6 +52,7 @@ class Backend:
     make_linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
     activation_dtype: torch.dtype | None
     sample_tokens: SampleTokens | None = None
+    compiles: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +80,8 @@ def open_backend(device: str) -> Backend:
     # A CPU needs no triton.
     from loramux.kernels.sampling import sample_tokens
 
+    # Loader threads hold the interpreter's lock for shorter stretches: the thread that submits steps waits for it.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
     return Backend(
         accelerator=accelerator,
@@ -83,4 +89,5 @@ def open_backend(device: str) -> Backend:
         make_linear=DenseLinear,
         activation_dtype=None,
         sample_tokens=sample_tokens,
+        compiles=True,
     )

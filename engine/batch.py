@@ -75,6 +75,27 @@ class StepInputs:
     sample_rows: torch.Tensor
 
 
+def _no_rows() -> Batch:
+    none = np.zeros(0, np.int32)
+    return Batch(
+        tokens=none,
+        positions=none,
+        slots=none,
+        cu_q=np.zeros(1, np.int32),
+        seq_lens=none,
+        pages=none,
+        page_starts=none,
+        kv_slots=none.astype(np.int64),
+        max_q=0,
+        sample_rows=none,
+        samples=(),
+    )
+
+
+NO_ROWS = _no_rows()
+"""A step without a sequence: in a padded shape, all of it is padding."""
+
+
 def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     """Lay the scheduled sequences one after another."""
     sequences = [item.sequence for item in scheduled]
@@ -83,7 +104,7 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     num_pages = np.array([len(one.pages) for one in sequences], np.int32)
     cu_q = _running_sum(counts)
     page_starts = _running_sum(num_pages)
-    pages = np.fromiter(chain.from_iterable(one.pages for one in sequences), np.int32, int(page_starts[-1]))
+    pages = np.concatenate([np.frombuffer(one.pages, np.int32) for one in sequences])
     of_row = np.repeat(np.arange(len(scheduled)), counts)
     positions = np.arange(cu_q[-1], dtype=np.int32) - cu_q[of_row] + starts[of_row]
     page_of_row = pages[page_starts[of_row] + positions // page_tokens].astype(np.int64)

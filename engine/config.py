@@ -40,6 +40,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Token rows of one step: decode rows first, prompt chunks in the rest."""
     max_sequences: int = DEFAULT_SEQUENCES["cpu"]
     """Sequences that run at once; further ones wait."""
+    max_waiting_tokens: int = 1 << 22
+    """Prompts and grants that may wait for their first step; what exceeds it is refused as `overloaded`."""
+    max_waiting_s: float = 300.0
+    """How long a request may wait for its first step before it is refused as `overloaded`."""
     max_resident_adapters: int = 256
     """Slots of the adapter tables."""
     disk_tier_bytes: int = 16 << 30

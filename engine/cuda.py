@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 
 import torch
 
 from loramux.engine.accelerator import Fence
+
+UPLOAD_BYTES = 16 << 20
+"""Bytes of an adapter that are queued at a time: a step's metadata, which is copied too, waits no longer for them."""
 
 
 class CudaFence:
@@ -26,7 +30,7 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         torch.cuda.set_device(device)
-        # A graph cannot be captured on the default stream, whose operations also wait for those of all others.
+        # A graph cannot be captured on the default stream.
         self._steps = torch.cuda.Stream(device)
         self._uploads = torch.cuda.Stream(device)
         self._graph_pool = torch.cuda.graph_pool_handle()
@@ -35,32 +39,56 @@ class CudaAccelerator:
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def host_slab(self, num_bytes: int) -> torch.Tensor:
+        # Torch's own pinned memory is rounded up to a power of two. This is never given back: it lives as the engine.
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            # Where the driver refuses, copies from it are slower and just as right.
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)
+        return memory
+
     def fence(self) -> CudaFence:
         return CudaFence(self._steps)
 
     def upload(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Fence) -> None:
         assert isinstance(after, CudaFence)
-        # The waiting thread sleeps: a spinning one would take time from the thread that submits steps.
-        done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._uploads):
             self._uploads.wait_event(after.event)
             try:
+                num_queued = 0
                 for target, source in copies:
                     target.copy_(source, non_blocking=True)
+                    num_queued += source.nbytes
+                    if num_queued >= UPLOAD_BYTES:
+                        self._await_uploads()
+                        num_queued = 0
             finally:
                 # Also after a failure: whoever gets these pages next must not be overwritten by a straggler.
-                done.record(self._uploads)
-                done.synchronize()
+                self._await_uploads()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", non_blocking=True)
 
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate and wait for events meanwhile; only this thread's calls are checked.
-        graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+        # Memory that the collector frees meanwhile might be asked for its events, which a capture forbids.
+        is_collecting = gc.isenabled()
+        gc.disable()
         try:
+            # Other threads may allocate and wait for events meanwhile; only this thread's calls are checked.
+            graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
             step()
-        finally:
             graph.capture_end()
+        finally:
+            if is_collecting:
+                gc.enable()
         return graph.replay
+
+    def _await_uploads(self) -> None:
+        # The waiting thread sleeps: a spinning one would take time from the thread that submits steps.
+        done = torch.cuda.Event(blocking=True)
+        done.record(self._uploads)
+        done.synchronize()

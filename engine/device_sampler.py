@@ -145,9 +145,15 @@ class DeviceSampler:
 
     def _forbid_the_end(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> None:
         """Forbid the tokens that would end a sequence before its `min_tokens`."""
-        for row, one in enumerate(samples):
-            if one.is_short:
-                for token_id in {*one.params.stop_token_ids, *self._eos_token_ids}:
-                    value = logits[row, token_id]
-                    # What is not finite stays, so that the row is still found to be broken.
-                    value.masked_fill_(torch.isfinite(value), FORBIDDEN)
+        places = [
+            (row, token_id)
+            for row, one in enumerate(samples)
+            if one.is_short
+            for token_id in {*one.params.stop_token_ids, *self._eos_token_ids}
+        ]
+        if not places:
+            return
+        rows, token_ids = self._accelerator.stage(torch.tensor(places)).unbind(1)
+        values = logits[rows, token_ids]
+        # What is not finite stays, so that the row is still found to be broken.
+        logits[rows, token_ids] = torch.where(torch.isfinite(values), FORBIDDEN, values)

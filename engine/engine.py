@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from loramux.engine.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
 from loramux.engine.batch import Batch, ScheduledSequence, build_batch
@@ -13,6 +16,7 @@ from loramux.engine.messages import (
     Abort,
     AdapterState,
     Add,
+    Extend,
     Finished,
     FromEngine,
     Load,
@@ -24,9 +28,14 @@ from loramux.engine.messages import (
     Unload,
 )
 from loramux.engine.page_pool import PageOwner, PagePool
+from loramux.engine.prefix_cache import PrefixCache
 from loramux.engine.sampler import SampledToken
 from loramux.engine.scheduler import Scheduler
 from loramux.engine.sequence import Sequence, SequenceState
+from loramux.engine.timers import Timers
+
+MAX_STRIKES = 3
+"""Rows that were not finite after which an adapter is refused until the engine starts again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,10 @@ class EngineLimits:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     page_tokens: int
+    max_waiting_tokens: int = 1 << 62
+    """Prompts and grants that may wait in all; beyond, the share with most waiting for its weight loses its newest."""
+    max_waiting_s: float = float("inf")
+    """How long a request may wait for its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +98,18 @@ class Engine:
         limits: EngineLimits,
         pages: PagePool,
         adapters: AdapterPool,
+        prefixes: PrefixCache,
         scheduler: Scheduler,
         executor: Executor,
         seeds: random.Random,
+        clock: Callable[[], float],
         lookahead: bool = False,
     ) -> None:
         self._limits = limits
         self._pages = pages
         self._adapters = adapters
+        self._prefixes = prefixes
+        self._timers = Timers(clock)
         self._scheduler = scheduler
         self._executor = executor
         self._seeds = seeds
@@ -103,11 +120,14 @@ class Engine:
         self._outbox: list[Outbound] = []
         self._loads: list[tuple[bytes, Load]] = []
         self._unloads: list[tuple[bytes, Unload]] = []
+        # How often an adapter's logits were not finite.
+        self._strikes: Counter[str] = Counter()
         self._num_steps = 0
         self._num_mixed_steps = 0
         self._max_adapters_in_step = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
+        self._cached_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -137,6 +157,22 @@ class Engine:
         self._num_arrivals += 1
         self._sequences[add.sequence_id] = sequence
         self._scheduler.add(sequence)
+        if add.timeout_s is not None:
+            self._timers.after(add.timeout_s, lambda: self._time_out(sequence))
+        if self._limits.max_waiting_s != float("inf"):
+            self._timers.after(self._limits.max_waiting_s, lambda: self._give_up_waiting(sequence))
+        self._shed()
+
+    def extend(self, extend: Extend) -> None:
+        """Raise the limit of a sequence, as far as the context reaches; one that paused goes on."""
+        sequence = self._sequences.get(extend.sequence_id)
+        if sequence is None:
+            return
+        room = self._limits.max_model_len - sequence.num_prompt
+        max_tokens = max(sequence.add.max_tokens, min(extend.max_tokens, room))
+        self._scheduler.change(sequence, msgspec.structs.replace(sequence.add, max_tokens=max_tokens))
+        if not sequence.is_chosen_out:
+            sequence.is_paused = False
 
     def abort(self, abort: Abort) -> None:
         """End a sequence and report what is billed; one that has ended already is left as it was."""
@@ -158,12 +194,15 @@ class Engine:
 
     def unload(self, owner: bytes, unload: Unload) -> None:
         self._unloads.append((owner, unload))
+        if unload.deadline_s is not None:
+            self._timers.after(unload.deadline_s, lambda: self._take_away(unload))
 
     # Schedule, submit, commit
 
     def step(self) -> bool:
         """Run one step; False when nothing could run, because there is nothing or because adapters are loading."""
-        self._settle_loads(self._adapters.poll(self._scheduler.oldest_waiters()))
+        self._timers.fire()
+        self._settle_loads(self._adapters.poll(self._scheduler.take_turns()))
         scheduled = self._scheduler.schedule()
         self._refuse_unfit()
         submitted = self._submit(scheduled) if scheduled else None
@@ -178,8 +217,10 @@ class Engine:
         result = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
         self._count(scheduled)
         for item in scheduled:
-            item.sequence.num_computed += item.num_tokens
-            item.sequence.has_run = True
+            if not item.sequence.has_run:
+                item.sequence.has_run = True
+                self._cached_tokens += item.sequence.num_cached
+            self._scheduler.advance(item)
         for index, sequence in enumerate(sampling):
             sequence.num_in_flight += 1
             sequence.sample_index = index
@@ -197,6 +238,7 @@ class Engine:
                 ended.append((sequence, "not_finite"))
                 continue
             sequence.tokens.append(token.token_id)
+            self._scheduler.queue.charge_output(sequence)
             self._completion_tokens += 1
             if self._stops(sequence, token.token_id):
                 ended.append((sequence, "stop"))
@@ -208,12 +250,13 @@ class Engine:
                     logprobs=() if token.logprobs is None else (token.logprobs,),
                 )
             )
-            if sequence.num_completion >= sequence.add.max_tokens:
+            if sequence.num_completion >= sequence.add.max_tokens and not self._pauses(sequence):
                 ended.append((sequence, "length"))
         for owner, items in outputs.items():
             self._outbox.append(Outbound(owner, StepOutput(outputs=tuple(items))))
         for sequence, reason in ended:
             if reason == "not_finite":
+                self._strike(sequence)
                 self._end(sequence, "error", reason, "the model produced values that are not finite")
             else:
                 self._end(sequence, reason)
@@ -241,11 +284,12 @@ class Engine:
         message: str | None = None,
         num_completion: int | None = None,
     ) -> None:
-        self._scheduler.finish(sequence)
+        self._scheduler.finish(sequence, is_broken=code == "not_finite")
         del self._sequences[sequence.sequence_id]
         billed = sequence.num_completion if num_completion is None else num_completion
         num_prompt = sequence.num_prompt if sequence.has_run else 0
-        self._emit_finished(sequence.owner, sequence.sequence_id, num_prompt, billed, reason, code, message)
+        cached = min(sequence.num_cached, num_prompt)
+        self._emit_finished(sequence.owner, sequence.sequence_id, num_prompt, billed, reason, code, message, cached)
 
     def _emit_finished(
         self,
@@ -256,12 +300,14 @@ class Engine:
         reason: str,
         code: str | None,
         message: str | None,
+        num_cached: int = 0,
     ) -> None:
         finished = Finished(
             sequence_id=sequence_id,
             reason=reason,
             prompt_tokens=num_prompt,
             completion_tokens=num_completion,
+            cached_tokens=num_cached,
             code=code,
             message=message,
         )
@@ -279,9 +325,58 @@ class Engine:
         total = len(add.prompt) + add.max_tokens
         if total > limits.max_model_len:
             return "prompt_too_long", f"{total} tokens exceed the context of {limits.max_model_len}"
-        if self._scheduler.max_pages(add) > self._pages.num_pages:
+        if self._scheduler.can_never_hold(total):
             return "request_too_large", "the request needs more pages than the pool has"
+        if add.digest is not None and self._strikes[add.digest] >= MAX_STRIKES:
+            return "adapter_quarantined", "the adapter produced values that are not finite too often"
         return None
+
+    def _pauses(self, sequence: Sequence) -> bool:
+        """Let a sequence at its limit wait for a higher one, if it may."""
+        if sequence.add.pause_s <= 0 or sequence.num_reserved >= self._limits.max_model_len:
+            return False
+        sequence.is_paused = True
+        limit = sequence.add.max_tokens
+        self._timers.after(sequence.add.pause_s, lambda: self._end_pause(sequence, limit))
+        return True
+
+    def _end_pause(self, sequence: Sequence, limit: int) -> None:
+        if sequence.state is not SequenceState.FINISHED and sequence.is_paused and sequence.add.max_tokens == limit:
+            self._end(sequence, "length")
+
+    def _time_out(self, sequence: Sequence) -> None:
+        if sequence.state is not SequenceState.FINISHED:
+            self._end(sequence, "error", "deadline_exceeded", "the request's time was up before it was through")
+
+    def _give_up_waiting(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.WAITING and not sequence.has_run:
+            self._end(sequence, "error", "overloaded", "the request waited too long for its first step")
+
+    def _shed(self) -> None:
+        """Refuse what makes the queue too long, from the share with most waiting for its weight."""
+        queue = self._scheduler.queue
+        while queue.num_waiting > 1 and queue.num_waiting_tokens > self._limits.max_waiting_tokens:
+            sequence = queue.most_dispensable()
+            if sequence is None:
+                return
+            self._end(sequence, "error", "overloaded", "too many tokens wait already")
+
+    def _strike(self, sequence: Sequence) -> None:
+        """The adapter of a row that was not finite leaves the pool; what it computed is forgotten."""
+        digest = sequence.add.digest
+        if digest is None:
+            return
+        self._strikes[digest] += 1
+        self._prefixes.purge(digest)
+        self._adapters.turn_out(digest)
+
+    def _take_away(self, unload: Unload) -> None:
+        """An unload's time is up: whoever still wants the adapter is ended."""
+        if not any(pending is unload for _, pending in self._unloads):
+            return
+        for sequence in list(self._sequences.values()):
+            if sequence.add.digest == unload.digest:
+                self._end(sequence, "error", "adapter_unavailable", "the adapter was unloaded")
 
     def _refuse_unfit(self) -> None:
         for sequence in self._scheduler.take_unfit():
@@ -308,6 +403,7 @@ class Engine:
         for owner, unload in list(self._unloads):
             is_wanted = any(one.add.digest == unload.digest for one in self._sequences.values())
             if not is_wanted and self._adapters.unload(unload.digest):
+                self._prefixes.purge(unload.digest)
                 self._unloads.remove((owner, unload))
                 self._answer(owner, unload.call_id, unload.digest, "absent", 0)
 
@@ -334,13 +430,15 @@ class Engine:
             call_id=request.call_id,
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_waiting=self._scheduler.queue.num_waiting,
             num_pages=self._pages.num_pages,
             num_free_pages=self._pages.num_free,
             num_kv_pages=self._pages.num_owned(PageOwner.KV),
             num_adapter_pages=self._pages.num_owned(PageOwner.ADAPTER),
+            num_prefix_pages=len(self._prefixes),
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
+            cached_tokens=self._cached_tokens,
             num_adapter_loads=self._adapters.num_loads,
             num_adapter_evictions=self._adapters.num_evictions,
             num_preemptions=self._scheduler.num_preemptions,
@@ -353,9 +451,9 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """With no sequence left, every page is free or belongs to a resident adapter."""
+        """With no sequence left, every page is free, a resident adapter's, or one of the prefix cache."""
         self._pages.check_integrity()
         if not self._sequences:
-            assert self._pages.num_owned(PageOwner.KV) == 0
+            assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle
             held = sum(len(entry.pages) for entry in self._adapters.entries())
             assert self._pages.num_owned(PageOwner.ADAPTER) == held

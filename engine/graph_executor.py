@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 
 from loramux.engine.accelerator import Accelerator
-from loramux.engine.batch import Batch
+from loramux.engine.batch import NO_ROWS, Batch
 from loramux.engine.device_sampler import DeviceSampler, SampledStep
+from loramux.engine.messages import SamplingParams
 from loramux.engine.model import Decoder
+from loramux.engine.sampler import SamplingRow
 from loramux.engine.slot_tables import SlotTables
 from loramux.engine.step_buffer import StepBuffer, StepLayout
 from loramux.engine.step_shape import StepShape, step_shape
@@ -41,6 +43,7 @@ class GraphExecutor:
         self._accelerator = accelerator
         self._buffer = buffer
         self._sampler = sampler
+        self._max_sequences = max_sequences
         self._graphs: dict[StepShape, Callable[[], None]] = {}
         self._has_run: set[StepShape] = set()
         # Where captured steps leave the normed rows that tokens are chosen after.
@@ -50,6 +53,19 @@ class GraphExecutor:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+    def warm_up(self, shapes: Iterable[StepShape]) -> None:
+        """Run each shape with nothing but padding in it, so that no request waits for kernels to be compiled or loaded,
+        and so that whatever memory the largest takes is taken now. A captured step is captured when it first occurs."""
+        for shape in shapes:
+            layout = self._buffer.load(NO_ROWS, shape)
+            self._forward(layout)
+            if shape.is_captured:
+                self._has_run.add(shape)
+            for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=5, top_p=0.5)):
+                samples = [SamplingRow(params, 0, 0)] * min(shape.num_sequences, self._max_sequences)
+                logits = self._decoder.logits(self._hidden[: len(samples)])
+                self._sampler.choose(logits, samples, layout.sampling).tokens()
 
     def submit(self, batch: Batch) -> SampledStep:
         layout = self._buffer.load(batch, self._shape(batch))

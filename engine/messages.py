@@ -35,7 +35,20 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     share_key: str = ""
     weight: int = 1
     isolation_key: bytes = b""
+    """Sequences with the same key may share the K and V of equal prefixes; an empty one shares with nobody."""
     priority: int = 0
+    """Higher ones go first, also before fairness between shares."""
+    timeout_s: float | None = None
+    """The sequence ends with `deadline_exceeded` when it is not through by then; None: never."""
+    pause_s: float = 0.0
+    """How long the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
+
+
+class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Raise a sequence's limit to `max_tokens`; one that has ended already is left as it was."""
+
+    sequence_id: str
+    max_tokens: int
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -53,10 +66,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Free an adapter's pages once no running sequence uses them; answered by AdapterState."""
+    """Free an adapter's pages, and forget what it computed, once no sequence wants it; answered by AdapterState.
+
+    With `deadline_s`, sequences that still want it then are ended with `adapter_unavailable`.
+    """
 
     call_id: str
     digest: str
+    deadline_s: float | None = None
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -100,7 +117,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The end of a sequence and the truth for its bill; follows its last SequenceOutput.
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`; with `error`, `code` is one of
-    `adapter_unavailable`, `prompt_too_long`, `request_too_large`, `not_finite`, `engine_unavailable`, `overloaded`.
+    `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
+    `request_too_large`, `not_finite`, `engine_unavailable`, `overloaded`.
     `completion_tokens` counts the tokens that the engine committed, the end-of-sequence token included;
     `prompt_tokens` is 0 where no step ever held the sequence.
     """
@@ -144,8 +162,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_free_pages: int
     num_kv_pages: int
     num_adapter_pages: int
+    num_prefix_pages: int
+    """Pages of K and V that the prefix cache knows, in use or not."""
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache spared."""
     num_adapter_loads: int
     num_adapter_evictions: int
     num_preemptions: int
@@ -165,5 +187,5 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
 
 
-ToEngine = Add | Abort | Load | Unload | Credit | StatsRequest
+ToEngine = Add | Extend | Abort | Load | Unload | Credit | StatsRequest
 FromEngine = StepOutput | Finished | AdapterState | Stats | EngineReady

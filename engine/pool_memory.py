@@ -15,14 +15,19 @@ GPU_RESERVE = 0.08
 """The share of a GPU's memory that stays free for activations, graphs and other programs' contexts."""
 
 
+MIN_RESERVE_BYTES = 2 << 30
+
+
 def pool_bytes_of(wanted: int | None, device: torch.device) -> int:
     """The pool's size: what was asked for, else on a GPU most of what the model has left."""
     if wanted is not None:
         return wanted
     if device.type == "cpu":
         return DEFAULT_BYTES
+    # What loading the model left in torch's cache is free as well.
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, free - int(GPU_RESERVE * total))
+    return max(0, free - max(MIN_RESERVE_BYTES, int(GPU_RESERVE * total)))
 
 
 def allocate_pool(

@@ -19,7 +19,7 @@ from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.config import EngineConfig
 from loramux.engine.errors import EngineError
 from loramux.engine.gateway_link import GatewayLink
-from loramux.engine.messages import Abort, Add, Credit, FromEngine, Load, StatsRequest, ToEngine, Unload
+from loramux.engine.messages import Abort, Add, Credit, Extend, FromEngine, Load, StatsRequest, ToEngine, Unload
 
 EXIT_REFUSED = 3
 """The configuration cannot work, so a restart would not help; the reason is the last line on standard error."""
@@ -80,6 +80,8 @@ class EngineServer:
         match message:
             case Add():
                 self._engine.add(owner, message)
+            case Extend():
+                self._engine.extend(message)
             case Abort():
                 self._engine.abort(message)
             case Load():

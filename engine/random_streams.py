@@ -38,4 +38,5 @@ def uniforms(seeds: Iterable[int], counters: Iterable[int]) -> npt.NDArray[np.fl
     place = np.array(list(counters), np.uint64)
     zero = np.zeros_like(place)
     words = philox(np.stack([place & _WORD, place >> _HALF, zero, zero]), np.stack([seed & _WORD, seed >> _HALF]))
-    return ((words[0] >> np.uint64(8)) * np.float64(2.0**-24)).astype(np.float32)
+    drawn: npt.NDArray[np.float32] = (words[0] >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)
+    return drawn

@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import dataclass
 
-from loramux.engine.adapter_pool import AdapterPhase, AdapterPool
+from loramux.engine.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
 from loramux.engine.batch import ScheduledSequence
+from loramux.engine.fair_queue import FairQueue
+from loramux.engine.kv_pages import KvPages
 from loramux.engine.messages import Add
-from loramux.engine.page_pool import PageOwner, PagePool
-from loramux.engine.sequence import Sequence, SequenceState, page_list
+from loramux.engine.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`max_batch_tokens` rows a step, `max_sequences` running at once.
+
+    Of the sequences that wait for an adapter the first `look_ahead` have theirs loaded before their turn.
+    """
+
+    max_batch_tokens: int
+    max_sequences: int
+    look_ahead: int
 
 
 class Scheduler:
     """Waiting and running sequences of one engine.
 
-    Decode rows come first, then chunks of prompts that are running, then new sequences in order of arrival. A
+    Decode rows come first, then chunks of prompts that are running, then new sequences in the order of their turns. A
     sequence whose adapter is still loading is passed over; it blocks nobody. When no page is left for a running
-    sequence, the youngest running one gives its pages back and is computed again later.
+    sequence, another gives its pages back and is computed again later: the one of the lowest priority, then of the
+    share that was served most, then the youngest.
     """
 
-    def __init__(
-        self, pages: PagePool, adapters: AdapterPool, page_tokens: int, max_batch_tokens: int, max_sequences: int
-    ) -> None:
-        self._pages = pages
+    def __init__(self, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
+        self._kv = kv
         self._adapters = adapters
-        self._page_tokens = page_tokens
-        self._max_batch_tokens = max_batch_tokens
-        self._max_sequences = max_sequences
-        self.waiting: deque[Sequence] = deque()
+        self._limits = limits
+        self.queue = FairQueue()
+        adapters.on_residency = self.queue.set_resident
         self.running: list[Sequence] = []
+        self._order: list[Sequence] = []
         # Sequences that, with their adapter, need more pages than there are.
         self._unfit: list[Sequence] = []
         self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.queue.num_waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.add.digest is not None:
+        self.queue.add(sequence)
+        if sequence.add.digest is not None and self.queue.num_cold <= self._limits.look_ahead:
             self._adapters.prefetch(sequence.add.digest)
-        self.waiting.append(sequence)
+
+    def take_turns(self) -> dict[str, int]:
+        """Order the waiting sequences for the next `schedule`; returns the first rank that wants each adapter."""
+        self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead)
+        wanted: dict[str, int] = {}
+        for rank, sequence in enumerate(self._order):
+            if sequence.add.digest is not None and sequence.add.digest not in wanted:
+                wanted[sequence.add.digest] = rank
+                # Also brings back an adapter that was evicted while the sequence waited.
+                self._adapters.prefetch(sequence.add.digest)
+        return wanted
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's sequences, those of one adapter side by side; empty when nothing can run."""
-        budget = self._max_batch_tokens
+        budget = self._limits.max_batch_tokens
         num_preemptions = self.num_preemptions
         scheduled: dict[str, ScheduledSequence] = {}
         # Sorting is stable: decode rows first, each group in order of admission.
@@ -64,99 +87,98 @@ class Scheduler:
                 scheduled[item.sequence.sequence_id] = item
         return sorted(scheduled.values(), key=lambda item: (item.sequence.slot, item.sequence.arrival))
 
-    def oldest_waiters(self) -> dict[str, int]:
-        """Arrival of the oldest waiting sequence of each adapter."""
-        oldest: dict[str, int] = {}
-        for sequence in self.waiting:
-            digest = sequence.add.digest
-            if digest is not None:
-                oldest[digest] = min(sequence.arrival, oldest.get(digest, sequence.arrival))
-        return oldest
-
     def take_unfit(self) -> list[Sequence]:
         """Waiting sequences that turned out never to fit since the last call; the caller finishes them."""
         unfit, self._unfit = self._unfit, []
         return unfit
 
-    def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence, waiting or running, and give back all that it holds."""
+    def advance(self, item: ScheduledSequence) -> None:
+        """The step that holds these tokens is submitted."""
+        item.sequence.num_computed += item.num_tokens
+        self._kv.offer(item.sequence)
+
+    def change(self, sequence: Sequence, add: Add) -> None:
+        """Give a sequence, waiting or running, another limit."""
+        if sequence.state is SequenceState.WAITING:
+            self.queue.remove(sequence)
+            sequence.add = add
+            self.queue.add(sequence)
+        else:
+            sequence.add = add
+
+    def finish(self, sequence: Sequence, is_broken: bool = False) -> None:
+        """Remove a sequence, waiting or running, and give back all it holds; nobody reads what a broken one did."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
+            if is_broken:
+                self._kv.disown(sequence)
+            else:
+                self._kv.offer(sequence)
             self._give_back(sequence)
+            self.queue.leave(sequence)
         elif sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence)
+            self.queue.remove(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def max_pages(self, add: Add) -> int:
-        """Pages of K and V that a request needs when it runs to its limit."""
-        return -(-(len(add.prompt) + add.max_tokens) // self._page_tokens)
+    def can_never_hold(self, num_tokens: int, entry: AdapterEntry | None = None) -> bool:
+        """Whether a request that comes to `num_tokens` does not fit the pool, with its adapter or alone."""
+        return self._kv.can_never_hold(num_tokens, 0 if entry is None else entry.num_pages)
 
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[str, ScheduledSequence]) -> bool:
-        """Find pages for the next `num_tokens`, preempting younger sequences; False when it was preempted itself."""
-        needed = self._pages_needed(sequence, num_tokens)
-        while not self._pages.can_alloc(needed) and not self._adapters.evict_idle(needed, sequence.arrival):
-            victim = max(self.running, key=lambda one: one.arrival)
+        """Find pages for the next `num_tokens`, preempting others; False when it was preempted itself."""
+        while not self._kv.grow(sequence, num_tokens):
+            victim = max(self.running, key=self._expendability)
             scheduled.pop(victim.sequence_id, None)
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.pages.extend(self._pages.alloc(needed, PageOwner.KV))
         return True
+
+    def _expendability(self, sequence: Sequence) -> tuple[float, ...]:
+        return -sequence.add.priority, self.queue.served(sequence), sequence.arrival
 
     def _admit(self, budget: int) -> list[ScheduledSequence]:
         admitted: list[ScheduledSequence] = []
-        passed_over: list[Sequence] = []
-        while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
-            sequence = self.waiting.popleft()
-            if sequence.num_in_flight:
-                # Preempted while a step held it: its tokens are complete once that step is looked at.
-                passed_over.append(sequence)
+        for rank, sequence in enumerate(self._order):
+            if budget == 0 or len(self.running) >= self._limits.max_sequences:
+                break
+            # Preempted or paused while a step held it: its tokens are complete once that step is looked at.
+            if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.is_chosen_out:
                 continue
-            digest = sequence.add.digest
             entry = None
-            if digest is not None:
-                # Asking again also brings back an adapter that was evicted while the sequence waited.
-                entry = self._adapters.prefetch(digest)
-                if entry.phase is not AdapterPhase.RESIDENT:
-                    passed_over.append(sequence)
+            if sequence.add.digest is not None:
+                entry = self._adapters.find(sequence.add.digest)
+                if entry is None or entry.phase is not AdapterPhase.RESIDENT:
                     continue
-                if self.max_pages(sequence.add) + entry.num_pages > self._pages.num_pages:
+                if self.can_never_hold(sequence.num_reserved, entry):
                     self._unfit.append(sequence)
-                    passed_over.append(sequence)
                     continue
                 sequence.slot = self._adapters.acquire(entry)
+            self._kv.attach(sequence)
             num_tokens = min(sequence.num_pending, budget)
-            needed = self._pages_needed(sequence, num_tokens)
-            wanted = needed + self._adapters.num_pages_wanted(sequence.arrival)
-            if not self._pages.can_alloc(wanted) and not self._adapters.evict_idle(wanted, sequence.arrival):
-                if entry is not None:
-                    self._adapters.release(entry.digest)
-                    sequence.slot = -1
-                passed_over.append(sequence)
+            if not self._kv.grow(sequence, num_tokens, rank, self._adapters.num_pages_wanted(rank)):
+                self._give_back(sequence)
                 break
-            sequence.pages = page_list(self._pages.alloc(needed, PageOwner.KV))
+            self.queue.admit(sequence, 0 if sequence.has_run else sequence.num_pending)
             sequence.state = SequenceState.RUNNING
             self.running.append(sequence)
+            if not sequence.has_run:
+                sequence.num_cached = sequence.num_computed
             admitted.append(ScheduledSequence(sequence, num_tokens))
             budget -= num_tokens
-        self.waiting.extendleft(reversed(passed_over))
         return admitted
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._kv.offer(sequence)
         self._give_back(sequence)
-        sequence.num_computed = 0
         sequence.state = SequenceState.WAITING
-        self.waiting.appendleft(sequence)
+        self.queue.leave(sequence)
+        self.queue.add(sequence)
         self.num_preemptions += 1
 
     def _give_back(self, sequence: Sequence) -> None:
-        self._pages.free(sequence.pages)
-        sequence.pages = page_list()
-        sequence.slot = -1
-        if sequence.add.digest is not None:
+        self._kv.detach(sequence)
+        if sequence.slot >= 0 and sequence.add.digest is not None:
             self._adapters.release(sequence.add.digest)
-
-    def _pages_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        end = sequence.num_computed + num_tokens
-        return -(-end // self._page_tokens) - len(sequence.pages)
+        sequence.slot = -1

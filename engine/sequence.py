@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from loramux.engine.messages import Add, TokenLogprobs
+from loramux.engine.prefix_cache import CachedPage
 
 
 class SequenceState(Enum):
@@ -48,6 +49,14 @@ class Sequence:
     num_in_flight: int = 0
     sample_index: int = -1
     """Which token of the step in flight is this sequence's, while there is one."""
+    page_keys: list[bytes] = field(default_factory=list)
+    """Keys of its first full pages, as far as they were needed; they outlive the pages."""
+    shared_pages: list[CachedPage | None] = field(default_factory=list)
+    """What the prefix cache knows of `pages[:len(shared_pages)]`; None where it holds the same in another page."""
+    num_cached: int = 0
+    """Prompt tokens that the prefix cache had when the sequence first ran."""
+    is_paused: bool = False
+    """It waits, at its limit, for a higher one."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
@@ -79,6 +88,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens whose K and V are still to be computed; 1 in steady decode."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_reserved(self) -> int:
+        """The most tokens that it can come to."""
+        return len(self.add.prompt) + self.add.max_tokens
 
     @property
     def is_chosen_out(self) -> bool:

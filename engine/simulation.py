@@ -29,9 +29,9 @@ class FinishedStep:
 class SimulatedExecutor:
     """Answers with a function of the whole context, read through the page tables as attention would read it.
 
-    The K and V of a position stand for `(state of the position before it) * 31 + token + position`, modulo a prime;
-    the next token is the last state and the adapter's salt, modulo the vocabulary. A wrong page, a shared page, a
-    stale position or another adapter therefore changes the output.
+    The K and V of a position stand for `(state of the position before it) * 31 + token + position + salt`, modulo a
+    prime, where the salt is the adapter's; the next token is the last state and the salt, modulo the vocabulary. A
+    wrong page, a shared page, a stale position or another adapter therefore changes the output.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class SimulatedExecutor:
         """What a sequence must receive."""
         state, tokens = 0, list(prompt)
         for position, token in enumerate(prompt):
-            state = _next_state(state, token, position)
+            state = _next_state(state, token, position, _salt(digest))
         while len(tokens) < len(prompt) + num_tokens:
             token = self._next_token(state, digest)
-            state = _next_state(state, token, len(tokens))
+            state = _next_state(state, token, len(tokens), _salt(digest))
             tokens.append(token)
         return tokens[len(prompt) :]
 
@@ -90,7 +90,8 @@ class SimulatedExecutor:
                 position = seq_lens[index] - num_rows + row
                 before = self._states[self._place(pages, page_start, position - 1)] if position else 0
                 assert before != UNWRITTEN, f"position {position - 1} was never written"
-                state = _next_state(before, tokens[cu_q[index] + row], position)
+                salt = _salt(self._loader.digest_of_slot(int(batch.slots[cu_q[index] + row])))
+                state = _next_state(before, tokens[cu_q[index] + row], position, salt)
                 self._states[kv_slots[cu_q[index] + row]] = state
                 written.append(state)
         return written
@@ -100,12 +101,16 @@ class SimulatedExecutor:
         return page * self._page_tokens + position % self._page_tokens
 
     def _next_token(self, state: int, digest: str | None) -> int:
-        salt = 0 if digest is None else sum(digest.encode())
-        return (state + salt) % self._vocab_size
+        return (state + _salt(digest)) % self._vocab_size
 
 
-def _next_state(before: int, token: int, position: int) -> int:
-    return (before * 31 + token + position) % 2_147_483_647
+def _next_state(before: int, token: int, position: int, salt: int) -> int:
+    return (before * 31 + token + position + salt) % 2_147_483_647
+
+
+def _salt(digest: str | None) -> int:
+    """Stands for an adapter's weights."""
+    return 0 if digest is None else sum(digest.encode())
 
 
 class SimulatedLoader:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_GRAPH_TOKENS = 512
-"""Steps with more rows run as they come: their kernels take longer than their launches."""
+MAX_GRAPH_TOKENS = 1024
+"""Steps with more rows run as they come: their kernels take longer than the host needs to launch them."""
 
 RANK_BUCKETS = (16, 64, 256)
 SEGMENT_ROWS = 16
@@ -53,6 +54,22 @@ def step_shape(num_tokens: int, num_sequences: int, max_q: int, max_rank: int) -
         size = _at_least(_DECODE_SIZES, num_sequences)
         return StepShape(size, size, True, bucket)
     return StepShape(_padded(_MIXED_TOKENS, num_tokens), _padded(_MIXED_SEQUENCES, num_sequences), False, bucket)
+
+
+def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]:
+    """Every shape of batches within these limits that has kernels of its own, the largest first."""
+    ranks = (0, *RANK_BUCKETS)
+    mixed_tokens = [*(size for size in _MIXED_TOKENS if size < max_tokens), _padded(_MIXED_TOKENS, max_tokens)]
+    mixed_sequences = [size for size in _MIXED_SEQUENCES if size < max_sequences]
+    mixed_sequences.append(_padded(_MIXED_SEQUENCES, max_sequences))
+    most = _at_least(_DECODE_SIZES, min(max_sequences, _DECODE_SIZES[-1]))
+    for rank in reversed(ranks):
+        for num_tokens in reversed(mixed_tokens):
+            for num_sequences in reversed(mixed_sequences):
+                yield StepShape(num_tokens, num_sequences, False, rank)
+        for size in reversed(_DECODE_SIZES):
+            if size <= most:
+                yield StepShape(size, size, True, rank)
 
 
 def _at_least(sizes: tuple[int, ...], number: int) -> int:

@@ -117,7 +117,7 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
             q, k, cos, sin, q.stride(0), k.stride(0),
             NUM_Q=q.shape[1], NUM_K=k.shape[1], HEAD_DIM=head_dim, HALF=half, BLOCK=block,
             BLOCK_Q=triton.next_power_of_2(q.shape[1]), BLOCK_K=triton.next_power_of_2(k.shape[1]),
-            num_warps=min(8, max(1, block * q.shape[1] // 256)),
+            num_warps=min(8, triton.next_power_of_2(max(1, block * q.shape[1] // 256))),
         )  # fmt: skip
 
 

@@ -28,6 +28,8 @@ MAX_HEAD_DIM = 256
 MAX_SPLITS = 64
 MAX_GROUP = 128
 NO_LIMIT = 1 << 30
+SMALL_STEP = 512
+"""Rows up to which a step's prefill does not fill the device by itself."""
 PARTIAL_PAD = 4
 """A partial row is `head_dim` floats, then its logsumexp in base 2, padded so that rows stay aligned to 16 bytes."""
 
@@ -79,6 +81,10 @@ class Tiling:
         block_q = self.block_q(group_size)
         return num_sequences if block_q == self.max_rows else num_tokens // block_q + num_sequences
 
+    def num_partial_rows(self, num_tokens: int, num_sequences: int) -> int:
+        """Query rows that a workspace has room for: those of short sequences are counted by sequence."""
+        return num_tokens if self.max_rows == NO_LIMIT else num_sequences * self.max_rows
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -93,10 +99,8 @@ class AttentionPlan:
 
     def workspace_elements(self, num_tokens: int, num_sequences: int, spec: AttentionSpec) -> int:
         """float32 elements that `paged_attention` needs for partial results; layers may share them."""
-        group_size = spec.num_heads // spec.num_kv_heads
         return max(
-            tiling.num_tiles(num_tokens, num_sequences, group_size)
-            * tiling.block_q(group_size)
+            tiling.num_partial_rows(num_tokens, num_sequences)
             * spec.num_heads
             * tiling.num_splits
             * (spec.head_dim + PARTIAL_PAD)
@@ -144,13 +148,15 @@ def attention_plan(
 
     block_m = 32 if is_exact else 64 if block_d > 128 or num_tokens * group_size <= 512 else 128
     block_m = max(block_m, triton.next_power_of_2(group_size))
+    # A few rows behind a long prefix among many decodes: their walk must not hold up the step either.
+    fewest_splits = 4 if num_tokens <= SMALL_STEP else 1
     long_programs = max(1, num_tokens * group_size // block_m) * spec.num_kv_heads
     long = Tiling(
         min_rows=short_rows + 1,
         max_rows=NO_LIMIT,
         block_m=block_m,
         tile_n=tile_n,
-        num_splits=min(16, triton.next_power_of_2(max(1, num_processors // long_programs))),
+        num_splits=min(16, triton.next_power_of_2(max(fewest_splits, num_processors // long_programs))),
         num_warps=8 if block_m * block_d >= 128 * 128 else 4,
         num_stages=3 if block_d <= 128 else 2,
     )
@@ -362,8 +368,8 @@ def _attend(
 ) -> None:
     """One tile of query rows of one KV head against one split of the keys; grid `(tiles, num_kv_heads, splits)`.
 
-    Writes `out`, or when split `partial[tile, kv_head, split, query * GROUP + head]`: the split's attention over
-    `HEAD_DIM`, then the base-2 logarithm of its sum of exponentials.
+    Writes `out`, or when split `partial[line, head, split]`: the split's attention over `HEAD_DIM`, then the base-2
+    logarithm of its sum of exponentials. A line is a token, or where sequences have one tile a row of a tile.
     """
     kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, row, num_queries, first_position = _tile_of(
@@ -410,8 +416,9 @@ def _attend(
     safe_total = tl.where(total == 0, 1.0, total)
     value = acc / safe_total[:, None]
     if IS_SPLIT:
-        slot = (tl.program_id(0).to(tl.int64) * NUM_KV_HEADS + kv_head) * num_splits + split
-        place = (slot * (BLOCK_Q * GROUP) + pair) * (HEAD_DIM + PARTIAL_PAD)
+        line = tl.program_id(0).to(tl.int64) * BLOCK_Q + query if MAX_ROWS == BLOCK_Q else token
+        head = line * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP
+        place = (head * num_splits + split) * (HEAD_DIM + PARTIAL_PAD)
         tl.store(partial_ptr + place[:, None] + d[None, :], value, mask=is_stored)
         tl.store(partial_ptr + place + HEAD_DIM, largest + tl.log2(safe_total), mask=query < num_queries)
     else:
@@ -457,13 +464,14 @@ def _combine(
     split = tl.arange(0, BLOCK_SPLITS)
     d = tl.arange(0, BLOCK_D)
     is_used = split < num_used
-    slot = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head) * num_splits + split
     for pair in range(first_pair, last_pair):
-        place = partial_ptr + (slot * (BLOCK_Q * GROUP) + pair) * (HEAD_DIM + PARTIAL_PAD)
+        token = (row + pair // GROUP).to(tl.int64)
+        head = kv_head * GROUP + pair % GROUP
+        line = tl.program_id(0).to(tl.int64) * BLOCK_Q + pair // GROUP if MAX_ROWS == BLOCK_Q else token
+        slot = (line * (tl.num_programs(1) * GROUP) + head) * num_splits + split
+        place = partial_ptr + slot * (HEAD_DIM + PARTIAL_PAD)
         size = tl.load(place + HEAD_DIM, mask=is_used, other=float("-inf"))
         value = tl.load(place[:, None] + d[None, :], mask=is_used[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
         weight = tl.exp2(size - tl.max(size, 0))
         value = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)
-        token = (row + pair // GROUP).to(tl.int64)
-        column = (kv_head * GROUP + pair % GROUP) * HEAD_DIM + d
-        tl.store(out_ptr + token * out_stride + column, value, mask=d < HEAD_DIM)
+        tl.store(out_ptr + token * out_stride + head * HEAD_DIM + d, value, mask=d < HEAD_DIM)

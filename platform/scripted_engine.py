@@ -118,6 +118,8 @@ class ScriptedEngine:
             num_free_pages=self._info.num_pages - num_used,
             num_kv_pages=0,
             num_adapter_pages=num_used,
+            num_prefix_pages=0,
+            cached_tokens=0,
             prompt_tokens=sum(len(add.prompt) for add in self.adds),
             completion_tokens=0,
             num_adapter_loads=len(self.resident),

@@ -12,13 +12,26 @@ import pytest
 
 from loramux.engine.adapter_pool import AdapterPool
 from loramux.engine.engine import Engine, EngineLimits
-from loramux.engine.messages import Add, Finished, SamplingParams, StepOutput
+from loramux.engine.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.kv_pages import KvPages
+from loramux.engine.messages import Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
 from loramux.engine.page_pool import PagePool
-from loramux.engine.scheduler import Scheduler
+from loramux.engine.prefix_cache import PrefixCache
+from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.simulation import SimulatedExecutor, SimulatedLoader
 
 VOCAB_SIZE = 1000
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @dataclass
@@ -28,9 +41,11 @@ class Simulation:
     engine: Engine
     pages: PagePool
     adapters: AdapterPool
+    prefixes: PrefixCache
     scheduler: Scheduler
     executor: SimulatedExecutor
     loader: SimulatedLoader
+    clock: Clock
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[str, Finished] = field(default_factory=dict)
 
@@ -42,12 +57,24 @@ class Simulation:
         digest: str | None = None,
         sampling: SamplingParams = GREEDY,
         owner: bytes = b"gateway",
+        **fields: Any,
     ) -> Add:
         seed = sum(name.encode())
         prompt = tuple((seed + position) % VOCAB_SIZE for position in range(num_prompt))
-        add = Add(sequence_id=name, prompt=prompt, max_tokens=max_tokens, sampling=sampling, digest=digest)
+        add = self.make_add(name, prompt, max_tokens, digest, sampling, **fields)
         self.engine.add(owner, add)
         return add
+
+    def make_add(
+        self,
+        name: str,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        digest: str | None = None,
+        sampling: SamplingParams = GREEDY,
+        **fields: Any,
+    ) -> Add:
+        return Add(sequence_id=name, prompt=prompt, max_tokens=max_tokens, sampling=sampling, digest=digest, **fields)
 
     def step(self) -> bool:
         ran = self.engine.step()
@@ -85,15 +112,24 @@ def simulate_engine(
     max_model_len: int = 512,
     eos: tuple[int, ...] = (),
     lookahead: bool = False,
+    **waiting: float,
 ) -> Simulation:
     pages = PagePool(num_pages)
     loader = SimulatedLoader(adapters or {})
-    pool = AdapterPool(pages, num_slots, loader)
-    scheduler = Scheduler(pages, pool, 16, max_batch_tokens, max_sequences)
+    reclaimer = Reclaimer(pages, LeastRecentlyUsed())
+    prefixes = PrefixCache(pages, reclaimer.policy, 16)
+    pool = AdapterPool(pages, num_slots, loader, reclaimer)
+    kv = KvPages(pages, reclaimer, prefixes, 16)
+    scheduler = Scheduler(kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
     executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, loader, eos)
-    limits = EngineLimits(VOCAB_SIZE, max_model_len, eos, 16)
-    engine = Engine(limits, pages, pool, scheduler, executor, random.Random(0), lookahead)
-    return Simulation(engine, pages, pool, scheduler, executor, loader)
+    limits = EngineLimits(VOCAB_SIZE, max_model_len, eos, 16, **waiting)
+    clock = Clock()
+    engine = Engine(limits, pages, pool, prefixes, scheduler, executor, random.Random(0), clock, lookahead)
+    return Simulation(engine, pages, pool, prefixes, scheduler, executor, loader, clock)
+
+
+def stats_of(simulation: Simulation) -> Stats:
+    return simulation.engine.stats(StatsRequest(call_id="s"))
 
 
 class Simulate(Protocol):

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.engine.accelerator import HostAccelerator
-from loramux.engine.batch import Batch, ScheduledSequence, build_batch
+from loramux.engine.batch import NO_ROWS, Batch, ScheduledSequence, build_batch
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.sequence import Sequence, page_list
 from loramux.engine.step_buffer import StepBuffer
-from loramux.engine.step_shape import SEGMENT_ROWS, StepShape, step_shape
+from loramux.engine.step_shape import SEGMENT_ROWS, StepShape, reachable_shapes, step_shape
 from loramux.kernels.segments import group_rows
 
 MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES = 600, 96, 96 * 8
@@ -174,3 +174,29 @@ def test_views_are_aligned_for_vector_loads(buffer: StepBuffer) -> None:
     for view in (layout.inputs.tokens, layout.inputs.attention.pages, layout.inputs.segments.slots):
         assert (view.data_ptr() - base) % 16 == 0
     assert layout.inputs.attention.kv_slots.dtype is torch.int64
+
+
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 256), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_every_captured_shape_of_a_served_batch_was_warmed_up(
+    num_tokens: int, num_sequences: int, max_rank: int, is_decode: bool
+) -> None:
+    num_sequences = min(num_sequences, num_tokens)
+    shape = step_shape(num_tokens, num_sequences, 1 if is_decode and num_tokens == num_sequences else 2, max_rank)
+    assert shape in set(reachable_shapes(700, 700)) or not shape.is_captured or num_tokens > 512
+
+
+def test_the_largest_shapes_come_first() -> None:
+    """What memory there is, is taken at the start or not at all."""
+    shapes = list(reachable_shapes(2048, 256))
+    assert (shapes[0].num_tokens, shapes[0].num_sequences, shapes[0].max_rank) == (2048, 512, 256)
+    assert len(shapes) == len(set(shapes)) < 250
+
+
+def test_a_step_without_rows_is_all_padding(buffer: StepBuffer) -> None:
+    layout = buffer.load(NO_ROWS, StepShape(16, 8, False, 16))
+    inputs = layout.inputs
+    assert (inputs.attention.kv_slots == -1).all()
+    assert (inputs.segments.slots == -1).all()
+    assert not inputs.attention.cu_q.any()
+    assert not inputs.attention.seq_lens.any()

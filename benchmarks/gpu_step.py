@@ -1,0 +1,243 @@
+"""A whole decode step of the engine: the base alone, and with many adapters in one batch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import gpu_check
+from benchmarks.gpu_bench import POOL_STD, Bench, CheckError, Goal, Row
+from benchmarks.gpu_engine import GREEDY, RunningEngine, device_backend, device_weights, engine_dtype, open_engine
+from benchmarks.gpu_model import Model, model_of
+from benchmarks.gpu_random import ALL_MODULES, RandomAdapters, random_prompt
+from benchmarks.gpu_warm import WarmStep, warm_steps
+from loramux.engine.messages import Add, SamplingParams
+from loramux.kernels.gpu_lora import supports_pdl
+
+RANK = 16
+PAGE_TOKENS = 16
+NUM_WARM, NUM_MEASURED = 12, 40
+TINY_WARM, TINY_MEASURED = 1, 2
+"""Steps before those that are measured, and those: the first run of a shape compiles, the second is captured."""
+
+BASE = "base only"
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """Sequences that each decode at about this context."""
+
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"decode b={self.batch} ctx={self.context}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Steady decode steps: the median between a step's marks, the mean of the wall clock, and what both say of waiting.
+
+    `idle` is the share of the device's time that lies between steps. It means what it says only where the host is
+    ahead, that is, where `host_waits`, the share of the wall clock in which the host waits for tokens, is above 0.
+    """
+
+    step_s: float
+    wall_s: float
+    idle: float
+    host_waits: float
+    mean_context: float
+
+
+def cases(bench: Bench) -> list[StepCase]:
+    """The case with a goal comes first."""
+    if bench.is_tiny:
+        return [StepCase(2, 20)]
+    if bench.is_quick:
+        return [StepCase(64, 1024), StepCase(1, 1024)]
+    pairs = [(64, 1024), (16, 1024), (1, 1024), (256, 1024), (64, 512), (16, 512), (1, 512), (256, 512)]
+    return [StepCase(*pair) for pair in pairs]
+
+
+def adapter_counts(bench: Bench, case: StepCase) -> list[int]:
+    """How many distinct adapters a case is measured with, the goal's number first."""
+    counts = (2,) if bench.is_tiny else (16,) if bench.is_quick else (16, 64, 1)
+    return [count for count in counts if count <= case.batch] or [case.batch]
+
+
+def run(bench: Bench) -> list[Row]:
+    rows = [gpu_check.require_right_engine(bench)]
+    if bench.is_tiny and not bench.is_timed:
+        return rows
+    rows += _run_cases(bench, cases(bench), pdl=False)
+    if supports_pdl(bench.device) and bench.is_timed and bench.seconds_left > 0:
+        rows += _run_cases(bench, cases(bench)[:1], pdl=True)
+    return rows
+
+
+def warm(bench: Bench, shard: int, num_shards: int) -> None:
+    """Compile a share of the steps, from the last process on: the first compiles what the check launches."""
+    if shard == 0:
+        gpu_check.warm(bench)
+    # Contexts share what is compiled.
+    steps = list(dict.fromkeys(WarmStep(case.batch, 1, rank) for case in cases(bench) for rank in (0, RANK)))
+    own = steps[num_shards - 1 - shard :: num_shards]
+    settings = _settings(bench, cases(bench))
+    warm_steps(bench, model_of(bench), ALL_MODULES, own, **settings)
+    if supports_pdl(bench.device):
+        first = [WarmStep(cases(bench)[0].batch, 1, RANK)]
+        warm_steps(bench, model_of(bench), ALL_MODULES, first if shard == num_shards - 1 else [], pdl=True, **settings)
+
+
+def _settings(bench: Bench, wanted: list[StepCase]) -> dict[str, Any]:
+    num_tokens = max(case.context for case in wanted) + PAGE_TOKENS + NUM_WARM + NUM_MEASURED
+    max_batch = max(case.batch for case in wanted)
+    return {
+        "max_len": num_tokens,
+        # All prompts begin in one step.
+        "max_batch_tokens": max_batch * num_tokens,
+        "max_sequences": max_batch,
+        "max_resident_adapters": max(max(adapter_counts(bench, case)) for case in wanted),
+    }
+
+
+def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> list[Row]:
+    """All of them on one engine."""
+    model, rows = model_of(bench), []
+    dtype = engine_dtype(bench)
+    settings = _settings(bench, wanted)
+    adapters = RandomAdapters(bench, model, dtype)
+    digests = adapters.make([f"a{index}" for index in range(settings["max_resident_adapters"])], RANK)
+    pages_each = -(-settings["max_len"] // PAGE_TOKENS)
+    num_pages = settings["max_sequences"] * pages_each + sum(adapters.num_pages(digest) for digest in digests)
+    with open_engine(
+        bench, model, adapters, device_backend(bench, pdl), device_weights(bench), dtype=dtype,
+        pool_bytes=(num_pages + 1) * adapters.page_bytes, **settings,
+    ) as engine:  # fmt: skip
+        # Prompts are not computed: as in the other parts, the keys and values that steps read are random numbers.
+        for part in engine.assembled.views.kv.view(-1).split(1 << 29):
+            part.normal_(0.0, POOL_STD)
+        engine.load(digests)
+        if not pdl:
+            rows.append(_check_full_size(model, engine, digests))
+        if not bench.is_timed:
+            return rows
+        for number, case in enumerate(wanted):
+            if bench.seconds_left <= 0:
+                left = [str(case) for case in wanted[number:]]
+                return rows + [Row(case, "engine", problem="left out: no time", is_failure=True) for case in left]
+            rows += _run_case(bench, model, engine, case, digests, pdl)
+    return rows
+
+
+def _run_case(
+    bench: Bench, model: Model, engine: RunningEngine, case: StepCase, digests: list[str], pdl: bool
+) -> list[Row]:
+    assert bench.ceilings is not None
+    itemsize = engine.assembled.views.kv.element_size()
+    rows, base = [], 0.0
+    for count in (0, *adapter_counts(bench, case)):
+        measured = _measure(bench, engine, case, digests[:count])
+        num_bytes = model.weight_bytes(itemsize) + case.batch * measured.mean_context * model.kv_bytes(itemsize)
+        num_bytes += count * model.adapter_bytes(RANK, itemsize)
+        floor = num_bytes / bench.ceilings.bandwidth
+        figures = {
+            "step_ms": measured.step_s * 1e3,
+            "wall_ms": measured.wall_s * 1e3,
+            "tokens_s": case.batch / measured.wall_s,
+            "floor_ms": floor * 1e3,
+            "over_floor": measured.step_s / floor,
+            "idle": measured.idle,
+            "host_waits": measured.host_waits,
+            "context": measured.mean_context,
+        }
+        goals = [Goal("idle", 0.05)]
+        if count:
+            figures["over_base"] = measured.wall_s / base
+        else:
+            base = measured.wall_s
+            goals.append(Goal("over_floor", 1.25))
+        if (case.batch, case.context, count) == (64, 1024, 16):
+            goals.append(Goal("over_base", 1.15))
+        way = f"{count} adapters, rank {RANK}" if count else BASE
+        rows.append(Row(str(case), way + (", pdl" if pdl else ""), figures, tuple(goals)))
+    bench.say(f"  {case}: " + ", ".join(f"{row.way} {row.figures['wall_ms']:.2f} ms" for row in rows))
+    return rows
+
+
+def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[str]) -> Measured:
+    """Steady decode steps of sequences that use these adapters in turns, or none."""
+    num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
+    # Half of the measured steps lie on either side of the case's context.
+    num_prompt = case.context - num_warm - num_measured // 2
+    # Those that others' pages pushed out come back before, not in between.
+    engine.load(digests)
+    for row in range(case.batch):
+        engine.add(
+            Add(
+                sequence_id=str(row),
+                prompt=(0,) * num_prompt,
+                max_tokens=num_warm + num_measured + 4,
+                sampling=GREEDY,
+                digest=digests[row % len(digests)] if digests else None,
+            )
+        )
+    observed = engine.observed
+    observed.skips = True
+    engine.step()
+    observed.skips = False
+    for _ in range(num_warm):
+        engine.step()
+    observed.clear()
+    started = time.perf_counter()
+    for _ in range(num_measured):
+        engine.step()
+        # As the engine's own process does after each step.
+        engine.assembled.engine.take_outbox()
+    wall_s = time.perf_counter() - started
+    waited_s, steps = observed.waited_s, observed.steps
+    engine.abort()
+    bench.synchronize()
+    if any(step.num_tokens != case.batch for step in steps) or len(steps) != num_measured:
+        raise CheckError(f"{case}: the steps that were measured are not all decodes of {case.batch} rows")
+    spans = [step.seconds for step in steps]
+    whole = steps[0].begin.elapsed_time(steps[-1].end) / 1e3
+    return Measured(
+        step_s=statistics.median(spans),
+        wall_s=wall_s / num_measured,
+        idle=1.0 - sum(spans) / whole,
+        host_waits=waited_s / wall_s,
+        mean_context=statistics.mean(step.num_context for step in steps) / case.batch,
+    )
+
+
+def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) -> Row:
+    """Finite answers of the model that is timed, and adapters that change each of their rows.
+
+    That an answer does not depend on its batch is checked in float32 on the small model only: a copy of this one in
+    float32 would take as long to load as the steps take to measure, and bfloat16 rounds differently by batch.
+    """
+    prompts = [random_prompt(model, 24, seed) for seed in range(4)]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=0)
+    answers = []
+    for count in (0, len(digests)):
+        adds = [
+            Add(
+                sequence_id=str(row),
+                prompt=prompt,
+                max_tokens=2,
+                sampling=sampling,
+                digest=digests[row % count] if count else None,
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+        answers.append(engine.answer(adds))
+    plain, adapted = answers
+    change = min(gpu_check.changed_by(adapted[name], plain[name]) for name in plain)
+    if change <= gpu_check.TOLERANCE:
+        raise CheckError(f"an adapter changed its row's log-probabilities by {change:.2e} only")
+    case = f"{len(prompts)} prompts of the timed model, {model.num_layers} layers"
+    return Row(case, "adapters against base", {"least_change": change} if math.isfinite(change) else {})

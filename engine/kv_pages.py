@@ -1,0 +1,90 @@
+"""The pages of running sequences: what the prefix cache had in front, their own behind."""
+
+from __future__ import annotations
+
+from loramux.engine.eviction import Reclaimer
+from loramux.engine.page_pool import PageOwner, PagePool
+from loramux.engine.prefix_cache import PrefixCache
+from loramux.engine.sequence import Sequence, page_list
+
+RUNNING = -1
+"""The rank of sequences that run: before all that wait."""
+
+
+class KvPages:
+    """Gives sequences their pages of K and V and takes them back."""
+
+    def __init__(self, pages: PagePool, reclaimer: Reclaimer, cache: PrefixCache, page_tokens: int) -> None:
+        self._pages = pages
+        self._reclaimer = reclaimer
+        self._cache = cache
+        self._page_tokens = page_tokens
+
+    def attach(self, sequence: Sequence) -> None:
+        """Begin with the longest prefix that the cache has; at least one token is left to be computed."""
+        assert not sequence.pages
+        assert not sequence.num_in_flight
+        for index in range((len(sequence.tokens) - 1) // self._page_tokens):
+            key = self._key(sequence, index)
+            cached = None if key is None else self._cache.find(key)
+            if cached is None:
+                break
+            sequence.pages.append(self._cache.acquire(cached))
+            sequence.shared_pages.append(cached)
+        sequence.num_computed = len(sequence.pages) * self._page_tokens
+
+    def can_never_hold(self, num_tokens: int, num_other_pages: int) -> bool:
+        """Whether `num_tokens` and pages for something else exceed the whole pool."""
+        return -(-num_tokens // self._page_tokens) + num_other_pages > self._pages.num_pages
+
+    def grow(self, sequence: Sequence, num_tokens: int, rank: int = RUNNING, spare_pages: int = 0) -> bool:
+        """Find pages for `num_tokens` more, with `spare_pages` left over; False when there is no room.
+
+        What is protected from `rank` is not evicted for it.
+        """
+        end = sequence.num_computed + num_tokens
+        needed = -(-end // self._page_tokens) - len(sequence.pages)
+        if not self._reclaimer.make_room(needed + spare_pages, rank):
+            return False
+        sequence.pages.extend(self._pages.alloc(needed, PageOwner.KV))
+        return True
+
+    def offer(self, sequence: Sequence) -> None:
+        """Let others begin with the pages that this sequence has filled since the last call.
+
+        A page may be offered as soon as the step that fills it is submitted: whoever reads it runs in a later one.
+        """
+        num_full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
+        for index in range(len(sequence.shared_pages), num_full):
+            key = self._key(sequence, index)
+            if key is None:
+                return
+            sequence.shared_pages.append(self._cache.insert(key, sequence.pages[index], sequence.add.digest))
+
+    def detach(self, sequence: Sequence) -> None:
+        """Give all pages back; what the cache knows of them stays for others, its end first to go."""
+        for cached in reversed(sequence.shared_pages):
+            if cached is not None:
+                self._cache.release(cached)
+        sequence.shared_pages = []
+        self._pages.free(sequence.pages)
+        sequence.pages = page_list()
+        sequence.num_computed = 0
+
+    def disown(self, sequence: Sequence) -> None:
+        """Make sure that nobody begins with what this sequence computed: it was broken."""
+        for cached in sequence.shared_pages:
+            if cached is not None:
+                self._cache.forget(cached)
+
+    def _key(self, sequence: Sequence, index: int) -> bytes | None:
+        """The key of the sequence's page `index`, whose tokens are all known; None where its owner shares nothing."""
+        keys = sequence.page_keys
+        while len(keys) <= index:
+            parent = keys[-1] if keys else self._cache.root(sequence.add.isolation_key)
+            if parent is None:
+                return None
+            begin = len(keys) * self._page_tokens
+            tokens = sequence.tokens[begin : begin + self._page_tokens]
+            keys.append(self._cache.page_key(parent, sequence.add.digest, tokens))
+        return keys[index]

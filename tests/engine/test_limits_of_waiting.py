@@ -1,0 +1,186 @@
+"""Deadlines, pauses, full queues, and adapters that are taken away."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.engine.messages import Abort, AdapterState, Extend, Unload
+from tests.engine.conftest import Simulate, Simulation, stats_of
+
+
+def test_a_request_ends_at_its_deadline_and_pays_for_what_it_got(simulation: Simulation) -> None:
+    simulation.add("late", max_tokens=100, timeout_s=5.0)
+    other = simulation.add("other", max_tokens=30)
+    for _ in range(6):
+        simulation.step()
+    simulation.clock.now = 5.0
+    simulation.run()
+    finished = simulation.finished["late"]
+    assert (finished.reason, finished.code) == ("error", "deadline_exceeded")
+    assert finished.completion_tokens == len(simulation.tokens["late"]) > 0
+    assert simulation.tokens["other"] == simulation.expected(other)
+
+
+def test_a_request_that_never_ran_by_its_deadline_costs_nothing(simulation: Simulation) -> None:
+    simulation.loader.is_holding = True
+    simulation.add("late", digest="a", timeout_s=5.0)
+    simulation.step()
+    simulation.clock.now = 6.0
+    simulation.step()
+    assert (simulation.finished["late"].prompt_tokens, simulation.finished["late"].completion_tokens) == (0, 0)
+    simulation.loader.let_go()
+    simulation.run()
+
+
+def test_a_request_waits_for_its_first_step_no_longer_than_allowed(simulate: Simulate) -> None:
+    simulation = simulate(max_sequences=1, max_waiting_s=10.0)
+    running = simulation.add("running", max_tokens=40)
+    simulation.step()
+    simulation.add("waiting")
+    simulation.clock.now = 11.0
+    simulation.step()
+    assert simulation.finished["waiting"].code == "overloaded"
+    simulation.run()
+    assert simulation.tokens["running"] == simulation.expected(running)
+
+
+def test_a_full_queue_refuses_the_newest_of_the_share_that_waits_most(simulate: Simulate) -> None:
+    simulation = simulate(max_sequences=1, max_waiting_tokens=100)
+    simulation.add("running", num_prompt=5, max_tokens=5)
+    simulation.step()
+    for i in range(9):
+        simulation.add(f"flood{i}", num_prompt=5, max_tokens=5, share_key="flood")
+    polite = simulation.add("polite", num_prompt=5, max_tokens=5, share_key="polite")
+    simulation.add("flood9", num_prompt=5, max_tokens=5, share_key="flood")
+    simulation.step()
+    refused = {name for name, one in simulation.finished.items() if one.code == "overloaded"}
+    assert refused == {"flood9"}
+    simulation.run()
+    assert simulation.tokens["polite"] == simulation.expected(polite)
+    assert len(simulation.finished) == 12
+
+
+def test_a_queue_without_others_takes_any_request(simulate: Simulate) -> None:
+    simulation = simulate(max_waiting_tokens=10)
+    simulation.add("large", num_prompt=50, max_tokens=5)
+    simulation.run()
+    assert simulation.finished["large"].reason == "length"
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before the limit", "while paused"])
+def test_an_extended_sequence_goes_on_as_if_nothing_had_been(simulation: Simulation, is_early: bool) -> None:
+    add = simulation.add("s", max_tokens=4, pause_s=60.0)
+    for _ in range(2 if is_early else 8):
+        simulation.step()
+    assert "s" not in simulation.finished
+    assert is_early or len(simulation.tokens["s"]) == 4
+    simulation.engine.extend(Extend(sequence_id="s", max_tokens=12))
+    # The second limit's pause ends by itself.
+    for _ in range(12):
+        simulation.step()
+    simulation.clock.now = 61.0
+    simulation.run()
+    assert simulation.tokens["s"] == simulation.executor.generate(add.prompt, 12, None)
+    assert simulation.finished["s"].reason == "length"
+
+
+def test_a_pause_ends_at_its_time_and_the_sequence_with_length(simulation: Simulation) -> None:
+    add = simulation.add("s", max_tokens=4, pause_s=60.0)
+    for _ in range(8):
+        simulation.step()
+    simulation.clock.now = 59.0
+    simulation.step()
+    assert "s" not in simulation.finished
+    simulation.clock.now = 60.0
+    simulation.run()
+    assert simulation.tokens["s"] == simulation.expected(add)
+    assert simulation.finished["s"].completion_tokens == 4
+
+
+def test_a_paused_sequence_that_was_preempted_goes_on_after_its_extension(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=6)
+    paused = simulation.add("paused", num_prompt=20, max_tokens=4, pause_s=600.0, priority=-1)
+    for _ in range(6):
+        simulation.step()
+    long = simulation.add("long", num_prompt=30, max_tokens=50)
+    while "long" not in simulation.finished:
+        simulation.step()
+    assert stats_of(simulation).num_preemptions == 1
+    simulation.engine.extend(Extend(sequence_id="paused", max_tokens=9))
+    for _ in range(10):
+        simulation.step()
+    simulation.clock.now = 700.0
+    simulation.run()
+    assert simulation.tokens["long"] == simulation.expected(long)
+    assert simulation.tokens["paused"] == simulation.executor.generate(paused.prompt, 9, None)
+
+
+def test_an_extension_reaches_no_further_than_the_context(simulate: Simulate) -> None:
+    simulation = simulate(max_model_len=30)
+    add = simulation.add("s", num_prompt=20, max_tokens=2, pause_s=9.0)
+    simulation.engine.extend(Extend(sequence_id="s", max_tokens=10_000))
+    simulation.engine.extend(Extend(sequence_id="nobody", max_tokens=3))
+    simulation.run()
+    assert simulation.tokens["s"] == simulation.executor.generate(add.prompt, 10, None)
+
+
+def test_a_paused_sequence_can_be_aborted(simulation: Simulation) -> None:
+    simulation.add("s", max_tokens=4, pause_s=60.0)
+    for _ in range(8):
+        simulation.step()
+    simulation.engine.abort(Abort(sequence_id="s"))
+    simulation.run()
+    assert simulation.finished["s"].reason == "abort"
+
+
+@pytest.mark.parametrize("num_users", [1, 2, 5])
+def test_an_unload_with_a_deadline_truly_frees(simulation: Simulation, num_users: int) -> None:
+    for i in range(num_users):
+        simulation.add(f"s{i}", digest="a", max_tokens=100)
+    base = simulation.add("base", max_tokens=20)
+    for _ in range(5):
+        simulation.step()
+    simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a", deadline_s=3.0))
+    simulation.step()
+    assert stats_of(simulation).num_adapter_pages == 2
+    simulation.clock.now = 3.0
+    states = []
+    while simulation.engine.has_work:
+        simulation.engine.step()
+        for outbound in simulation.engine.take_outbox():
+            match outbound.message:
+                case AdapterState(state=state):
+                    states.append(state)
+                case message if hasattr(message, "reason"):
+                    simulation.finished[message.sequence_id] = message
+                case message:
+                    for output in message.outputs:
+                        simulation.tokens[output.sequence_id].extend(output.token_ids)
+    assert states == ["absent"]
+    assert stats_of(simulation).num_adapter_pages == 0
+    assert {simulation.finished[f"s{i}"].code for i in range(num_users)} == {"adapter_unavailable"}
+    assert simulation.tokens["base"] == simulation.expected(base)
+
+
+def test_an_unload_that_is_done_in_time_takes_nothing_away_later(simulation: Simulation) -> None:
+    simulation.add("first", digest="a", max_tokens=3)
+    simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a", deadline_s=3.0))
+    simulation.run()
+    again = simulation.add("again", digest="a", max_tokens=30)
+    simulation.step()
+    simulation.clock.now = 4.0
+    simulation.run()
+    assert simulation.tokens["again"] == simulation.expected(again)
+
+
+def test_an_adapter_that_is_broken_again_and_again_is_refused(simulation: Simulation) -> None:
+    simulation.executor.not_finite_for.add("a")
+    for i in range(3):
+        simulation.add(f"bad{i}", digest="a")
+        simulation.run()
+        assert simulation.finished[f"bad{i}"].code == "not_finite"
+    simulation.add("refused", digest="a")
+    good = simulation.add("good", digest="b")
+    simulation.run()
+    assert simulation.finished["refused"].code == "adapter_quarantined"
+    assert simulation.tokens["good"] == simulation.expected(good)
