@@ -22,7 +22,7 @@ from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, reso
 from loramux.engine.device_sampler import DeviceSampler
 from loramux.engine.direct_executor import DirectExecutor
 from loramux.engine.engine import Engine, EngineLimits, Executor
-from loramux.engine.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.eviction import POLICIES, Reclaimer
 from loramux.engine.graph_executor import GraphExecutor
 from loramux.engine.host_slab import HostSlab
 from loramux.engine.kv_pages import KvPages
@@ -95,7 +95,7 @@ def assemble_engine(
     views = allocate_pool(target.geometry, pool_bytes, DTYPES[dtype], DTYPES[dtype], backend.device)
     kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
-    reclaimer = Reclaimer(pages, LeastRecentlyUsed())
+    reclaimer = Reclaimer(pages, POLICIES[config.eviction_policy]())
     source = source or open_source(config, target, backend.accelerator)
     loader = TierLoader(source, views, tables, backend.accelerator, config.num_loaders, wake)
     adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer)

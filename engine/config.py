@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import msgspec
 
@@ -44,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts and grants that may wait for their first step; what exceeds it is refused as `overloaded`."""
     max_waiting_s: float = 300.0
     """How long a request may wait for its first step before it is refused as `overloaded`."""
+    eviction_policy: Literal["lru", "greedy_dual"] = "lru"
+    """What gives way first when pages are needed: see `eviction.py`."""
     max_resident_adapters: int = 256
     """Slots of the adapter tables."""
     disk_tier_bytes: int = 16 << 30

@@ -10,6 +10,10 @@ from typing import Protocol
 from loramux.engine.page_pool import PagePool
 
 
+MAX_STALE = 1024
+"""Entries of a heap that are out of date and may stay in it."""
+
+
 class Evictable(Protocol):
     """Pages that nobody uses at the moment: an idle adapter, or a page of a prefix."""
 
@@ -96,6 +100,9 @@ class GreedyDual:
         self._current[item] = self._num_added
         priority = self._clock + uses * item.cost / item.num_pages
         heapq.heappush(self._heap, (priority, self._num_added, item))
+        if len(self._heap) > 2 * len(self._current) + MAX_STALE:
+            self._heap = [entry for entry in self._heap if self._current.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
 
     def discard(self, item: Evictable) -> None:
         self._current.pop(item, None)
@@ -117,6 +124,9 @@ class GreedyDual:
         for entry in passed_over:
             heapq.heappush(self._heap, entry)
         return found
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "greedy_dual": GreedyDual}
 
 
 class Reclaimer:
