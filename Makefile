@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test campaign-kernels campaign-parity check format bench bench-gpu clean
+.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation check format bench bench-gpu clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ campaign-kernels: $(WARM) ## The long kernel tests, real models' sizes (ARGS='-k
 campaign-parity: $(WARM) ## Every architecture beside transformers and peft, on both paths (ARGS='-k NAME' for some)
 	$(VENV)/bin/python -m pytest tests/conformance/test_parity.py tests/conformance/test_gpu_engine.py \
 		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
+
+campaign-simulation: $(WARM) ## Long random lives of the engine on a simulated device (LORAMUX_SIMULATION_TURNS=10000)
+	$(VENV)/bin/python -m pytest tests/simulation -m campaign --timeout 3600 $(ARGS)
 
 check: $(READY) ## Lint, types, layers
 	$(VENV)/bin/ruff check .

@@ -82,7 +82,11 @@ def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:
             continue
         if name.rsplit(".", 1)[-1] in _OUTSIDE_LAYERS:
             raise AdapterRejected("unsupported_module", f"adapters of {name} are not supported", param)
-        raise AdapterRejected("unknown_module", f"the base has no linear layer named {name!r}", param)
+        # A base whose q, k and v are one linear has no q_proj: saying what there is tells which base was meant.
+        present = ", ".join(dict.fromkeys(key.rsplit(".", 1)[-1] for key in keys))
+        raise AdapterRejected(
+            "unknown_module", f"the base has no linear layer named {name!r}; its linear layers are {present}", param
+        )
 
 
 def _is_targeted(config: PeftConfig, key: str, layer: int) -> bool:

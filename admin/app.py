@@ -25,5 +25,5 @@ def create_admin_app(services: AdminServices) -> FastAPI:
         admin.include_router(module.router)
     app.include_router(admin)
     app.include_router(metrics_router(services.metrics, services.metrics_token, services.is_loopback))
-    app.include_router(health_router(services.database, services.engine, services.executor))
+    app.include_router(health_router(services.database, services.engine, services.executor, tells_why=True))
     return app

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 
+import msgspec
 import uvloop
 
 from loramux.admin.data_directory import DataDirectory, open_data_directory
@@ -24,7 +26,7 @@ from loramux.engine.config import (
 )
 from loramux.engine.errors import EngineError
 from loramux.engine.model_config import ModelConfig
-from loramux.platform.local_engine import EngineStartError, LocalEngine
+from loramux.platform.local_engine import EngineStartError, LocalEngine, Supervision
 
 SETTLE_S = 5.0
 """How long the last settlements may take once both listeners are closed."""
@@ -44,7 +46,6 @@ def run(settings: Settings) -> None:
 
 def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
     """What the model directory and the settings say; raises StartRefused before anything is begun."""
-    chosen = {"num_threads": settings.num_threads, "pool_bytes": settings.pool_bytes}
     try:
         device = resolve_device(settings.device)
         model = ModelConfig.load(settings.model)
@@ -54,14 +55,16 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
             cache_dir=str(DataDirectory(settings.data_dir.absolute()).disk_tier),
             device=device,
             dtype=resolve_dtype(settings.dtype, model, device),
+            pool_bytes=None if settings.pool_bytes is None else int(settings.pool_bytes),
             max_model_len=settings.max_model_len,
             max_batch_tokens=settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device],
             max_sequences=settings.max_sequences or DEFAULT_SEQUENCES[device],
             max_resident_adapters=settings.max_resident_adapters,
             disk_tier_bytes=int(settings.disk_tier_bytes),
             host_tier_bytes=int(settings.host_tier_bytes),
-            **{name: int(value) for name, value in chosen.items() if value is not None},
         )
+        if settings.num_threads is not None:
+            config = msgspec.structs.replace(config, num_threads=settings.num_threads)
         resolve_max_model_len(config, model)
     except EngineError as error:
         raise StartRefused(str(error)) from error
@@ -80,7 +83,7 @@ async def _serve(
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.caught())
         try:
-            engine = LocalEngine(config)
+            engine = LocalEngine(config, _supervision(settings, config))
             stack.push_async_callback(engine.close)
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()
@@ -113,6 +116,12 @@ async def _serve(
         )
         await assembled.running.drain(SETTLE_S)
         maintenance.cancel()
+
+
+def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
+    # A first start on a GPU compiles kernels for every shape, beside loading what may be a large model.
+    supervision = Supervision(step_timeout_s=settings.engine_step_timeout_s)
+    return replace(supervision, start_timeout_s=1800.0) if config.device == "cuda" else supervision
 
 
 async def _started(engine: LocalEngine, signals: StopSignals) -> bool:

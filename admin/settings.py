@@ -106,6 +106,7 @@ class Settings(DataSettings):
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
 
     @field_validator("model")
     @classmethod

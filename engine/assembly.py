@@ -77,11 +77,13 @@ def assemble_engine(
     source: AdapterSource | None = None,
     weights: WeightSource | None = None,
     backend: Backend | None = None,
+    note_running: Callable[[list[str]], None] | None = None,
 ) -> AssembledEngine:
     """Load the model and allocate the pool; raises EngineError with the remedy.
 
     `wake` is called from other threads when an idle engine should look again. The engine belongs to the thread that
-    calls this. Tests and benchmarks may bring their own adapters, weights and device.
+    calls this, and tells `note_running` before each step which sequences run. Tests and benchmarks may bring their own
+    adapters, weights and device.
     """
     set_num_threads(config.num_threads)
     backend = backend or open_backend(config.device)
@@ -123,6 +125,7 @@ def assemble_engine(
         seeds=random.Random(config.seed),
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
+        note_running=note_running,
     )
     ready = EngineReady(
         max_model_len=max_model_len,

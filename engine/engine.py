@@ -91,6 +91,8 @@ class Engine:
     never waits for the host; tokens are then committed one `step` later. A sequence that turns out to have ended wastes
     a row of the step that was submitted already. The pages it gives back may be used at once: steps run in order, and
     whoever else writes pages waits for the steps submitted before (see `TierLoader`).
+
+    `note_running` is told which sequences run, before each step that may take them with it.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Engine:
         seeds: random.Random,
         clock: Callable[[], float],
         lookahead: bool = False,
+        note_running: Callable[[list[str]], None] | None = None,
     ) -> None:
         self._limits = limits
         self._pages = pages
@@ -114,6 +117,7 @@ class Engine:
         self._executor = executor
         self._seeds = seeds
         self._lookahead = lookahead
+        self._note_running = note_running
         self._in_flight: SubmittedStep | None = None
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
@@ -214,6 +218,9 @@ class Engine:
 
     def _submit(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
         sampling = [item.sequence for item in scheduled if item.samples]
+        if self._note_running is not None:
+            # All that run, not only this step's: what an earlier step did to the device may show in this one.
+            self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
         result = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
         self._count(scheduled)
         for item in scheduled:

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from loramux.engine.page_pool import PagePool
 
-
 MAX_STALE = 1024
 """Entries of a heap that are out of date and may stay in it."""
 

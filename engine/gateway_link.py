@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
-from loramux.engine.messages import Finished, FromEngine, SequenceOutput, StepOutput
+from loramux.engine.messages import Finished, FromEngine, SequenceOutput, StepOutput, TokenLogprobs
 
 Send = Callable[[FromEngine], None]
 
@@ -15,13 +13,14 @@ class GatewayLink:
     """Sends at most as many StepOutput messages as the gateway has granted.
 
     Without credit, the new tokens of a sequence join those that already wait, and its end waits behind them; the
-    batch never waits, and nothing is dropped.
+    batch never waits, and nothing is dropped. What is held is bounded by the `max_tokens` of the sequences that this
+    gateway has submitted, and a step adds to it in time that does not depend on how much is held.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._credit = 0
-        self._held: dict[str, SequenceOutput] = {}
+        self._held: dict[str, HeldTokens] = {}
         self._held_ends: list[Finished] = []
 
     def grant(self, count: int) -> None:
@@ -30,10 +29,17 @@ class GatewayLink:
 
     def post(self, message: FromEngine) -> None:
         match message:
+            case StepOutput() if self._credit > 0 and not self._held:
+                # Nothing waits and it may go: the way of a gateway that keeps up.
+                self._credit -= 1
+                self._send(message)
+                return
             case StepOutput(outputs=outputs):
                 for output in outputs:
                     held = self._held.get(output.sequence_id)
-                    self._held[output.sequence_id] = output if held is None else _joined(held, output)
+                    if held is None:
+                        held = self._held[output.sequence_id] = HeldTokens()
+                    held.join(output)
             case Finished():
                 self._held_ends.append(message)
             case _:
@@ -44,8 +50,9 @@ class GatewayLink:
     def _flush(self) -> None:
         if self._held and self._credit > 0:
             self._credit -= 1
-            self._send(StepOutput(outputs=tuple(self._held.values())))
+            outputs = tuple(held.output(sequence_id) for sequence_id, held in self._held.items())
             self._held.clear()
+            self._send(StepOutput(outputs=outputs))
         waiting = []
         for end in self._held_ends:
             if end.sequence_id in self._held:
@@ -55,7 +62,16 @@ class GatewayLink:
         self._held_ends = waiting
 
 
-def _joined(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
-    return msgspec.structs.replace(
-        first, token_ids=first.token_ids + second.token_ids, logprobs=first.logprobs + second.logprobs
-    )
+class HeldTokens:
+    """Tokens of one sequence that wait for credit."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def join(self, output: SequenceOutput) -> None:
+        self._token_ids.extend(output.token_ids)
+        self._logprobs.extend(output.logprobs)
+
+    def output(self, sequence_id: str) -> SequenceOutput:
+        return SequenceOutput(sequence_id=sequence_id, token_ids=tuple(self._token_ids), logprobs=tuple(self._logprobs))

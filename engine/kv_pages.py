@@ -44,6 +44,8 @@ class KvPages:
         """
         end = sequence.num_computed + num_tokens
         needed = -(-end // self._page_tokens) - len(sequence.pages)
+        if needed == 0 and spare_pages == 0:
+            return True
         if not self._reclaimer.make_room(needed + spare_pages, rank):
             return False
         sequence.pages.extend(self._pages.alloc(needed, PageOwner.KV))
@@ -55,6 +57,8 @@ class KvPages:
         A page may be offered as soon as the step that fills it is submitted: whoever reads it runs in a later one.
         """
         num_full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
+        if num_full == len(sequence.shared_pages):
+            return
         for index in range(len(sequence.shared_pages), num_full):
             key = self._key(sequence, index)
             if key is None:

@@ -1,4 +1,4 @@
-"""The decoder: a Llama-shaped transformer over the page pool, with every adapter of a batch applied in one pass."""
+"""The decoder: one transformer for all architectures, over the page pool, every adapter of a batch in one pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from loramux.engine.backend import Backend, Linear
 from loramux.engine.batch import StepInputs
-from loramux.engine.model_config import ModelConfig
+from loramux.engine.model_config import GELU_TANH, ModelConfig
 from loramux.engine.rotary import rotary_tables
 from loramux.engine.weights import WeightSource
 from loramux.kernels.dispatch import Kernels, KernelShapes
@@ -19,17 +19,24 @@ from loramux.kernels.tables import AdapterTables, AttentionSpec, ModuleGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """The weights of one layer; q/k/v are one linear and gate/up are one linear."""
+    """The weights of one layer; q/k/v are one linear and gate/up are one linear.
 
-    input_norm: torch.Tensor
+    An output norm is applied to what attention or feed-forward adds to the residual. `rotary` is the index of the
+    decoder's tables that this layer turns q and k by.
+    """
+
+    attention_norm: torch.Tensor
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    rotary: int
+    attention: AttentionSpec
     o: Linear
-    post_attention_norm: torch.Tensor
+    attention_output_norm: torch.Tensor | None
+    feed_forward_norm: torch.Tensor
     gate_up: Linear
     down: Linear
-    attention: AttentionSpec
+    feed_forward_output_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +61,24 @@ class Decoder:
         self.config = config
         self._dtype = backend.activation_dtype or dtype
         self._groups = lora_groups(config)
-        place = _Placement(weights, dtype, backend)
+        place = _Placement(weights, dtype, backend, config.norm_offset)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self._layers = [_load_layer(config, place, layer) for layer in range(config.num_layers)]
-        self._final_norm = place.norm("model.norm.weight", config.hidden_size)
+        # As transformers rounds it: to the dtype of the weights, before it multiplies.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        ropes = list(dict.fromkeys(config.layer_ropes))
+        self._layers = [
+            _load_layer(config, place, layer, ropes.index(config.layer_ropes[layer]))
+            for layer in range(config.num_layers)
+        ]
+        self._final_norm = place.norm("model.norm", config.hidden_size)
         head = self._embedding
         if not config.tied_embeddings:
             head = place.tensor("lm_head.weight", (config.vocab_size, config.hidden_size))
         self._head = backend.make_linear(head, None)
-        cos, sin = rotary_tables(config.rope, config.head_dim, max_len)
-        self._cos, self._sin = cos.to(backend.device), sin.to(backend.device)
+        self._rotary = [
+            (cos.to(backend.device), sin.to(backend.device))
+            for cos, sin in (rotary_tables(rope, config.head_dim, max_len) for rope in ropes)
+        ]
 
     @property
     def shapes(self) -> KernelShapes:
@@ -79,9 +94,13 @@ class Decoder:
         """Run one step and return the last layer's output at its sample rows `[num_samples, hidden_size]`, normed."""
         config, eps = self.config, self.config.rms_norm_eps
         num_tokens = inputs.tokens.shape[0]
-        cos, sin = self._cos[inputs.positions], self._sin[inputs.positions]
+        angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
+        gate_and_mul = kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
         q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        residual = functional.embedding(inputs.tokens, self._embedding).to(self._dtype)  # [num_tokens, hidden_size]
+        residual = functional.embedding(inputs.tokens, self._embedding)  # [num_tokens, hidden_size]
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
+        residual = residual.to(self._dtype)
         # Rows that only pad a step belong to no sequence and are not attended: zeros keep them finite.
         attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
 
@@ -96,9 +115,9 @@ class Decoder:
         x = residual
         for index, layer in enumerate(self._layers):
             if index == 0:
-                x = kernels.rms_norm(residual, layer.input_norm, eps)
+                x = kernels.rms_norm(residual, layer.attention_norm, eps)
             else:
-                x = kernels.add_rms_norm(x, residual, layer.input_norm, eps)
+                x = kernels.add_rms_norm(x, residual, layer.attention_norm, eps)
             qkv = with_adapters(x, layer.qkv(x), index, self._groups.qkv)
             q, k, v = qkv.split((q_out, kv_out, kv_out), dim=1)
             q = q.view(num_tokens, config.num_heads, config.head_dim)
@@ -107,32 +126,37 @@ class Decoder:
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = kernels.rms_norm(q, layer.q_norm, eps)
                 k = kernels.rms_norm(k, layer.k_norm, eps)
-            kernels.rotary(q, k, cos, sin)
+            kernels.rotary(q, k, *angles[layer.rotary])
             kernels.kv_write(k, v, index, inputs.attention)
             kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
             x = attended.view(num_tokens, q_out)
             x = with_adapters(x, layer.o(x), index, self._groups.o)
-            x = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = kernels.silu_and_mul(with_adapters(x, layer.gate_up(x), index, self._groups.gate_up))
+            if layer.attention_output_norm is not None:
+                x = kernels.rms_norm(x, layer.attention_output_norm, eps)
+            x = kernels.add_rms_norm(x, residual, layer.feed_forward_norm, eps)
+            x = gate_and_mul(with_adapters(x, layer.gate_up(x), index, self._groups.gate_up))
             x = with_adapters(x, layer.down(x), index, self._groups.down)
+            if layer.feed_forward_output_norm is not None:
+                x = kernels.rms_norm(x, layer.feed_forward_output_norm, eps)
         rows = inputs.sample_rows
         return kernels.add_rms_norm(x[rows], residual[rows], self._final_norm, eps)
 
     def new_hidden(self, num_rows: int) -> torch.Tensor:
         """Memory for `num_rows` rows of what `hidden` returns."""
-        return torch.empty(num_rows, self.config.hidden_size, dtype=self._dtype, device=self._cos.device)
+        return torch.empty(num_rows, self.config.hidden_size, dtype=self._dtype, device=self._embedding.device)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of rows of `hidden`, `[num_rows, vocab_size]` of the activations' dtype."""
-        return self._head(hidden)
+        logits = self._head(hidden)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def lora_groups(config: ModelConfig) -> LoraGroups:
     """Group the modules of `config.modules` by their input."""
-    return LoraGroups(
-        qkv=_group(config, (0, 1, 2)), o=_group(config, (3,)), gate_up=_group(config, (4, 5)), down=_group(config, (6,))
-    )
+    qkv, o, gate_up, down = (_group(config, modules) for modules in config.module_groups)
+    return LoraGroups(qkv=qkv, o=o, gate_up=gate_up, down=down)
 
 
 def _group(config: ModelConfig, modules: tuple[int, ...]) -> ModuleGroup:
@@ -148,17 +172,22 @@ def _group(config: ModelConfig, modules: tuple[int, ...]) -> ModuleGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Brings tensors to where and what they are kept as: linears in the weights' dtype, norms in float32."""
+    """Brings tensors to where and what they are kept as: linears in the weights' dtype, norms in float32.
+
+    Norms of an architecture that stores them less 1 are kept whole, so that kernels need not know.
+    """
 
     weights: WeightSource
     dtype: torch.dtype
     backend: Backend
+    norm_offset: float
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.weights.tensor(name, shape).to(self.backend.device, self.dtype)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
-        return self.weights.tensor(name, (size,)).to(self.backend.device, torch.float32)
+        weight = self.weights.tensor(f"{name}.weight", (size,)).to(self.backend.device, torch.float32)
+        return weight + self.norm_offset if self.norm_offset else weight
 
     def linear(self, prefix: str, shapes: list[LinearShape], has_bias: bool) -> Linear:
         """Linears that share an input as one, whose output is theirs side by side."""
@@ -170,23 +199,35 @@ class _Placement:
         return self.backend.make_linear(weight, bias)
 
 
-def _load_layer(config: ModelConfig, place: _Placement, index: int) -> DecoderLayer:
+def _load_layer(config: ModelConfig, place: _Placement, index: int, rotary: int) -> DecoderLayer:
     prefix = f"model.layers.{index}"
-    q, k, v, o, gate, up, down = config.modules
+    hidden_size, head_dim = config.hidden_size, config.head_dim
+    qkv, o, gate_up, down = ([config.modules[m] for m in modules] for modules in config.module_groups)
+    # Where outputs are normed too, the norm after attention is that of its output and not the next input's.
+    attention_output_norm = feed_forward_output_norm = None
+    feed_forward_norm = "post_attention_layernorm"
+    if config.output_norms:
+        attention_output_norm = place.norm(f"{prefix}.post_attention_layernorm", hidden_size)
+        feed_forward_output_norm = place.norm(f"{prefix}.post_feedforward_layernorm", hidden_size)
+        feed_forward_norm = "pre_feedforward_layernorm"
     return DecoderLayer(
-        input_norm=place.norm(f"{prefix}.input_layernorm.weight", config.hidden_size),
-        qkv=place.linear(prefix, [q, k, v], config.qkv_bias),
-        q_norm=place.norm(f"{prefix}.self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-        k_norm=place.norm(f"{prefix}.self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
-        o=place.linear(prefix, [o], config.o_bias),
-        post_attention_norm=place.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
-        gate_up=place.linear(prefix, [gate, up], config.mlp_bias),
-        down=place.linear(prefix, [down], config.mlp_bias),
+        attention_norm=place.norm(f"{prefix}.input_layernorm", hidden_size),
+        qkv=place.linear(prefix, qkv, config.qkv_bias),
+        q_norm=place.norm(f"{prefix}.self_attn.q_norm", head_dim) if config.qk_norm else None,
+        k_norm=place.norm(f"{prefix}.self_attn.k_norm", head_dim) if config.qk_norm else None,
+        rotary=rotary,
         attention=AttentionSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            head_dim=head_dim,
+            scale=config.attention_scale,
             sliding_window=config.layer_windows[index],
+            soft_cap=config.attention_soft_cap,
         ),
+        o=place.linear(prefix, o, config.o_bias),
+        attention_output_norm=attention_output_norm,
+        feed_forward_norm=place.norm(f"{prefix}.{feed_forward_norm}", hidden_size),
+        gate_up=place.linear(prefix, gate_up, config.mlp_bias),
+        down=place.linear(prefix, down, config.mlp_bias),
+        feed_forward_output_norm=feed_forward_output_norm,
     )

@@ -1,4 +1,7 @@
-"""The engine's own process: `python -m loramux.engine.process SOCKET`, its configuration as JSON on standard input.
+"""The engine's own process: `python -m loramux.engine.process SOCKET RECORD`.
+
+Its configuration comes as JSON on standard input; RECORD is the descriptor of the memory in which its supervisor sees
+what the loop does.
 
 The loop reads what gateways sent, runs one step, and sends what it produced; it blocks only when there is nothing to
 do. The process ends when standard input closes, so that it never outlives the supervisor that holds the other end.
@@ -10,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from loramux.engine.config import EngineConfig
 from loramux.engine.errors import EngineError
 from loramux.engine.gateway_link import GatewayLink
 from loramux.engine.messages import Abort, Add, Credit, Extend, FromEngine, Load, StatsRequest, ToEngine, Unload
+from loramux.engine.step_record import StepRecord
 
 EXIT_REFUSED = 3
 """The configuration cannot work, so a restart would not help; the reason is the last line on standard error."""
@@ -27,17 +32,27 @@ EXIT_REFUSED = 3
 LOADING_POLL_MS = 50
 """How long to wait for an event while adapters load; the loader wakes the loop sooner."""
 
+IDLE_POLL_MS = 250
+"""An idle loop passes this often for no reason but to show that it could: see `StepRecord`."""
+
+END_GRACE_S = 1.0
+"""How long the loop may take to end once its supervisor is gone; a step that hangs must not keep the device."""
+
 
 class EngineServer:
     """Serves one engine to gateways over a ROUTER socket."""
 
-    def __init__(self, assembled: AssembledEngine, socket: Any, wake_fd: int) -> None:
+    def __init__(
+        self, assembled: AssembledEngine, socket: Any, wake_fd: int, record: StepRecord, ended: threading.Event
+    ) -> None:
         import zmq
 
         self._engine = assembled.engine
         self._ready = assembled.ready
         self._socket = socket
         self._wake_fd = wake_fd
+        self._record = record
+        self._ended = ended
         self._links: dict[bytes, GatewayLink] = {}
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
@@ -45,35 +60,36 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(wake_fd, zmq.POLLIN)
-        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
 
     def serve(self) -> None:
-        """Run until standard input closes."""
+        """Run until the supervisor is gone."""
         ran = False
-        while self._receive(self._timeout_ms(ran)):
+        while not self._ended.is_set():
+            self._receive(self._timeout_ms(ran))
             ran = self._engine.step() if self._engine.has_work else False
+            if self._engine.num_sequences == 0:
+                self._record.note_running([])
+            self._record.note_pass(ran)
             for outbound in self._engine.take_outbox():
                 link = self._links.get(outbound.owner)
                 if link is not None:
                     link.post(outbound.message)
 
-    def _timeout_ms(self, ran: bool) -> int | None:
+    def _timeout_ms(self, ran: bool) -> int:
         if ran:
             return 0
-        return LOADING_POLL_MS if self._engine.has_work else None
+        return LOADING_POLL_MS if self._engine.has_work else IDLE_POLL_MS
 
-    def _receive(self, timeout_ms: int | None) -> bool:
-        """Take every message that is there, waiting for the first at most `timeout_ms`; False at the end of life."""
+    def _receive(self, timeout_ms: int) -> None:
+        """Take every message that is there, waiting for the first at most `timeout_ms`."""
         ready = dict(self._poller.poll(timeout_ms))
-        if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 4096):
-            return False
         if self._wake_fd in ready:
             os.read(self._wake_fd, 4096)
         while True:
             try:
                 owner, body = self._socket.recv_multipart(self._zmq.NOBLOCK)
             except self._zmq.Again:
-                return True
+                return
             self._dispatch(owner, self._decoder.decode(body))
 
     def _dispatch(self, owner: bytes, message: ToEngine) -> None:
@@ -125,15 +141,30 @@ def main() -> None:
             # A full pipe wakes the loop as well as one more byte would.
             return
 
+    ended, closed = threading.Event(), threading.Event()
+    threading.Thread(target=_follow_supervisor, args=(ended, closed, wake), name="supervisor", daemon=True).start()
+    record = StepRecord(int(sys.argv[2]))
     try:
-        assembled = assemble_engine(config, wake)
+        assembled = assemble_engine(config, wake, note_running=record.note_running)
     except (EngineError, ValueError) as error:
         print(str(error), file=sys.stderr)
         sys.exit(EXIT_REFUSED)
-    _serve(assembled, Path(sys.argv[1]), wake_read)
+    _serve(assembled, Path(sys.argv[1]), wake_read, record, ended)
+    closed.set()
 
 
-def _serve(assembled: AssembledEngine, path: Path, wake_read: int) -> None:
+def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Callable[[], None]) -> None:
+    """Tell the loop when standard input closes, and end the process if it does not listen; on a thread of its own."""
+    while os.read(sys.stdin.fileno(), 4096):
+        # Nothing is expected behind the configuration; only the end means something.
+        continue
+    ended.set()
+    wake()
+    if not closed.wait(END_GRACE_S):
+        os._exit(1)
+
+
+def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> None:
     import zmq
 
     context = zmq.Context(io_threads=1)
@@ -147,7 +178,7 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int) -> None:
     socket.bind(f"ipc://{path}")
     os.umask(previous)
     try:
-        EngineServer(assembled, socket, wake_read).serve()
+        EngineServer(assembled, socket, wake_read, record, ended).serve()
     finally:
         socket.close()
         context.term()

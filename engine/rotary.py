@@ -9,14 +9,22 @@ import torch
 from loramux.engine.model_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Angle per position of each pair of channels, float32 `[head_dim / 2]`.
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
+    """Angle per position of each pair of channels that turns, float32 `[rotary_dim / 2]`.
 
     `linear` divides every frequency by the factor; `llama3` divides only those with a wavelength beyond the original
-    context, with a smooth step between (Llama 3.1's published scaling).
+    context, with a smooth step between (Llama 3.1's published scaling); `longrope` divides each by a factor of its own
+    (Ding et al., 2024), from one list for contexts up to the original length and another for longer ones. `max_len`,
+    the longest context that is served, chooses the list once: K of early positions stays in the cache while a sequence
+    grows past the original length, so one sequence cannot use both.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
+    rotary_dim = int(head_dim * rope.rotary_fraction)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    periods = rope.theta**exponents
+    if rope.kind == "longrope":
+        factors = rope.long_factors if max_len > rope.original_max_len else rope.short_factors
+        return 1.0 / (torch.tensor(factors) * periods)
+    frequencies = 1.0 / periods
     if rope.kind == "default":
         return frequencies
     if rope.kind == "linear":
@@ -29,6 +37,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def rotary_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of each position's angles, float32 `[max_len, head_dim / 2]` each."""
-    angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(rope, head_dim))
-    return angles.cos(), angles.sin()
+    """Cosine and sine of each position's angles, float32 `[max_len, rotary_dim / 2]` each, scaled as `rope` says."""
+    angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(rope, head_dim, max_len))
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

@@ -10,10 +10,14 @@ import torch
 
 from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.batch import Batch
+from loramux.engine.messages import SamplingParams
 from loramux.engine.sampler import SampledToken, sample
 from loramux.kernels.layout import AdapterLayout
 
 UNWRITTEN = -1
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+"""The settings under which nothing but the likeliest token matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +59,27 @@ class SimulatedExecutor:
     def submit(self, batch: Batch) -> FinishedStep:
         self.batches.append(batch)
         states = self._write(batch)
-        logits = torch.zeros(len(batch.sample_rows), self._vocab_size)
-        for row, sample_row in enumerate(batch.sample_rows.tolist()):
-            digest = self._loader.digest_of_slot(int(batch.slots[sample_row]))
-            if digest in self.not_finite_for:
-                logits[row] = torch.nan
-            else:
-                logits[row, self._next_token(states[sample_row], digest)] = 1.0
-        sampled = sample(logits, batch.samples, self._eos_token_ids)
+        slots = batch.slots[batch.sample_rows].tolist()
+        digests = [self._loader.digest_of_slot(slot) for slot in slots]
+        chosen = [
+            self._next_token(states[row], digest)
+            for row, digest in zip(batch.sample_rows.tolist(), digests, strict=True)
+        ]
+        if all(one.params == GREEDY for one in batch.samples) and not self.not_finite_for:
+            # What sampling would come to, at a tenth of its time.
+            sampled = [SampledToken(token) for token in chosen]
+        else:
+            sampled = sample(self._logits(chosen, digests), batch.samples, self._eos_token_ids)
         self._chosen = [one.token_id for one in sampled]
         return FinishedStep(sampled)
+
+    def _logits(self, chosen: list[int], digests: list[str | None]) -> torch.Tensor:
+        logits = torch.zeros(len(chosen), self._vocab_size)
+        for row, (token, digest) in enumerate(zip(chosen, digests, strict=True)):
+            logits[row, token] = 1.0
+            if digest in self.not_finite_for:
+                logits[row] = torch.nan
+        return logits
 
     def generate(self, prompt: Sequence[int], num_tokens: int, digest: str | None) -> list[int]:
         """What a sequence must receive."""

@@ -13,6 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from loramux.engine.errors import ModelNotSupported
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_DERIVED = (".rotary_emb.inv_freq",)
+"""Ends of the names of tensors that follow from config.json; older versions of transformers stored them."""
+
 
 class WeightSource(Protocol):
     """Where a model's tensors come from."""
@@ -27,23 +32,39 @@ class Weights:
 
     def __init__(self, files: dict[str, safe_open]) -> None:
         self._files = files
-
-    def has(self, name: str) -> bool:
-        return name in self._files
+        self._unread = set(files)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`; raises ModelNotSupported when it is missing or has another shape."""
         if name not in self._files:
             raise ModelNotSupported(f"the model has no tensor {name}")
         tensor: torch.Tensor = self._files[name].get_tensor(name)
+        self._unread.discard(name)
         if tuple(tensor.shape) != shape:
             raise ModelNotSupported(f"the tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
         return tensor
 
+    def check_all_read(self) -> None:
+        """Raise ModelNotSupported for a tensor that nobody asked for: the model computes more than was loaded."""
+        unread = sorted(name for name in self._unread if not name.endswith(_DERIVED))
+        # A head tied to the embedding may be stored as well, as long as it is the same.
+        if unread == [HEAD] and EMBEDDING in self._files:
+            head, embedding = (self._files[name].get_tensor(name) for name in (HEAD, EMBEDDING))
+            if not torch.equal(head, embedding):
+                raise ModelNotSupported(f"config.json ties {HEAD} to {EMBEDDING}, but the two differ")
+            return
+        if unread:
+            raise ModelNotSupported(
+                f"the model has {len(unread)} tensors that its architecture does not use, such as {unread[0]}"
+            )
+
 
 @contextmanager
 def open_weights(model_dir: Path) -> Iterator[Weights]:
-    """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names."""
+    """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+
+    Raises ModelNotSupported at the end for a tensor that was not read.
+    """
     with ExitStack() as stack:
         files: dict[str, safe_open] = {}
         for path in _shards(model_dir):
@@ -52,7 +73,9 @@ def open_weights(model_dir: Path) -> Iterator[Weights]:
             except (SafetensorError, OSError) as error:
                 raise ModelNotSupported(f"{path} is not a readable safetensors file: {error}") from error
             files.update(dict.fromkeys(file.keys(), file))
-        yield Weights(files)
+        weights = Weights(files)
+        yield weights
+        weights.check_all_read()
 
 
 def _shards(model_dir: Path) -> list[Path]:

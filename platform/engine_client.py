@@ -27,6 +27,14 @@ class EngineClient(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the engine made a step lately or needed none; false while a hung one cannot be replaced."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it is not ready, for operators only; None where it is, or where nothing is known."""
+
     def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
         """Run one sequence; raises EngineUnavailable at once while the engine is not ready."""
 

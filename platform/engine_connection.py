@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -36,14 +36,16 @@ CREDIT_BATCH = 16
 READY_TIMEOUT_S = 30.0
 
 Answer = TypeVar("Answer", AdapterState, Stats)
+NoteEnd = Callable[[Add, Finished], None]
+"""Told of each sequence that an engine ends itself."""
 
 
 class SequenceStream:
     """What one sequence produces; an unread stream holds its own tokens and delays nobody."""
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, add: Add) -> None:
+        self.add = add
         self._items: asyncio.Queue[SequenceOutput | Finished] = asyncio.Queue()
-        self._prompt_tokens = prompt_tokens
         self._num_received = 0
         self._is_ended = False
 
@@ -52,16 +54,17 @@ class SequenceStream:
             self._num_received += len(item.token_ids)
         self._items.put_nowait(item)
 
-    def fail(self, sequence_id: str) -> None:
-        """End a stream whose engine is gone: what was received is what is billed."""
+    def fail(self, was_running: bool) -> None:
+        """End a stream whose engine is gone: what was received is what is billed, and nothing where it only waited."""
+        has_run = was_running or self._num_received > 0
         self.put(
             Finished(
-                sequence_id=sequence_id,
+                sequence_id=self.add.sequence_id,
                 reason="error",
-                prompt_tokens=self._prompt_tokens,
+                prompt_tokens=len(self.add.prompt) if has_run else 0,
                 completion_tokens=self._num_received,
                 code="engine_unavailable",
-                message="the engine stopped while this request was running",
+                message=f"the engine stopped while this request was {'running' if has_run else 'waiting'}",
             )
         )
 
@@ -76,12 +79,29 @@ class SequenceStream:
         return item
 
 
+def refused_stream(add: Add) -> SequenceStream:
+    """The stream of a sequence that no engine is asked to run, because engines died of it."""
+    stream = SequenceStream(add)
+    stream.put(
+        Finished(
+            sequence_id=add.sequence_id,
+            reason="error",
+            prompt_tokens=0,
+            completion_tokens=0,
+            code="request_excluded",
+            message="the engine stopped twice while it ran this request, which is therefore refused for a while",
+        )
+    )
+    return stream
+
+
 class EngineConnection:
     """A DEALER socket to an engine. `open` returns once the engine has said what it is."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, context: zmq.asyncio.Context) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, note_end: NoteEnd) -> None:
         self._socket = socket
         self._context = context
+        self._note_end = note_end
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._streams: dict[str, SequenceStream] = {}
@@ -92,7 +112,7 @@ class EngineConnection:
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
 
     @staticmethod
-    async def open(path: Path) -> EngineConnection:
+    async def open(path: Path, note_end: NoteEnd) -> EngineConnection:
         """Connect to the engine that listens at `path`; raises EngineUnavailable when it does not answer."""
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
@@ -100,13 +120,15 @@ class EngineConnection:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(f"ipc://{path}")
-        connection = EngineConnection(socket, context)
+        connection = EngineConnection(socket, context, note_end)
         connection._send(Credit(count=INITIAL_CREDIT))
         try:
             await asyncio.wait_for(asyncio.shield(connection._ready), READY_TIMEOUT_S)
-        except TimeoutError:
-            connection.close()
-            raise EngineUnavailable("the engine does not answer") from None
+        except BaseException as error:
+            connection.close(frozenset())
+            if isinstance(error, TimeoutError):
+                raise EngineUnavailable("the engine does not answer") from None
+            raise
         return connection
 
     @property
@@ -114,7 +136,7 @@ class EngineConnection:
         return self._ready.result()
 
     def submit(self, add: Add) -> SequenceStream:
-        stream = self._streams[add.sequence_id] = SequenceStream(len(add.prompt))
+        stream = self._streams[add.sequence_id] = SequenceStream(add)
         self._send(add)
         return stream
 
@@ -134,11 +156,13 @@ class EngineConnection:
         call_id = str(next(self._call_ids))
         return await self._call(Stats, StatsRequest(call_id=call_id), call_id, timeout_s)
 
-    def close(self) -> None:
-        """End every stream and call, and free the socket."""
+    def close(self, running: frozenset[str]) -> list[Add]:
+        """End every stream and call, and free the socket; what was open of the sequences in `running`."""
         self._reader.cancel()
+        self._take_what_arrived()
         for sequence_id, stream in self._streams.items():
-            stream.fail(sequence_id)
+            stream.fail(was_running=sequence_id in running)
+        ended = [stream.add for sequence_id, stream in self._streams.items() if sequence_id in running]
         self._streams.clear()
         for call in self._calls.values():
             if not call.done():
@@ -146,6 +170,7 @@ class EngineConnection:
         self._calls.clear()
         self._socket.close()
         self._context.term()
+        return ended
 
     async def _call(self, kind: type[Answer], message: ToEngine, call_id: str, timeout_s: float) -> Answer:
         call: asyncio.Future[AdapterState | Stats] = asyncio.get_running_loop().create_future()
@@ -166,6 +191,15 @@ class EngineConnection:
         while True:
             self._dispatch(self._decoder.decode(await self._socket.recv()))
 
+    def _take_what_arrived(self) -> None:
+        """What an engine said before its end counts: tokens are paid for, and what it finished did not fail."""
+        socket: Any = zmq.Socket.shadow(self._socket.underlying)
+        while True:
+            try:
+                self._dispatch(self._decoder.decode(socket.recv(zmq.NOBLOCK)))
+            except (zmq.Again, msgspec.MsgspecError):
+                return
+
     def _dispatch(self, message: FromEngine) -> None:
         match message:
             case StepOutput(outputs=outputs):
@@ -179,6 +213,7 @@ class EngineConnection:
             case Finished(sequence_id=sequence_id):
                 stream = self._streams.pop(sequence_id, None)
                 if stream is not None:
+                    self._note_end(stream.add, message)
                     stream.put(message)
             case AdapterState(call_id=call_id) | Stats(call_id=call_id):
                 call = self._calls.get(call_id)

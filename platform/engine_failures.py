@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.platform.errors import ApiError, InvalidRequest, Unavailable
+from loramux.platform.errors import ApiError, DeadlineExceeded, InvalidRequest, Unavailable
 
 RETRY_S = 5.0
 
@@ -14,8 +14,14 @@ def engine_failure(code: str | None, message: str | None) -> ApiError:
             return InvalidRequest(message or "the prompt is too long", param="prompt", code="context_length_exceeded")
         case "request_too_large" | "invalid_request":
             return InvalidRequest(message or "the engine cannot run this request", code=code)
+        case "request_excluded":
+            return InvalidRequest(message or "the engine stopped twice while it ran this request", code=code)
         case "adapter_unavailable":
             return Unavailable("the adapter cannot be loaded now; try again", code=code, retry_after_s=RETRY_S)
+        case "adapter_quarantined":
+            return InvalidRequest(message or "the adapter's values are not finite", code=code)
+        case "deadline_exceeded":
+            return DeadlineExceeded(message or "the request's time was up before it was through")
         case "overloaded":
             return Unavailable("the engine is overloaded; try again", code=code, retry_after_s=RETRY_S)
         case "engine_unavailable":

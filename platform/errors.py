@@ -110,6 +110,14 @@ class RateLimited(ApiError):
     code = "rate_limit_exceeded"
 
 
+class DeadlineExceeded(ApiError):
+    """The request's time was up before it was through."""
+
+    status = 504
+    type = "server_error"
+    code = "deadline_exceeded"
+
+
 class Unavailable(ApiError):
     """The server cannot do it now; the same request may succeed later."""
 

@@ -17,6 +17,7 @@ from loramux.platform.engine_failures import engine_failure
 from loramux.platform.errors import ApiError
 from loramux.platform.model_names import ResolvedModel
 from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.pending_deltas import PendingDeltas
 from loramux.platform.principals import Principal
 from loramux.platform.reservations import Settlement
 from loramux.platform.tenants import Share
@@ -100,7 +101,7 @@ class Generation:
         self._settle = settle
         self._clock = clock
         self._choices = [Choice(i, add, tokenizer, plan.stops) for i, add in enumerate(plan.adds())]
-        self._events: asyncio.Queue[ChoiceDelta | None] = asyncio.Queue()
+        self._events = PendingDeltas()
         self._is_stopping = asyncio.Event()
         self.is_abandoned = False
         self._watch: asyncio.Task[None] | None = None
@@ -108,6 +109,11 @@ class Generation:
         self.first_token_us: int | None = None
         self.usage = Usage(0, 0, 0)
         self.status = "open"
+
+    @property
+    def num_pending(self) -> int:
+        """Deltas that the client has not taken yet; a bounded number, however slow it is."""
+        return len(self._events)
 
     @property
     def num_received(self) -> int:
@@ -159,7 +165,7 @@ class Generation:
             self.status = settlement.status
             if self._watch is not None:
                 self._watch.cancel()
-            self._events.put_nowait(None)
+            self._events.close()
 
     async def _read(self, choice: Choice) -> None:
         try:
@@ -183,7 +189,7 @@ class Generation:
             delta = choice.feed(item)
             if delta is None:
                 continue
-            self._events.put_nowait(delta)
+            self._events.put(delta)
             if choice.is_done:
                 # A stop string was found: the engine need not go on, and only its last word is missing.
                 self._engine.abort(choice.add.sequence_id, keep=choice.keep)
@@ -193,7 +199,7 @@ class Generation:
     def _finish(self, choice: Choice, finished: Finished) -> None:
         delta = choice.finish(finished)
         if delta is not None:
-            self._events.put_nowait(delta)
+            self._events.put(delta)
         if choice.is_done or self.is_abandoned:
             return
         code = finished.code if finished.reason == "error" else "engine_unavailable"

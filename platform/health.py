@@ -18,19 +18,29 @@ from loramux.platform.services import call_on
 DATABASE_WAIT_S = 2.0
 
 
-def health_router(database: Database, engine: EngineClient, executor: Executor) -> APIRouter:
-    """Routes that say whether this process lives, and whether a request sent now would be served."""
+def health_router(
+    database: Database, engine: EngineClient, executor: Executor, *, tells_why: bool = False
+) -> APIRouter:
+    """Routes that say whether this process lives, and whether a request sent now would be served.
+
+    Live: the engine made a step, or none was needed. An engine that is being restarted needs nobody else's help; one
+    that hangs and cannot be killed does. `tells_why` adds the engine's last words, which are for operators, to `ready`.
+    """
     router = APIRouter()
 
     @router.get("/health/live")
     async def live() -> Response:
-        return json_response({"status": "live"})
+        is_live = engine.is_live
+        return json_response({"status": "live" if is_live else "not live"}, 200 if is_live else 503)
 
     @router.get("/health/ready")
     async def ready() -> Response:
         checks = {"engine": engine.is_ready, "database": await _answers(database, executor)}
         is_ready = all(checks.values())
-        return json_response({"status": "ready" if is_ready else "not ready", **checks}, 200 if is_ready else 503)
+        body = {"status": "ready" if is_ready else "not ready", **checks}
+        if tells_why and engine.trouble is not None:
+            body["reason"] = engine.trouble
+        return json_response(body, 200 if is_ready else 503)
 
     return router
 

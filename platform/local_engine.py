@@ -5,30 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import structlog
 
 from loramux.engine.config import EngineConfig
 from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
 from loramux.platform.engine_client import EngineUnavailable
-from loramux.platform.engine_connection import EngineConnection
-
-EXIT_REFUSED = 3
-"""What `loramux.engine.process` exits with when a restart would not help."""
+from loramux.platform.engine_connection import EngineConnection, refused_stream
+from loramux.platform.engine_process import ENGINE_COMMAND, EngineProcess
+from loramux.platform.request_strikes import RequestStrikes
+from loramux.platform.watchdog import Watchdog
 
 MAX_SOCKET_PATH = 107
 """Bytes of a unix socket's path (Linux, sun_path)."""
 
-START_TIMEOUT_S = 300.0
-RESTART_DELAYS_S = (0.2, 1.0, 5.0, 15.0)
-"""Waits before consecutive restarts; a run longer than `STEADY_S` begins again at the first."""
-STEADY_S = 60.0
+END_GRACE_S = 1.0
+"""How long an engine that is told to end may finish its step; by then its streams have been ended."""
+
+CONNECT_POLL_S = 0.02
 
 log = structlog.get_logger()
 
@@ -37,24 +36,59 @@ class EngineStartError(Exception):
     """The engine cannot start; its own sentence says why."""
 
 
-class LocalEngine:
-    """Starts an engine process, starts it again when it dies, and is its client.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """How an engine is watched, and when it is started again."""
 
-    While no engine runs, `submit` raises EngineUnavailable and `is_ready` is false; streams that were running when
-    it died end with Finished(reason="error", code="engine_unavailable").
+    step_timeout_s: float = 60.0
+    """A step that takes longer hangs."""
+    start_timeout_s: float = 300.0
+    """The same for the start, and for the first step after it, which may have to compile."""
+    first_delay_s: float = 0.2
+    """Before the restart after a steady run; it doubles with each run that is not steady."""
+    max_delay_s: float = 30.0
+    steady_s: float = 60.0
+
+    @property
+    def look_interval_s(self) -> float:
+        return min(1.0, self.step_timeout_s / 4)
+
+    def delay_s(self, num_short_runs: int) -> float:
+        """How long to wait after so many runs in a row that were not steady."""
+        # The exponent has a cap of its own: a power without one overflows in the end.
+        return float(min(self.max_delay_s, self.first_delay_s * 2 ** min(num_short_runs, 32)))
+
+
+class LocalEngine:
+    """Starts an engine process, starts it again when it dies or hangs, and is its client.
+
+    While no engine runs, `submit` raises EngineUnavailable and `is_ready` is false; streams that were open when it
+    died end with Finished(reason="error", code="engine_unavailable"). A request that was running at two deaths ends
+    at once with the code `request_excluded`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        supervision: Supervision | None = None,
+        command: tuple[str, ...] = ENGINE_COMMAND,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
+        self._supervision = supervision if supervision is not None else Supervision()
+        self._command = command
+        self._clock = clock
         # Created 0700 by mkdtemp: nobody else can reach the socket inside.
         self._directory = Path(tempfile.mkdtemp(prefix="loramux-"))
         self._socket_path = self._directory / "engine.sock"
         if len(os.fsencode(self._socket_path)) > MAX_SOCKET_PATH:
             raise EngineStartError(f"the temporary directory's path is too long for a unix socket: {self._directory}")
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: EngineProcess | None = None
         self._connection: EngineConnection | None = None
-        self._supervision: asyncio.Task[None] | None = None
-        self._is_closing = False
+        self._strikes = RequestStrikes(clock)
+        self._supervisor: asyncio.Task[None] | None = None
+        self._is_hung = False
+        self._trouble: str | None = None
 
     @property
     def info(self) -> EngineReady | None:
@@ -65,6 +99,16 @@ class LocalEngine:
         return self._connection is not None
 
     @property
+    def is_live(self) -> bool:
+        """False from when a step hangs until its process is gone, which is for good if it cannot be killed."""
+        return not self._is_hung
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it is not ready, in a line for operators: the last engine's end and its last words."""
+        return None if self.is_ready else self._trouble
+
+    @property
     def pid(self) -> int | None:
         """The running engine's process id."""
         return None if self._process is None else self._process.pid
@@ -72,7 +116,7 @@ class LocalEngine:
     async def spawn(self) -> None:
         """Begin to start the engine and return; `start` waits for it. Lets the caller import while the engine loads."""
         if self._process is None:
-            self._process = await self._launch()
+            await self._launch()
 
     async def start(self) -> None:
         """Wait until the engine can run sequences; raises EngineStartError with its reason when it cannot."""
@@ -82,10 +126,11 @@ class LocalEngine:
         except (EngineStartError, EngineUnavailable) as error:
             await self.close()
             raise EngineStartError(str(error)) from error
-        self._supervision = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
-        return self._connected().submit(add)
+        connection = self._connected()
+        return refused_stream(add) if self._strikes.is_refused(add) else connection.submit(add)
 
     def abort(self, sequence_id: str, keep: int | None = None) -> None:
         if self._connection is not None:
@@ -101,15 +146,17 @@ class LocalEngine:
         return await self._connected().stats(timeout_s)
 
     async def close(self) -> None:
-        """Stop supervising, end the process and remove its socket."""
-        self._is_closing = True
-        if self._supervision is not None:
-            self._supervision.cancel()
+        """Stop supervising, end the process and remove its socket; takes a few seconds at most, whatever hangs."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._supervision
-        is_connected = self.is_ready
-        self._disconnect()
-        await self._end_process(is_connected)
+                await self._supervisor
+        # An engine that still loads would not notice that it should end; it holds nothing that could be lost.
+        grace_s = END_GRACE_S if self.is_ready and not self._is_hung else 0.0
+        self._disconnect(frozenset())
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end(grace_s)
         self._socket_path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._directory.rmdir()
@@ -119,88 +166,91 @@ class LocalEngine:
             raise EngineUnavailable("the engine is not running")
         return self._connection
 
-    async def _launch(self) -> asyncio.subprocess.Process:
+    async def _launch(self) -> None:
         self._socket_path.unlink(missing_ok=True)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "loramux.engine.process",
-            str(self._socket_path),
-            stdin=asyncio.subprocess.PIPE,
-            stderr=None,
-            # A session of its own: Ctrl-C at the terminal is for the supervisor, which drains first.
-            start_new_session=True,
-            env=_engine_environment(),
-        )
-        assert process.stdin is not None
-        # Standard input stays open: the engine ends when this process does.
-        process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-        await process.stdin.drain()
-        return process
+        self._process = await EngineProcess.launch(self._command, self._config, self._socket_path)
 
     async def _connect(self) -> None:
         """Connect to the launched process once it listens."""
-        assert self._process is not None
-        deadline = time.monotonic() + START_TIMEOUT_S
+        process = self._process
+        assert process is not None
+        timeout_s = self._supervision.start_timeout_s
+        deadline = self._clock() + timeout_s
         while not self._socket_path.exists():
-            if self._process.returncode is not None:
-                reason = "its message is above" if self._process.returncode == EXIT_REFUSED else "see its output above"
-                raise EngineStartError(f"the engine did not start ({reason})")
-            if time.monotonic() > deadline:
-                raise EngineStartError(f"the engine was not ready within {START_TIMEOUT_S:.0f} s")
-            await asyncio.sleep(0.02)
-        self._connection = await EngineConnection.open(self._socket_path)
+            if process.exit_code is not None:
+                raise EngineStartError(f"the engine did not start: {process.last_line() or process.how_it_ended()}")
+            if self._clock() > deadline:
+                raise EngineStartError(f"the engine was not ready within {timeout_s:.0f} s")
+            await asyncio.sleep(CONNECT_POLL_S)
+        opening = asyncio.ensure_future(EngineConnection.open(self._socket_path, self._note_end))
+        exited = asyncio.ensure_future(process.wait())
+        try:
+            await asyncio.wait({opening, exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                raise EngineStartError(f"the engine did not start: {process.how_it_ended()}")
+            self._connection = opening.result()
+        finally:
+            opening.cancel()
+            exited.cancel()
+        self._trouble = None
 
-    def _disconnect(self) -> None:
+    def _note_end(self, add: Add, finished: Finished) -> None:
+        if finished.reason in ("stop", "length"):
+            self._strikes.acquit(add)
+
+    def _disconnect(self, running: frozenset[str]) -> list[Add]:
+        """End every stream; what was open of the sequences that were running."""
         connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        return [] if connection is None else connection.close(running)
 
     async def _supervise(self) -> None:
         """Wait for the engine's death, end what ran on it, and start it again; forever."""
-        attempt = 0
-        while not self._is_closing:
+        num_short_runs = 0
+        while True:
             assert self._process is not None
-            started = time.monotonic()
-            code = await self._process.wait()
-            self._disconnect()
-            if time.monotonic() - started > STEADY_S:
-                attempt = 0
-            delay = RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)]
-            attempt += 1
-            log.error("engine died", exit_code=code, restart_in_s=delay)
-            await asyncio.sleep(delay)
+            worked_s = await self._until_death(self._process)
+            if worked_s > self._supervision.steady_s:
+                num_short_runs = 0
+            delay_s = self._supervision.delay_s(num_short_runs)
+            num_short_runs += 1
+            log.error("engine died", reason=self._trouble, restart_in_s=delay_s)
+            self._process.close()
+            await asyncio.sleep(delay_s)
             try:
-                self._process = await self._launch()
+                await self._launch()
                 await self._connect()
-                log.info("engine restarted", pid=self._process.pid)
+                log.info("engine restarted", pid=self.pid)
             except Exception as error:
                 # Whatever it was, the next round tries again; a process that cannot be reached is of no use.
                 log.error("engine restart failed", reason=str(error))
-                if self._process.returncode is None:
-                    self._process.kill()
+                self._process.kill()
 
-    async def _end_process(self, is_connected: bool) -> None:
-        process, self._process = self._process, None
-        if process is None or process.returncode is not None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        if not is_connected:
-            # It is still loading and would not notice; it holds nothing that could be lost.
-            process.kill()
+    async def _until_death(self, process: EngineProcess) -> float:
+        """Wait until the process is gone, killing it when its loop hangs; the seconds that it was of use."""
+        limits = self._supervision
+        interval_s = limits.look_interval_s
+        watchdog = Watchdog(limits.step_timeout_s, limits.start_timeout_s, max_gap_s=2 * interval_s)
+        started = looked = self._clock()
+        exited = asyncio.ensure_future(process.wait())
         try:
-            await asyncio.wait_for(process.wait(), timeout=5.0)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+            while not (await asyncio.wait({exited}, timeout=interval_s))[0]:
+                now = self._clock()
+                if self.is_ready and watchdog.look(process.record.progress(), now - looked):
+                    self._is_hung = True
+                    log.error("engine hangs", pid=process.pid, stalled_s=round(watchdog.stalled_s, 1))
+                    self._bury(process)
+                    process.kill()
+                looked = now
+        finally:
+            exited.cancel()
+        self._bury(process)
+        self._trouble = process.how_it_ended()
+        if self._is_hung:
+            self._trouble = f"it made no progress for {watchdog.stalled_s:.0f} s; {self._trouble}"
+            self._is_hung = False
+        return self._clock() - started - watchdog.stalled_s
 
-
-def _engine_environment() -> dict[str, str]:
-    # Idle threads that spin would take the cores from the gateway and the kernel's other threads beside them: with a
-    # busy neighbour, a parallel region then waits for a time slice.
-    return {
-        "OMP_WAIT_POLICY": "passive",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
+    def _bury(self, process: EngineProcess) -> None:
+        """End the streams of an engine that is dead or as good as dead, and remember what it died of."""
+        if self.is_ready:
+            self._strikes.strike(self._disconnect(process.record.running()))

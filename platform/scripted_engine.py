@@ -60,6 +60,7 @@ class ScriptedEngine:
             max_model_len=max_model_len, num_pages=64, page_tokens=16, device="cpu", dtype="float32"
         )
         self._is_ready = True
+        self.is_live = True
         self._running: dict[str, _Sequence] = {}
 
     @property
@@ -69,6 +70,10 @@ class ScriptedEngine:
     @property
     def is_ready(self) -> bool:
         return self._is_ready
+
+    @property
+    def trouble(self) -> str | None:
+        return None if self._is_ready else "killed by SIGKILL: last words"
 
     @property
     def num_running(self) -> int:

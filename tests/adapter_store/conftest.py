@@ -39,6 +39,13 @@ MODULES = (
     LinearShape("mlp.down_proj", INTERMEDIATE, HIDDEN),
 )
 
+FUSED_MODULES = (
+    LinearShape("self_attn.qkv_proj", HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
+    LinearShape("self_attn.o_proj", HEADS * HEAD_DIM, HIDDEN),
+    LinearShape("mlp.gate_up_proj", HIDDEN, 2 * INTERMEDIATE),
+    LinearShape("mlp.down_proj", INTERMEDIATE, HIDDEN),
+)
+
 
 def tensor_name(layer: int, module: str, half: str) -> str:
     return f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight"
@@ -127,6 +134,12 @@ def target() -> PackTarget:
 def any_target(request: pytest.FixtureRequest) -> PackTarget:
     """The small base with a pool of each dtype."""
     return make_target(request.param)
+
+
+@pytest.fixture
+def fused_target() -> PackTarget:
+    """The small base with q/k/v as one linear and gate/up as another, as Phi-3 has them."""
+    return make_target(modules=FUSED_MODULES)
 
 
 @pytest.fixture

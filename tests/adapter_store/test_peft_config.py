@@ -73,7 +73,13 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
         pytest.param({"modules_to_save": ["lm_head"]}, "unsupported_config", "modules_to_save", id="saved modules"),
         pytest.param({"auto_mapping": {"a": "b"}}, "unsupported_config", "auto_mapping", id="auto mapping"),
         pytest.param({"fan_in_fan_out": True}, "unsupported_config", "fan_in_fan_out", id="transposed weights"),
-        pytest.param({"init_lora_weights": "pissa"}, "unsupported_config", "init_lora_weights", id="PiSSA"),
+        *(
+            pytest.param({"init_lora_weights": name}, "unsupported_config", "init_lora_weights", id=f"{name} weights")
+            for name in ("pissa", "pissa_niter_16", "olora", "loftq", "eva", "corda", "lora_ga")
+        ),
+        pytest.param({"eva_config": {"rho": 2.0}}, "unsupported_config", "eva_config", id="EVA"),
+        pytest.param({"corda_config": {"a": 1}}, "unsupported_config", "corda_config", id="CorDA"),
+        pytest.param({"use_qalora": True}, "unsupported_config", "use_qalora", id="QALoRA"),
         pytest.param({"layer_replication": [[0, 2]]}, "unsupported_config", "layer_replication", id="replication"),
         pytest.param({"target_parameters": ["w"]}, "unsupported_config", "target_parameters", id="parameters"),
         pytest.param({"trainable_token_indices": [1]}, "unsupported_config", "trainable_token_indices", id="tokens"),

@@ -15,6 +15,15 @@ from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation import validate_files
 from loramux.kernels.layout import row_layout
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 
 @pytest.fixture(scope="module")
 def base() -> Any:
@@ -22,16 +31,16 @@ def base() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+@pytest.fixture(scope="module")
+def fused_base() -> Any:
+    import torch
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +70,33 @@ def base() -> Any:
     ],
 )
 def test_a_saved_adapter_packs_to_its_own_products(
+    base: Any, target: PackTarget, tmp_path: Path, settings: dict[str, Any], dtype: str
+) -> None:
+    assert_packs_to_its_own_products(base, target, tmp_path, settings, dtype)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "use_rslora": True}, id="rsLoRA"),
+        pytest.param(
+            {
+                "r": 4,
+                "target_modules": ["qkv_proj", "gate_up_proj"],
+                "rank_pattern": {"layers.1.self_attn.qkv_proj": 7},
+                "alpha_pattern": {"gate_up_proj": 2},
+            },
+            id="patterns",
+        ),
+    ],
+)
+def test_a_fused_linear_has_one_adapter(
+    fused_base: Any, fused_target: PackTarget, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    assert_packs_to_its_own_products(fused_base, fused_target, tmp_path, settings, "float32")
+
+
+def assert_packs_to_its_own_products(
     base: Any, target: PackTarget, tmp_path: Path, settings: dict[str, Any], dtype: str
 ) -> None:
     import torch

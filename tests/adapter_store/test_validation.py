@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pickle  # noqa: TID251 - to show that it is refused
+import re
 import struct
 import tarfile
 import zipfile
@@ -312,3 +313,23 @@ def test_float16_and_bfloat16_files_pass(make_adapter: Any, target: PackTarget) 
     report = validate_files(files.config_bytes, save_torch(bfloat16), target)
     assert report.dtypes == ("BF16",)
     assert 0 < report.largest_effect < 100
+
+
+@pytest.mark.parametrize("name", ["q_proj", "self_attn.v_proj", "layers.0.mlp.gate_proj", "up_proj"])
+def test_a_part_of_a_fused_linear_is_refused_by_name(
+    fused_target: PackTarget, adapter_maker: Callable[[PackTarget], Any], name: str
+) -> None:
+    files = adapter_maker(fused_target)(modules=("self_attn.qkv_proj",))
+    validate_files(files.config_bytes, files.tensor_bytes, fused_target)
+    files.config["target_modules"] = ["qkv_proj", name]
+    with pytest.raises(AdapterRejected, match=rf"{re.escape(name)}'; .* are qkv_proj, o_proj, gate_up_proj, down_proj"):
+        validate_files(files.config_bytes, files.tensor_bytes, fused_target)
+    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules")
+
+
+def test_an_adapter_of_separate_projections_does_not_fit_fused_ones(
+    make_adapter: Any, target: PackTarget, fused_target: PackTarget
+) -> None:
+    files = make_adapter(modules=("self_attn.q_proj", "mlp.down_proj"))
+    validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules")

@@ -20,7 +20,16 @@ from loramux.engine.engine import Engine, StepResult
 from loramux.engine.messages import Add, Finished
 from loramux.engine.model import Decoder
 from loramux.engine.model_config import ModelConfig
-from tests.conformance.tiny_models import PLANS, AdapterPlan, MemorySource, add_adapters, make_base, pack_peft_directory
+from tests.conformance.tiny_models import (
+    PLANS,
+    SHAPE,
+    WINDOW,
+    AdapterPlan,
+    MemorySource,
+    add_adapters,
+    make_base,
+    pack_peft_directory,
+)
 
 TOLERANCE = 1e-4
 
@@ -58,10 +67,17 @@ class Subject:
             return logits
 
 
-def make_subject(family: str, directory: Path, plans: Sequence[AdapterPlan] = PLANS) -> Subject:
+def make_subject(
+    family: str,
+    directory: Path,
+    plans: Sequence[AdapterPlan] = PLANS,
+    shape: dict[str, Any] = SHAPE,
+    window: int = WINDOW,
+) -> Subject:
     """A random base of a family with the planned adapters, on disk and packed."""
-    base = make_base(family, directory / "base")
-    reference = add_adapters(base, list(plans), directory / "adapters")
+    base = make_base(family, directory / "base", shape, window)
+    plans = [plan.for_family(family) for plan in plans]
+    reference = add_adapters(base, plans, directory / "adapters")
     target = pack_target(ModelConfig.load(directory / "base"), "float32")
     packed = {plan.name: pack_peft_directory(directory / "adapters" / plan.name, target) for plan in plans}
     return Subject(

@@ -18,7 +18,7 @@ from loramux.engine.engine import Engine
 from loramux.engine.graph_executor import GraphExecutor
 from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
-from tests.conformance.tiny_models import ALL_LINEARS, VOCAB_SIZE, AdapterPlan
+from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
 from tests.engine.gpu_backend import gpu_backend
 
 PLANS = [
@@ -35,9 +35,12 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     return gpu_backend(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return make_subject("llama-small", tmp_path_factory.mktemp("gpu"), PLANS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=() if family == "llama" else pytest.mark.campaign) for family in FAMILIES],
+)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
 
 
 def requests(

@@ -1,23 +1,35 @@
-"""Logits and greedy tokens equal those of transformers and peft, one request a time and in one mixed batch."""
+"""Logits and greedy tokens equal those of transformers and peft, one request a time and in one mixed batch.
+
+Every family runs the mixed batch; what `make campaign-parity` adds is the rest of the matrix.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import Phi3ForCausalLM
 
 from loramux.engine.direct_executor import DirectExecutor
 from loramux.engine.messages import Add, SamplingParams, StatsRequest
-from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject, run
-from tests.conformance.tiny_models import PLANS, VOCAB_SIZE
+from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
+from tests.conformance.tiny_models import FAMILIES, PHI3_ORIGINAL_LEN, PLANS, VOCAB_SIZE, MemorySource, make_base
 
-FAMILIES = ["llama", "llama-tied-bias-llama3-rope", "mistral-window", "qwen2", "qwen3"]
+ALONE = ("llama", "gemma2", "phi3-window")
+"""The families whose requests run alone in every test run: between them they take every branch of the decoder."""
+
+STEPS = [
+    pytest.param(64, 45, id="chunks"),
+    pytest.param(24, 160, id="small chunks", marks=pytest.mark.campaign),
+    pytest.param(700, 45, id="whole prompts", marks=pytest.mark.campaign),
+]
+"""Token rows of a step, and answers so long that the first still runs when the last prompt is through: all meet."""
+
 PROMPT_LENGTHS = [1, 7, 16, 17, 33, 64, 65, 100, 200, 333, 512, 600]
 FEW_TOKENS = 6
-MANY_TOKENS = 45
-"""Enough that the first sequence still runs when the last prompt is through, so that all meet in one step."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -43,6 +55,11 @@ def requests(subject: Subject, max_tokens: int) -> dict[str, tuple[str | None, A
     return made
 
 
+@pytest.mark.parametrize(
+    "subject",
+    [pytest.param(family, marks=() if family in ALONE else pytest.mark.campaign) for family in FAMILIES],
+    indirect=True,
+)
 def test_each_request_alone(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     assembled = subject.assemble()
     recorder = Recorder(assembled.engine, monkeypatch)
@@ -53,10 +70,11 @@ def test_each_request_alone(subject: Subject, monkeypatch: pytest.MonkeyPatch) -
     assembled.loader.close()
 
 
-def test_one_mixed_batch(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    assembled = subject.assemble()
+@pytest.mark.parametrize(("step_tokens", "max_tokens"), STEPS)
+def test_one_mixed_batch(subject: Subject, step_tokens: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assembled = subject.assemble(max_batch_tokens=step_tokens)
     recorder = Recorder(assembled.engine, monkeypatch)
-    asked = requests(subject, MANY_TOKENS)
+    asked = requests(subject, max_tokens)
     for _, add in asked.values():
         assembled.engine.add(b"", add)
     run(assembled.engine)
@@ -94,3 +112,28 @@ def test_base_rows_are_bit_equal_to_the_same_batch_without_adapters(
     assert num_changed == len(PLANS) * FEW_TOKENS
     mixed.loader.close()
     plain.loader.close()
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "num_prompt"),
+    [(PHI3_ORIGINAL_LEN, PHI3_ORIGINAL_LEN - FEW_TOKENS), (1024, PHI3_ORIGINAL_LEN + 1)],
+    ids=["short", "long"],
+)
+def test_longrope_follows_the_longest_context_that_is_served(
+    max_model_len: int, num_prompt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers chooses by each sequence's length; where the two choices agree, so do the logits."""
+    make_base("phi3-longrope", tmp_path)
+    untouched = Phi3ForCausalLM.from_pretrained(tmp_path).eval()
+    assembled = Subject(tmp_path, untouched, {}, MemorySource([]), {}).assemble(max_model_len=max_model_len)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    prompt = torch.randint(2, VOCAB_SIZE, (num_prompt,), generator=torch.Generator().manual_seed(2)).tolist()
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    assembled.engine.add(b"", Add(sequence_id="one", prompt=tuple(prompt), max_tokens=FEW_TOKENS, sampling=sampling))
+    run(assembled.engine)
+    ours = torch.stack(recorder.by_sequence["one"])
+    generated = ours.argmax(-1).tolist()
+    with torch.no_grad():
+        theirs = untouched(input_ids=torch.tensor([[*prompt, *generated[:-1]]])).logits[0, num_prompt - 1 :]
+    assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    assembled.loader.close()

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from loramux.adapter_store.canonical import write_canonical
 from loramux.adapter_store.packing import PackedAdapter, pack
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation import validate_files
+
+V = TypeVar("V")
 
 VOCAB_SIZE = 320
 NUM_LAYERS = 3
@@ -48,33 +58,126 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+SMALL_SHAPE = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
+"""For kernels that are interpreted: few layers and heads, which is what their time goes by."""
+
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL_LINEARS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 
-def make_base(family: str, directory: Path) -> PreTrainedModel:
+WINDOW = 96
+SMALL_WINDOW = 12
+"""Of models for short prompts."""
+
+PHI3_ORIGINAL_LEN = 256
+
+
+def _llama(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
+
+
+def _llama2(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    """As many KV heads as query heads."""
+    config = LlamaConfig(**{**shape, "num_key_value_heads": shape["num_attention_heads"]}, tie_word_embeddings=False)
+    return LlamaForCausalLM(config)
+
+
+def _llama3(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        **shape, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=dict(LLAMA3_ROPE)
+    )
+    return LlamaForCausalLM(config)
+
+
+def _mistral(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**shape, sliding_window=window, attn_implementation="eager"))
+
+
+def _qwen2(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
+
+
+def _qwen3(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16))
+
+
+def _gemma(shape: dict[str, Any], window: int, num_layers: int) -> dict[str, Any]:
+    """A scale of attention that is not the head's, and windows that the longer prompts pass."""
+    gemma = {"num_hidden_layers": num_layers, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": window}
+    return {**shape, **gemma, "initializer_range": 0.15, "attn_implementation": "eager"}
+
+
+def _gemma2(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    """Soft caps low enough to bend most scores and logits; layers of both kinds."""
+    sizes = _gemma(shape, window, shape["num_hidden_layers"] + 1)
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_logit_softcapping=4.0, final_logit_softcapping=8.0))
+
+
+def _gemma3(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    """Five windowed layers to one that sees all, with one more after it; three to one where layers are few."""
+    pattern = 2 * shape["num_hidden_layers"]
+    ropes = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    sizes = _gemma(shape, window, pattern + 1)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window_pattern=pattern, rope_parameters=ropes))
+
+
+def _phi3(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    return Phi3ForCausalLM(Phi3Config(**shape, pad_token_id=0, sliding_window=window, attn_implementation="eager"))
+
+
+def _phi3_longrope(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    """Three quarters of a head turn, each pair of channels stretched by its own factor."""
+    num_pairs = int(shape["hidden_size"] // shape["num_attention_heads"] * 0.75) // 2
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1 + 0.15 * pair for pair in range(num_pairs)],
+        "long_factor": [1 + 0.9 * pair for pair in range(num_pairs)],
+    }
+    config = Phi3Config(
+        **shape, pad_token_id=0, original_max_position_embeddings=PHI3_ORIGINAL_LEN, rope_parameters=rope
+    )
+    return _with_one_longrope(Phi3ForCausalLM(config))
+
+
+def _with_one_longrope(model: PreTrainedModel) -> PreTrainedModel:
+    """Use the frequencies of long contexts for short ones too, as an engine does that serves long ones."""
+    rotary = model.model.rotary_emb
+    compute = ROPE_INIT_FUNCTIONS["longrope"]
+    frequencies, _ = compute(model.config, torch.device("cpu"), seq_len=PHI3_ORIGINAL_LEN + 1)
+    assert not torch.equal(frequencies, rotary.original_inv_freq)
+    rotary.original_inv_freq.copy_(frequencies)
+    return model
+
+
+FAMILIES: dict[str, Callable[[dict[str, Any], int], PreTrainedModel]] = {
+    "llama": _llama,
+    "llama2": _llama2,
+    "llama-tied-bias-llama3-rope": _llama3,
+    "mistral-window": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3-window": _phi3,
+    "phi3-longrope": _phi3_longrope,
+}
+"""A random model of each family, given its sizes and its window."""
+
+FUSED_MODULES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+
+
+def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, window: int = WINDOW) -> PreTrainedModel:
     """Make a random base model of a family, save it to `directory` and return it, float32."""
     torch.manual_seed(sum(family.encode()))
-    match family:
-        case "llama":
-            model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
-        case "llama-small":
-            # For kernels that are interpreted: few layers and heads, which is what their time goes by.
-            small = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
-            model = LlamaForCausalLM(LlamaConfig(**small, tie_word_embeddings=True))
-        case "llama-tied-bias-llama3-rope":
-            config = LlamaConfig(
-                **SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE
-            )
-            model = LlamaForCausalLM(config)
-        case "mistral-window":
-            model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=96, attn_implementation="eager"))
-        case "qwen2":
-            model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
-        case "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16))
-        case _:
-            raise ValueError(family)
+    model = FAMILIES[family](shape, window)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Biases and norms begin as constants, which would hide a mix-up.
@@ -87,22 +190,43 @@ def make_base(family: str, directory: Path) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """One adapter to make: its rank, the modules it targets, and ranks that differ by layer."""
+    """One adapter to make: its rank, the modules it targets, and ranks and alphas that differ by layer or module."""
 
     name: str
     rank: int
     modules: list[str]
     alpha: float = 16.0
     rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
     use_rslora: bool = False
     layers: list[int] | None = None
 
+    def for_family(self, family: str) -> AdapterPlan:
+        """This plan with the names that the family's linears have."""
+        if not family.startswith("phi3"):
+            return self
+        return dataclasses.replace(
+            self,
+            modules=sorted({FUSED_MODULES.get(name, name) for name in self.modules}),
+            rank_pattern=_fused_pattern(self.rank_pattern),
+            alpha_pattern=_fused_pattern(self.alpha_pattern),
+        )
 
+
+def _fused_pattern(pattern: dict[str, V]) -> dict[str, V]:
+    fused = {}
+    for name, value in pattern.items():
+        above, dot, last = name.rpartition(".")
+        fused[above + dot + FUSED_MODULES.get(last, last)] = value
+    return fused
+
+
+# Patterns are in the order of their names, in which peft saves them: the first that fits counts.
 PLANS = [
     AdapterPlan("r1", 1, ["q_proj"], alpha=2.0),
     AdapterPlan("r3", 3, ["v_proj", "down_proj"], alpha=6.0),
     AdapterPlan("r4", 4, ["gate_proj", "up_proj"], alpha=8.0),
-    AdapterPlan("r8", 8, ATTENTION),
+    AdapterPlan("r8", 8, ATTENTION, alpha_pattern={"layers.1.self_attn.q_proj": 3.0, "o_proj": 24.0}),
     AdapterPlan("r16", 16, ALL_LINEARS, use_rslora=True, alpha=4.0),
     AdapterPlan("r31", 31, ["k_proj", "o_proj", "up_proj"], layers=[0, 2]),
     AdapterPlan("r64", 64, ALL_LINEARS, alpha=32.0),
@@ -113,8 +237,10 @@ PLANS = [
         rank_pattern={
             f"layers.{layer}.{module}": rank
             for layer, rank in enumerate((2, 5, 16))
-            for module in ("self_attn.q_proj", "mlp.down_proj")
+            for module in ("mlp.down_proj", "self_attn.q_proj")
         },
+        alpha_pattern={"layers.1.mlp.up_proj": 5.0, "self_attn.q_proj": 6.0},
+        use_rslora=True,
     ),
 ]
 
@@ -129,6 +255,7 @@ def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Pat
             lora_alpha=plan.alpha,
             target_modules=plan.modules,
             rank_pattern=plan.rank_pattern,
+            alpha_pattern=plan.alpha_pattern,
             use_rslora=plan.use_rslora,
             layers_to_transform=plan.layers,
             init_lora_weights=False,

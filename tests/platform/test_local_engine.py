@@ -107,7 +107,7 @@ def test_life_death_and_restart(demo_base: Path, tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_served_stops_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario() -> None:
         engine = LocalEngine(configuration(tmp_path / "nowhere", tmp_path))
-        with pytest.raises(EngineStartError, match="did not start"):
+        with pytest.raises(EngineStartError, match=r"did not start: .* does not exist"):
             await engine.start()
 
     asyncio.run(scenario())
@@ -118,8 +118,8 @@ def test_the_engine_ends_with_the_process_that_holds_it(demo_base: Path, tmp_pat
     async def scenario() -> None:
         engine = LocalEngine(configuration(demo_base, tmp_path))
         await engine.start()
-        process = engine._process
-        assert process is not None
+        assert engine._process is not None
+        process = engine._process._process
         assert process.stdin is not None
         process.stdin.close()
         assert await asyncio.wait_for(process.wait(), 10.0) == 0

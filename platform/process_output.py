@@ -1,0 +1,71 @@
+"""What a child process prints: passed on at once, with its end kept to say why the process died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+
+MAX_KEPT_BYTES = 8192
+MAX_LINE = 400
+READ_BYTES = 65536
+
+
+def to_standard_error(data: bytes) -> None:
+    """Where a child's output would go if nobody listened to it."""
+    try:
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, data)
+    except OSError:
+        # Nobody reads our standard error any more; that must not end the engine.
+        return
+
+
+class ProcessOutput:
+    """A pipe for the child's standard output and error; `write_fd` is the child's end. At most 8 KiB are kept."""
+
+    def __init__(self, pass_on: Callable[[bytes], None] = to_standard_error) -> None:
+        self._pass_on = pass_on
+        self._kept = b""
+        self._loop = asyncio.get_running_loop()
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._is_open = True
+        self._loop.add_reader(self._read_fd, self._read)
+
+    def close_write_end(self) -> None:
+        """The child has its copy; with ours closed, its end is the pipe's."""
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
+
+    def last_line(self) -> str | None:
+        """The last line with anything in it, of what was printed until now."""
+        while self._read():
+            # More may be in the pipe than one read takes.
+            continue
+        lines = [line.strip() for line in self._kept.decode(errors="replace").splitlines()]
+        return next((line[:MAX_LINE] for line in reversed(lines) if line), None)
+
+    def close(self) -> None:
+        self.close_write_end()
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._read_fd)
+            os.close(self._read_fd)
+
+    def _read(self) -> bool:
+        """Take what is there; False when there is nothing, now or ever."""
+        if not self._is_open:
+            return False
+        try:
+            data = os.read(self._read_fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            # The end of a pipe stays readable: the loop would call for ever.
+            self._loop.remove_reader(self._read_fd)
+            return False
+        self._kept = (self._kept + data)[-MAX_KEPT_BYTES:]
+        self._pass_on(data)
+        return True

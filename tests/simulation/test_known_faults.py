@@ -1,0 +1,122 @@
+"""Faults that users of other engines have met, each made impossible; over the simulated device.
+
+Those that need real weights are in `tests/conformance/test_known_faults.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.engine.messages import Abort, Unload
+from tests.engine.conftest import Simulation, simulate_engine, stats_of
+
+KEY = b"tenant"
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "lookahead"])
+def lookahead(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def run_and_check(simulation: Simulation) -> None:
+    simulation.run()
+    for name, finished in simulation.finished.items():
+        assert finished.reason == "length", (name, finished)
+
+
+def test_a_hot_load_never_takes_the_slot_of_a_running_request(lookahead: bool) -> None:
+    """An in-flight request was decoded with another adapter after a hot load had evicted its slot."""
+    names = {f"other{i}": 1 for i in range(30)}
+    simulation = simulate_engine(num_pages=200, num_slots=2, adapters={"mine": 1, **names}, lookahead=lookahead)
+    mine = simulation.add("mine", digest="mine", max_tokens=100)
+    for name in names:
+        simulation.add(name, digest=name, max_tokens=2)
+    run_and_check(simulation)
+    assert simulation.tokens["mine"] == simulation.expected(mine)
+    assert stats_of(simulation).num_adapter_evictions >= 28
+
+
+def test_a_new_version_of_a_name_never_sees_the_old_versions_prefix(lookahead: bool) -> None:
+    """Stale prefix K and V were served after an adapter was reloaded under its name: here a version is its digest."""
+    simulation = simulate_engine(adapters={"support, version 1": 2, "support, version 2": 2}, lookahead=lookahead)
+    prompt = tuple(range(50))
+    for version in ("support, version 1", "support, version 2"):
+        add = simulation.make_add(version, prompt, 5, version, isolation_key=KEY)
+        simulation.engine.add(b"gateway", add)
+        simulation.run()
+        assert simulation.tokens[version] == simulation.expected(add)
+        assert simulation.finished[version].cached_tokens == 0
+        simulation.engine.unload(b"gateway", Unload(call_id="u", digest=version))
+        simulation.run()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((b"salt", "x"), (b"saltx", None)), ((b"a", None), (b"a", "None")), ((b"k", "a"), (b"k", "aa"))],
+)
+def test_an_adapters_name_never_collides_with_an_owners_key(
+    first: tuple[bytes, str | None], second: tuple[bytes, str | None]
+) -> None:
+    """An adapter's name and a cache salt that were joined without lengths gave two owners one key."""
+    adapters = {digest: 1 for _, digest in (first, second) if digest is not None}
+    simulation = simulate_engine(adapters=adapters)
+    prompt = tuple(range(50))
+    for index, (key, digest) in enumerate((first, second)):
+        add = simulation.make_add(str(index), prompt, 4, digest, isolation_key=key)
+        simulation.engine.add(b"gateway", add)
+        simulation.run()
+        assert simulation.finished[str(index)].cached_tokens == 0
+        assert simulation.tokens[str(index)] == simulation.expected(add)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 8])
+def test_one_adapter_more_than_there_are_slots_waits_and_runs(num_slots: int, lookahead: bool) -> None:
+    """The N+1st adapter tripped an assertion."""
+    names = {f"adapter{i}": 1 for i in range(num_slots + 1)}
+    simulation = simulate_engine(num_slots=num_slots, adapters=names, lookahead=lookahead)
+    adds = [simulation.add(name, digest=name, max_tokens=6) for name in names]
+    run_and_check(simulation)
+    assert [simulation.tokens[add.sequence_id] for add in adds] == [simulation.expected(add) for add in adds]
+
+
+@pytest.mark.parametrize("end", ["runs out", "is aborted"])
+def test_an_unload_after_several_answers_to_one_request_comes_to_its_end(end: str, lookahead: bool) -> None:
+    """Unloading waited for ever after a request with n > 1, whose uses were counted once too often."""
+    simulation = simulate_engine(adapters={"a": 3}, lookahead=lookahead)
+    for choice in range(4):
+        simulation.add(f"choice{choice}", digest="a", max_tokens=5 + choice)
+    for _ in range(3):
+        simulation.step()
+    simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a"))
+    if end == "is aborted":
+        for choice in range(4):
+            simulation.engine.abort(Abort(sequence_id=f"choice{choice}"))
+    simulation.run()
+    assert stats_of(simulation).num_adapter_pages == 0
+    assert not simulation.engine.has_work
+
+
+def test_base_traffic_never_waits_for_adapters(lookahead: bool) -> None:
+    """Requests for the base queued behind adapters that were still loading."""
+    names = {f"adapter{i}": 1 for i in range(200)}
+    simulation = simulate_engine(adapters=names, max_sequences=4, lookahead=lookahead)
+    simulation.loader.is_holding = True
+    for name in names:
+        simulation.add(name, digest=name)
+    adds = [simulation.add(f"base{i}", max_tokens=3) for i in range(8)]
+    for _ in range(20):
+        simulation.step()
+    assert [simulation.tokens[add.sequence_id] for add in adds] == [simulation.expected(add) for add in adds]
+    simulation.loader.let_go()
+    run_and_check(simulation)
+
+
+def test_a_row_that_is_not_finite_ends_alone(lookahead: bool) -> None:
+    """One broken adapter's NaN spread to its neighbours in the batch."""
+    simulation = simulate_engine(adapters={"broken": 2, "sound": 2}, lookahead=lookahead)
+    simulation.executor.not_finite_for.add("broken")
+    sound = [simulation.add(f"s{i}", digest=digest, max_tokens=20) for i, digest in enumerate([None, "sound", None])]
+    simulation.add("broken", digest="broken", max_tokens=20)
+    simulation.run()
+    assert simulation.finished["broken"].code == "not_finite"
+    assert [simulation.tokens[add.sequence_id] for add in sound] == [simulation.expected(add) for add in sound]

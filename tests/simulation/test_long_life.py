@@ -1,0 +1,168 @@
+"""A long random life on the simulated device: everything happens to everybody, and nothing is lost or leaked."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from loramux.engine.messages import Abort, AdapterState, Add, Extend, Finished, Load, StepOutput, Unload
+from tests.engine.conftest import Simulation, simulate_engine, stats_of
+
+NUM_TURNS = int(os.environ.get("LORAMUX_SIMULATION_TURNS", "10000"))
+"""Of the campaign."""
+
+
+class Life:
+    """Drives one engine with random events, and checks every token it answers."""
+
+    def __init__(self, seed: int, lookahead: bool) -> None:
+        self.rng = random.Random(seed)
+        self.names = {f"adapter{i}": self.rng.randint(1, 6) for i in range(14)}
+        self.simulation: Simulation = simulate_engine(
+            num_pages=self.rng.choice([24, 40, 80]),
+            num_slots=self.rng.choice([1, 3, 6]),
+            adapters=self.names,
+            max_sequences=self.rng.choice([3, 8]),
+            max_batch_tokens=self.rng.choice([16, 64]),
+            max_model_len=300,
+            lookahead=lookahead,
+            max_waiting_tokens=4000,
+            max_waiting_s=500.0,
+        )
+        self.prompts = [self._tokens(self.rng.randint(1, 80)) for _ in range(5)]
+        self.adds: dict[str, Add] = {}
+        self.extended: dict[str, int] = {}
+        self.finished: dict[str, Finished] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.num_answers = 0
+        self.num_calls = 0
+
+    def turn(self, number: int) -> None:
+        rng, engine = self.rng, self.simulation.engine
+        self.simulation.clock.now += rng.random()
+        if rng.random() < 0.45:
+            self._ask(f"s{number}")
+        if self.adds and rng.random() < 0.08:
+            engine.abort(Abort(sequence_id=rng.choice(list(self.adds)), keep=rng.choice([None, 0, 3])))
+        if rng.random() < 0.03:
+            digest, deadline = rng.choice(list(self.names)), rng.choice([None, 5.0])
+            engine.unload(b"gateway", Unload(call_id=f"u{number}", digest=digest, deadline_s=deadline))
+            self.num_calls += 1
+        if rng.random() < 0.03:
+            engine.load(b"gateway", Load(call_id=f"l{number}", digest=rng.choice([*self.names, "missing"])))
+            self.num_calls += 1
+        if self.extended and rng.random() < 0.3:
+            self._extend(rng.choice(list(self.extended)))
+        if rng.random() < 0.02:
+            broken = self.simulation.executor.not_finite_for
+            broken.clear() if broken else broken.add(rng.choice(list(self.names)))
+        if rng.random() < 0.05:
+            self.simulation.loader.is_holding = True
+        elif rng.random() < 0.2:
+            self.simulation.loader.let_go()
+        self._step()
+
+    def end(self) -> None:
+        simulation = self.simulation
+        simulation.loader.let_go()
+        simulation.executor.not_finite_for.clear()
+        for _ in range(20_000):
+            if not simulation.engine.has_work:
+                break
+            # Pauses and deadlines pass too.
+            simulation.clock.now += 1.0
+            self._step()
+        else:
+            raise AssertionError("the engine did not come to rest")
+        simulation.engine.check_integrity()
+
+    def check(self) -> None:
+        assert set(self.finished) == set(self.adds)
+        assert self.num_answers == self.num_calls
+        for name, add in self.adds.items():
+            finished, received = self.finished[name], self.tokens.get(name, [])
+            limit = self.extended.get(name, add.max_tokens)
+            assert received == self.simulation.executor.generate(add.prompt, limit, add.digest)[: len(received)]
+            assert finished.cached_tokens <= finished.prompt_tokens in (0, len(add.prompt))
+            assert finished.completion_tokens <= len(received)
+            if finished.reason == "length":
+                assert len(received) == finished.completion_tokens == limit
+
+    def _ask(self, name: str) -> None:
+        rng = self.rng
+        prompt = rng.choice(self.prompts)
+        if rng.random() < 0.3:
+            self.prompts[rng.randrange(5)] = (*prompt, *self._tokens(rng.randint(1, 30)))[:200]
+        add = self.simulation.make_add(
+            name,
+            prompt,
+            rng.randint(1, 60),
+            rng.choice([None, None, *self.names, "missing"]),
+            share_key=rng.choice("abc"),
+            weight=rng.choice([1, 3]),
+            priority=rng.choice([0, 0, 0, 1]),
+            isolation_key=rng.choice([b"", b"x", b"y"]),
+            timeout_s=rng.choice([None, None, 3.0, 60.0]),
+            pause_s=rng.choice([0.0, 0.0, 10.0]),
+        )
+        self.adds[name] = add
+        if add.pause_s:
+            self.extended[name] = add.max_tokens
+        self.simulation.engine.add(b"gateway", add)
+
+    def _extend(self, name: str) -> None:
+        if name in self.finished:
+            return
+        add = self.adds[name]
+        limit = min(self.extended[name] + self.rng.randint(1, 30), 300 - len(add.prompt))
+        self.extended[name] = max(self.extended[name], limit)
+        self.simulation.engine.extend(Extend(sequence_id=name, max_tokens=limit))
+
+    def _step(self) -> None:
+        self.simulation.engine.step()
+        for outbound in self.simulation.engine.take_outbox():
+            match outbound.message:
+                case StepOutput(outputs=outputs):
+                    for output in outputs:
+                        assert output.sequence_id not in self.finished, "tokens after the end"
+                        self.tokens.setdefault(output.sequence_id, []).extend(output.token_ids)
+                case Finished() as finished:
+                    assert finished.sequence_id not in self.finished, "ended twice"
+                    self.finished[finished.sequence_id] = finished
+                case AdapterState():
+                    self.num_answers += 1
+        self.simulation.pages.check_integrity()
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(1000) for _ in range(count))
+
+
+def live(seed: int, lookahead: bool, num_turns: int) -> Life:
+    life = Life(seed, lookahead)
+    for number in range(num_turns):
+        life.turn(number)
+    life.end()
+    life.check()
+    return life
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_life_loses_and_leaks_nothing(seed: int, lookahead: bool) -> None:
+    life = live(seed, lookahead, 400)
+    codes = {finished.code for finished in life.finished.values()}
+    assert {None, "adapter_unavailable"} <= codes
+    assert stats_of(life.simulation).cached_tokens > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_a_long_random_life_loses_and_leaks_nothing(seed: int) -> None:
+    """Ten lives of NUM_TURNS turns."""
+    life = live(seed, bool(seed % 2), NUM_TURNS)
+    counts = stats_of(life.simulation)
+    # With 80 pages there is room for everybody.
+    assert counts.num_preemptions > 0 or life.simulation.pages.num_pages == 80
+    assert counts.num_adapter_evictions > 0
