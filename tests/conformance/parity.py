@@ -50,8 +50,7 @@ class Subject:
             blob_url="",
             cache_dir="",
             dtype="float32",
-            pool_bytes=96 << 20,
-            **{"max_batch_tokens": 64, "max_sequences": 16, **settings},
+            **{"pool_bytes": 96 << 20, "max_batch_tokens": 64, "max_sequences": 16, **settings},
         )
         return assemble_engine(config, lambda: None, self.source, backend=backend)
 
@@ -103,7 +102,7 @@ class Recorder:
 
         def recording(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
             logits = compute(decoder, hidden)
-            self._logits = logits.clone()
+            self._logits = logits.to("cpu", torch.float32, copy=True)
             return logits
 
         monkeypatch.setattr(Decoder, "logits", recording)

@@ -296,5 +296,8 @@ class MemorySource:
     def __init__(self, packed: list[PackedAdapter]) -> None:
         self._packed = {one.digest: one for one in packed}
 
+    def add(self, packed: PackedAdapter) -> None:
+        self._packed[packed.digest] = packed
+
     def lease(self, digest: str) -> MemoryLease:
         return MemoryLease(self._packed[digest])
