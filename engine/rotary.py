@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from loramux.engine.model_config import RopeConfig
+from loramux.engine.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:

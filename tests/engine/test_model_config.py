@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model_config import GELU_TANH, SILU, ModelConfig, RopeConfig
+from loramux.engine.model_config import GELU_TANH, SILU, ModelConfig
+from loramux.engine.rope_config import RopeConfig
 from loramux.engine.rotary import inverse_frequencies, rotary_tables
 from loramux.engine.weights import open_weights
 
