@@ -126,7 +126,7 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
 
 def sampling_row(sequence: Sequence) -> SamplingRow:
     """What decides the next token of a sequence, fixed now: later steps may change the sequence."""
-    return SamplingRow(sequence.add.sampling, sequence.seed, sequence.num_chosen)
+    return SamplingRow(sequence.add.sampling, sequence.seed, sequence.num_chosen, sequence.edits)
 
 
 def _tokens(item: ScheduledSequence) -> list[int]:

@@ -9,12 +9,17 @@ from typing import Protocol
 import torch
 
 from loramux.engine.accelerator import Accelerator, Fence
+from loramux.engine.device_marks import DeviceMarks
+from loramux.engine.logit_edits import LogitEdits, kept_finite, penalised
 from loramux.engine.messages import TokenLogprobs
 from loramux.engine.sampler import SampledToken, SamplingRow
 from loramux.engine.step_buffer import SamplingInputs
 
 FORBIDDEN = -1e30
 """A logit that no softmax gives any weight, and that is finite: a row with one that is not finite ends."""
+
+EDITED_AT_ONCE = 16
+"""Rows with a bias or penalties that are changed together: their float32 copies are all the memory that it takes."""
 
 
 class SampleTokens(Protocol):
@@ -90,6 +95,7 @@ class DeviceSampler:
         self._sample_tokens = sample_tokens
         self._eos_token_ids = eos_token_ids
         self._chosen = torch.zeros(max_samples, dtype=torch.int32, device=accelerator.device)
+        self._marks = DeviceMarks(accelerator)
 
     def resolve(self, tokens: torch.Tensor) -> torch.Tensor:
         """Put the tokens that the step before chose in the place of negative entries; see `Batch.tokens`.
@@ -104,7 +110,8 @@ class DeviceSampler:
     def choose(self, logits: torch.Tensor, samples: Sequence[SamplingRow], inputs: SamplingInputs) -> SampledStep:
         """Choose one token a row of `logits` `[num_samples, vocab_size]`, which is overwritten.
 
-        Log-probabilities are those of the model, before temperature and truncation, as the OpenAI API defines them.
+        Log-probabilities are those of the model, before bias, penalties, temperature and truncation, as the OpenAI API
+        defines them.
         """
         count = len(samples)
         chosen = self._chosen[:count]
@@ -120,8 +127,70 @@ class DeviceSampler:
             chosen,
             all_greedy=all(one.params.temperature == 0 for one in samples),
         )
+        self._choose_edited(logits, samples, inputs, chosen)
         logprobs = None if raw is None else self._download(raw, chosen, samples)
         return SampledStep(self._accelerator.download(chosen), logprobs, self._accelerator.fence())
+
+    def _choose_edited(
+        self, logits: torch.Tensor, samples: Sequence[SamplingRow], inputs: SamplingInputs, chosen: torch.Tensor
+    ) -> None:
+        """Choose again for the rows with a bias or penalties, from float32 copies: other rows notice nothing.
+
+        In the logits' own dtype a small penalty would be lost beside a large logit.
+        """
+        self._marks.hold(samples, logits.shape[1])
+        for has_penalties in (False, True):
+            edited = [
+                (row, one.edits)
+                for row, one in enumerate(samples)
+                if one.edits is not None and one.edits.has_penalties == has_penalties
+            ]
+            for start in range(0, len(edited), EDITED_AT_ONCE):
+                rows, edits = zip(*edited[start : start + EDITED_AT_ONCE], strict=True)
+                self._choose_rows(logits, rows, edits, inputs, chosen)
+
+    def _choose_rows(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        edits: Sequence[LogitEdits],
+        inputs: SamplingInputs,
+        chosen: torch.Tensor,
+    ) -> None:
+        """The same for some of them, of which all have penalties or none has."""
+        stage = self._accelerator.stage
+        places = stage(torch.tensor(rows))
+        model = logits[places].float()
+        changed = self._biased(model, edits)
+        slots = None
+        if edits[0].has_penalties:
+            slots = self._marks.slots(edits)
+            penalties = stage(torch.stack([one.penalties for one in edits], dim=1))
+            changed = penalised(changed, self._marks.rows(slots), *penalties)
+        token_ids = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
+        self._sample_tokens(
+            kept_finite(changed, model),
+            inputs.temperature[places],
+            inputs.top_k[places],
+            inputs.top_p[places],
+            inputs.min_p[places],
+            inputs.uniform[places],
+            token_ids,
+        )
+        chosen[places] = token_ids
+        if slots is not None:
+            self._marks.mark(edits, slots, token_ids)
+
+    def _biased(self, logits: torch.Tensor, edits: Sequence[LogitEdits]) -> torch.Tensor:
+        """float32 `[num_rows, vocab_size]` with each row's bias added."""
+        counts = torch.tensor([len(one.bias) for one in edits])
+        if not counts.any():
+            return logits
+        stage = self._accelerator.stage
+        biased = stage(torch.repeat_interleave(counts)), stage(torch.cat([one.bias_ids for one in edits]))
+        changed = logits.clone()
+        changed[biased] = logits[biased] + stage(torch.cat([one.bias for one in edits]))
+        return changed
 
     def _logprobs(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor | None:
         """float32 `[num_rows, vocab_size]` of the rows that asked for some; None where none did."""
@@ -145,12 +214,7 @@ class DeviceSampler:
 
     def _forbid_the_end(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> None:
         """Forbid the tokens that would end a sequence before its `min_tokens`."""
-        places = [
-            (row, token_id)
-            for row, one in enumerate(samples)
-            if one.is_short
-            for token_id in {*one.params.stop_token_ids, *self._eos_token_ids}
-        ]
+        places = [(row, token_id) for row, one in enumerate(samples) for token_id in one.forbidden(self._eos_token_ids)]
         if not places:
             return
         rows, token_ids = self._accelerator.stage(torch.tensor(places)).unbind(1)

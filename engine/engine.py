@@ -30,6 +30,7 @@ from loramux.engine.messages import (
 from loramux.engine.page_pool import PageOwner, PagePool
 from loramux.engine.prefix_cache import PrefixCache
 from loramux.engine.sampler import SampledToken
+from loramux.engine.sampling_limits import sampling_problem
 from loramux.engine.scheduler import Scheduler
 from loramux.engine.sequence import Sequence, SequenceState
 from loramux.engine.timers import Timers
@@ -327,8 +328,11 @@ class Engine:
             return "invalid_request", "a sequence with this id is running"
         if not add.prompt or add.max_tokens < 1:
             return "invalid_request", "a prompt of at least one token and at least one new token are needed"
-        if not all(0 <= token < limits.vocab_size for token in (*add.prompt, *add.sampling.stop_token_ids)):
+        if not all(0 <= token < limits.vocab_size for token in add.prompt):
             return "invalid_request", f"token ids must lie in [0, {limits.vocab_size})"
+        problem = sampling_problem(add.sampling, limits.vocab_size)
+        if problem is not None:
+            return "invalid_request", problem
         total = len(add.prompt) + add.max_tokens
         if total > limits.max_model_len:
             return "prompt_too_long", f"{total} tokens exceed the context of {limits.max_model_len}"

@@ -10,6 +10,7 @@ import torch
 from loramux.engine.accelerator import Accelerator
 from loramux.engine.batch import NO_ROWS, Batch
 from loramux.engine.device_sampler import DeviceSampler, SampledStep
+from loramux.engine.logit_edits import logit_edits
 from loramux.engine.messages import SamplingParams
 from loramux.engine.model import Decoder
 from loramux.engine.sampler import SamplingRow
@@ -62,8 +63,14 @@ class GraphExecutor:
             self._forward(layout)
             if shape.is_captured:
                 self._has_run.add(shape)
-            for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=5, top_p=0.5)):
-                samples = [SamplingRow(params, 0, 0)] * min(shape.num_sequences, self._max_sequences)
+            for params in (
+                SamplingParams(temperature=0.0),
+                SamplingParams(top_k=5, top_p=0.5),
+                # Rows with a bias or penalties are sampled from float32, which may be kernels of their own.
+                SamplingParams(top_k=5, logit_bias=((0, 1.0),)),
+            ):
+                row = SamplingRow(params, 0, 0, logit_edits(params, [0], 1))
+                samples = [row] * min(shape.num_sequences, self._max_sequences)
                 logits = self._decoder.logits(self._hidden[: len(samples)])
                 self._sampler.choose(logits, samples, layout.sampling).tokens()
 

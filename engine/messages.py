@@ -16,12 +16,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     """0 considers every token."""
+    min_p: float = 0.0
+    """Leaves out tokens that are less likely than this share of the likeliest; 0 leaves out none."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens in the prompt or the answer; 1 changes none."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens in the answer."""
+    frequency_penalty: float = 0.0
+    """The same for each time that they are in the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens, each at most once, before everything else."""
     seed: int | None = None
     num_logprobs: int | None = None
     """None: no log-probabilities; 0: the chosen token's; n: also the n most likely tokens'."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):

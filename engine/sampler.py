@@ -9,25 +9,36 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loramux.engine.logit_edits import LogitEdits
 from loramux.engine.messages import SamplingParams, TokenLogprobs
 from loramux.engine.random_streams import uniforms
 
 NUM_LIKELIEST = 1024
-"""Tokens that top_p and top_k look at before they sort the whole vocabulary."""
+"""Tokens that top_k, top_p and min_p look at before they sort the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What decides one token: the settings, the stream's seed, and how many tokens the sequence chose before."""
+    """What decides one token: the settings, the stream's seed, and how many tokens the sequence chose before.
+
+    `edits` are the sequence's, where its settings ask for any: see `logit_edits`.
+    """
 
     params: SamplingParams
     seed: int
     num_chosen: int
+    edits: LogitEdits | None = None
 
     @property
     def is_short(self) -> bool:
         """Whether no token may end the sequence yet."""
         return self.num_chosen < self.params.min_tokens
+
+    def forbidden(self, eos_token_ids: tuple[int, ...]) -> set[int]:
+        """The tokens that would end the sequence too early."""
+        if not self.is_short:
+            return set()
+        return {*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_token_ids)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +52,27 @@ class SampledToken:
 def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
     """Sample one token a row of `logits`, float32 `[num_rows, vocab_size]`, as `samples` say.
 
-    Log-probabilities are those of the model, before temperature and truncation, as the OpenAI API defines them.
+    As in vLLM the bias comes first, then the penalties, the temperature, and what top_k, top_p and min_p leave out.
+    Log-probabilities are those of the model before all of that, as the OpenAI API defines them.
     """
     if not samples:
         return []
     is_finite = torch.isfinite(logits).all(dim=1).tolist()
-    chosen = _with_minimum_length(logits, samples, eos_token_ids)
-    token_ids = chosen.argmax(dim=1)
+    token_ids = logits.argmax(dim=1)
+    changed = _changed(logits, samples, eos_token_ids)
+    for row, values in changed.items():
+        token_ids[row] = values.argmax()
     random_rows = [row for row, one in enumerate(samples) if one.params.temperature > 0 and is_finite[row]]
     if random_rows:
-        rows = torch.tensor(random_rows)
-        token_ids[rows] = _draw(chosen[rows], [samples[row] for row in random_rows])
+        drawn = logits[random_rows]
+        for place, row in enumerate(random_rows):
+            if row in changed:
+                drawn[place] = changed[row]
+        token_ids[random_rows] = _draw(drawn, [samples[row] for row in random_rows])
     ids = token_ids.tolist()
+    for one, token_id in zip(samples, ids, strict=True):
+        if one.edits is not None:
+            one.edits.note(token_id, one.num_chosen)
     logprobs = _logprobs(logits, ids, samples)
     return [
         SampledToken(token_id, logprobs.get(row)) if is_finite[row] else SampledToken(None)
@@ -65,28 +85,31 @@ def uniforms_of(samples: Sequence[SamplingRow]) -> npt.NDArray[np.float32]:
     return uniforms((one.seed for one in samples), (one.num_chosen for one in samples))
 
 
-def _with_minimum_length(
+def _changed(
     logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]
-) -> torch.Tensor:
-    """Forbid the tokens that would end a sequence before its `min_tokens`."""
-    short = [row for row, one in enumerate(samples) if one.is_short]
-    if not short:
-        return logits
-    logits = logits.clone()
-    for row in short:
-        ending = [*samples[row].params.stop_token_ids, *eos_token_ids]
-        logits[row, ending] = -torch.inf
-    return logits
+) -> dict[int, torch.Tensor]:
+    """The logits of the rows whose settings change them, `[vocab_size]` each; other rows are not even copied."""
+    changed: dict[int, torch.Tensor] = {}
+    for row, one in enumerate(samples):
+        forbidden = one.forbidden(eos_token_ids)
+        if one.edits is None and not forbidden:
+            continue
+        values = changed[row] = logits[row].clone()
+        if one.edits is not None:
+            one.edits.apply(values, one.num_chosen)
+        if forbidden:
+            values[list(forbidden)] = -torch.inf
+    return changed
 
 
 def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw from the softmax of `logits / temperature`, kept to the `top_k` likeliest and the `top_p` nucleus."""
+    """Draw from the softmax of `logits / temperature`, kept to what top_k, top_p and min_p leave."""
     params = [one.params for one in samples]
     temperature = torch.tensor([one.temperature for one in params], dtype=torch.float32)[:, None]
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
     scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature
     uniform = torch.from_numpy(uniforms_of(samples))[:, None]
-    is_cut = torch.tensor([one.top_p < 1 or one.top_k > 0 for one in params])
+    is_cut = torch.tensor([one.top_p < 1 or one.top_k > 0 or one.min_p > 0 for one in params])
     token_ids = torch.empty(len(samples), dtype=torch.int64)
     whole, cut = (~is_cut).nonzero().squeeze(1), is_cut.nonzero().squeeze(1)
     if len(whole):
@@ -97,20 +120,24 @@ def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
 
 
 def _draw_cut(scaled: torch.Tensor, uniform: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Draw within top_k and top_p: both need the likeliest tokens in order, seldom all of them."""
+    """Draw within top_k, top_p and min_p: they need the likeliest tokens in order, seldom all of them."""
     vocab_size = scaled.shape[1]
     top_k = torch.tensor([one.top_k or vocab_size for one in params])[:, None]
     top_p = torch.tensor([one.top_p for one in params], dtype=torch.float32)[:, None]
+    min_p = torch.tensor([one.min_p for one in params], dtype=torch.float32)[:, None]
     normaliser = torch.logsumexp(scaled, dim=1, keepdim=True)
     count = min(NUM_LIKELIEST, vocab_size)
     while True:
         ordered, order = torch.topk(scaled, count, dim=1)
         probabilities = (ordered - normaliser).exp()
-        if count == vocab_size or bool(((probabilities.sum(1, True) >= top_p) | (top_k <= count)).all()):
+        # The likeliest token's is 1: min_p is a share of it.
+        is_likely = ordered.exp() >= min_p
+        is_enough = (probabilities.sum(1, True) >= top_p) | (top_k <= count) | ~is_likely[:, -1:]
+        if count == vocab_size or bool(is_enough.all()):
             break
         count = vocab_size
     before = probabilities.cumsum(dim=1) - probabilities
-    keep = (torch.arange(count) < top_k) & (before < top_p)
+    keep = (torch.arange(count) < top_k) & (before < top_p) & is_likely
     # The likeliest token always stays, also with top_p = 0.
     keep[:, 0] = True
     return order.gather(1, _pick(torch.where(keep, probabilities, 0.0), uniform)[:, None]).squeeze(1)

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
+from loramux.engine.logit_edits import LogitEdits, logit_edits
 from loramux.engine.messages import Add, TokenLogprobs
 from loramux.engine.prefix_cache import CachedPage
 
@@ -57,9 +58,12 @@ class Sequence:
     """Prompt tokens that the prefix cache had when the sequence first ran."""
     is_paused: bool = False
     """It waits, at its limit, for a higher one."""
+    edits: LogitEdits | None = None
+    """What its settings have done to the logits; None for most."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
+        self.edits = logit_edits(self.add.sampling, self.tokens, self.num_prompt)
 
     @property
     def sequence_id(self) -> str:

@@ -192,7 +192,7 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     put("temperature", np.array([one.temperature for one in params], np.float32))
     put("top_k", np.array([one.top_k for one in params], np.int32))
     put("top_p", np.array([one.top_p for one in params], np.float32), padding=1)
-    put("min_p", np.zeros(len(params), np.float32))
+    put("min_p", np.array([one.min_p for one in params], np.float32))
     is_random = any(one.temperature > 0 for one in params)
     put("uniform", uniforms_of(batch.samples) if is_random else np.zeros(len(params), np.float32))
     if len(batch.pages) > len(staged["pages"]):

@@ -14,7 +14,7 @@ from loramux.platform.model_tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionAnswer:
-    """One text completion; `model` is the name that the client used."""
+    """One text completion; `model` is the name that the client used, `echoes` the text before each choice's own."""
 
     id: str
     model: str
@@ -22,6 +22,8 @@ class CompletionAnswer:
     tokenizer: ModelTokenizer
     has_logprobs: bool
     include_usage: bool
+    echoes: Sequence[str] = ()
+    _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
     """Characters of each choice whose log-probabilities have been told."""
 
@@ -41,11 +43,18 @@ class CompletionAnswer:
 
     def _choice(self, delta: ChoiceDelta) -> Document:
         return {
-            "text": delta.text,
+            "text": self._echo(delta.index) + delta.text,
             "index": delta.index,
             "logprobs": self._logprobs(delta.index, delta.logprobs),
             "finish_reason": delta.finish_reason,
         }
+
+    def _echo(self, index: int) -> str:
+        """What a choice's first piece begins with."""
+        if not self.echoes or index in self._begun:
+            return ""
+        self._begun.add(index)
+        return self.echoes[index]
 
     def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> Document | None:
         if not self.has_logprobs:

@@ -35,6 +35,12 @@ async def create_completion(request: Request, caller: Caller, services: Services
             for prompt in body.prompt
         )
 
+    def echoes() -> list[str]:
+        """The prompt of each choice as text."""
+        tokenizer = services.tokenizer
+        texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in body.prompt]
+        return [text for text in texts for _ in range(body.num_choices)]
+
     request_id = request_id_of(request)
     plan = await make_plan(
         services,
@@ -57,5 +63,6 @@ async def create_completion(request: Request, caller: Caller, services: Services
         tokenizer=services.tokenizer,
         has_logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
+        echoes=await services.compute(echoes) if body.echo else (),
     )
     return await serve(request, services, plan, answer, stream=bool(body.stream), include_usage=body.include_usage)

@@ -7,19 +7,22 @@ first bad item, and at most one unknown field is looked at.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from loramux.engine.messages import SamplingParams
+from loramux.engine.sampling_limits import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, REPETITION_PENALTIES
 from loramux.platform.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_LOGPROBS = 20
+MAX_CHAT_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
 MAX_METADATA = 64
 MAX_MODEL_NAME = 256
 INT64 = 2**63
@@ -60,6 +63,23 @@ def _few_entries(value: Any) -> Any:
     return value
 
 
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+
+
+def _usable_bias(value: Any) -> Any:
+    """Token ids as JSON spells keys, each in one way only, so that no token is named twice."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"at most {MAX_BIASED_TOKENS} entries are allowed")
+    for key, bias in value.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise ValueError("keys are token ids, written as whole numbers")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"values are numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return value
+
+
 class StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -68,13 +88,8 @@ class StreamOptions(_Strict):
 class GenerationRequest(_Strict):
     """What chat and completions have in common."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (None, 0),
-        "presence_penalty": (None, 0),
-        "logit_bias": (None, {}),
-        "min_p": (None, 0),
-        "repetition_penalty": (None, 1),
-    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are not supported, and the values with which they ask for nothing."""
 
     model: str = Field(max_length=MAX_MODEL_NAME)
     n: int | None = Field(None, ge=1, le=128)
@@ -87,19 +102,17 @@ class GenerationRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=INT64)
+    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_usable_bias)] | None = None
 
     # vLLM's extensions.
     top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
-
-    # Not supported unless they ask for nothing: see NEUTRAL.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Any = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
     # Cannot change the answer.
     user: str | None = None
@@ -122,13 +135,20 @@ class GenerationRequest(_Strict):
 
     def sampling(self, num_logprobs: int | None, vocab_size: int) -> SamplingParams:
         stop_ids = tuple(self.stop_token_ids or ())
-        if not all(0 <= token < vocab_size for token in stop_ids):
-            raise InvalidRequest(f"token ids lie in 0 to {vocab_size - 1}", param="stop_token_ids")
+        bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
+        for param, ids in (("stop_token_ids", stop_ids), ("logit_bias", [token for token, _ in bias])):
+            if not all(0 <= token < vocab_size for token in ids):
+                raise InvalidRequest(f"token ids lie in 0 to {vocab_size - 1}", param=param)
         return SamplingParams(
             temperature=_or(self.temperature, 1.0),
             top_p=_or(self.top_p, 1.0),
             # vLLM and Hugging Face write "every token" as -1 or 0.
             top_k=max(0, _or(self.top_k, 0)),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            logit_bias=tuple((token, value) for token, value in bias if value),
             seed=self.seed,
             num_logprobs=num_logprobs,
             stop_token_ids=stop_ids,
@@ -169,16 +189,26 @@ class CompletionRequest(GenerationRequest):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
-        "best_of": (None, 1),
-        "echo": (None, False),
         "suffix": (None, ""),
     }
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, lt=INT64)
     echo: bool | None = None
     suffix: str | None = None
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        # 1 is what OpenAI's clients send without being asked; n, too, leaves nothing to choose between.
+        if self.best_of not in (None, 1, self.num_choices):
+            raise InvalidRequest(
+                "best_of is not supported: ask for n choices", param="best_of", code="unsupported_parameter"
+            )
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo is not supported together with logprobs", param="echo", code="unsupported_parameter"
+            )
 
 
 def _content(value: Any) -> Any:
@@ -228,7 +258,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_CHAT_LOGPROBS)
 
     tools: Any = None
     tool_choice: Any = None

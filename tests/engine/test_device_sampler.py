@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from loramux.engine import device_sampler
 from loramux.engine.accelerator import Fence, HostAccelerator
 from loramux.engine.backend import Backend
+from loramux.engine.device_marks import DeviceMarks
 from loramux.engine.device_sampler import DeviceSampler
+from loramux.engine.logit_edits import logit_edits
 from loramux.engine.messages import SamplingParams
 from loramux.engine.sampler import SampledToken, SamplingRow, sample, uniforms_of
 from loramux.engine.step_buffer import SamplingInputs
@@ -43,7 +49,7 @@ def inputs_of(rows: list[SamplingRow]) -> SamplingInputs:
         temperature=column([one.temperature for one in params], torch.float32),
         top_k=column([one.top_k for one in params], torch.int32),
         top_p=column([one.top_p for one in params], torch.float32),
-        min_p=column([0.0 for _ in params], torch.float32),
+        min_p=column([one.min_p for one in params], torch.float32),
         uniform=column(uniforms_of(rows).tolist(), torch.float32),
     )
 
@@ -145,3 +151,126 @@ def test_tokens_are_read_after_the_fence(backend: Backend) -> None:
     assert order == ["downloaded"] * 4 + ["fenced"]
     step.tokens()
     assert order[-1] == "waited"
+
+
+PROMPT = [4, 9, 9, 2, 31]
+EDITED = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.7),
+    SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5),
+    SamplingParams(temperature=0.0, logit_bias=((0, -100.0), (31, 2.5))),
+    SamplingParams(temperature=0.0, repetition_penalty=0.6, frequency_penalty=-0.4, logit_bias=((7, 3.0),)),
+    SamplingParams(temperature=1.0, presence_penalty=2.0, seed=5),
+    SamplingParams(temperature=0.0, presence_penalty=2.0, min_tokens=3, num_logprobs=2),
+]
+
+
+def edited_rows(params: list[SamplingParams], num_output: int) -> list[SamplingRow]:
+    """Rows of sequences with the same prompt, each with an answer of its own so far."""
+    rows = []
+    for seed, one in enumerate(params):
+        output = torch.randint(VOCAB_SIZE, (num_output,), generator=torch.Generator().manual_seed(seed)).tolist()
+        edits = logit_edits(one, [*PROMPT, *output], len(PROMPT))
+        rows.append(SamplingRow(one, seed, num_output, edits))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("at_once", [2, 16], ids=["in several parts", "in one"])
+def test_a_bias_and_penalties_are_the_hosts(
+    sampler: DeviceSampler, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, at_once: int
+) -> None:
+    monkeypatch.setattr(device_sampler, "EDITED_AT_ONCE", at_once)
+    # Plain rows between and around them.
+    params = [GREEDY, *EDITED[:3], GREEDY, *EDITED[3:]]
+    # Logits whose steps in bfloat16 are as large as the penalties.
+    logits = (random_logits(len(params)) * 12).to(dtype)
+    found = choose(sampler, logits[:8], edited_rows(params[:8], 6))
+    expected = sample(logits.float()[:8], edited_rows(params[:8], 6), EOS)
+    assert [one.token_id for one in found] == [one.token_id for one in expected]
+
+
+def test_rows_beside_edited_ones_choose_what_they_choose_alone(sampler: DeviceSampler) -> None:
+    plain = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+    logits = random_logits(3)
+    rows = [SamplingRow(plain, 3, 0), edited_rows(EDITED[:1], 2)[0], SamplingRow(GREEDY, 0, 0)]
+    alone = [choose(sampler, logits[[row]], [rows[row]])[0] for row in (0, 2)]
+    together = choose(sampler, logits, rows)
+    assert [together[0], together[2]] == alone
+
+
+def test_what_is_edited_does_not_show_in_log_probabilities(sampler: DeviceSampler) -> None:
+    params = SamplingParams(temperature=0.0, logit_bias=((5, 100.0),), presence_penalty=2.0, num_logprobs=1)
+    logits = random_logits(1)
+    (found,) = choose(sampler, logits, edited_rows([params], 3))
+    assert found.token_id == 5
+    assert found.logprobs is not None
+    expected = torch.log_softmax(logits[0], 0)
+    assert found.logprobs.logprob == pytest.approx(float(expected[5]), abs=1e-5)
+    assert found.logprobs.top[0][0] == int(expected.argmax())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("params", EDITED, ids=repr)
+def test_no_edit_hides_that_a_row_is_not_finite(sampler: DeviceSampler, params: SamplingParams, value: float) -> None:
+    logits = random_logits(1)
+    logits[0, 31] = value
+    assert choose(sampler, logits, edited_rows([params], 2))[0].token_id is None
+
+
+@pytest.mark.parametrize("repetition", [0.01, 100.0])
+def test_no_setting_makes_a_row_pass_for_broken(sampler: DeviceSampler, repetition: float) -> None:
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=repetition, logit_bias=((3, -100.0),), min_tokens=9, stop_token_ids=(31,)
+    )
+    logits = random_logits(1) * 1e29
+    rows = edited_rows([params], 6)
+    found = choose(sampler, logits, rows)[0].token_id
+    assert found is not None
+    assert found == sample(logits, rows, EOS)[0].token_id
+    assert found not in (*EOS, 31)
+
+
+def test_marks_follow_the_sequences_of_a_step() -> None:
+    marks = DeviceMarks(HostAccelerator())
+    rows = edited_rows([EDITED[0]] * 9, 3)
+    # More than the first memory holds, some of which go again.
+    for held in (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]):
+        marks.hold(held, VOCAB_SIZE)
+        assert marks.num_held == len(held)
+        edits = [one.edits for one in held if one.edits is not None]
+        found = marks.rows(marks.slots(edits))
+        for row, one in zip(found, edits, strict=True):
+            expected = torch.zeros(VOCAB_SIZE, dtype=torch.int32)
+            ids, values = one.marks(3).tensors()
+            expected[ids] = values
+            assert row.tolist() == expected.tolist()
+    marks.hold([], VOCAB_SIZE)
+    assert marks.num_held == 0
+
+
+class DeviceOutOfSight(HostAccelerator):
+    """A device whose tensors have no content that the host could read: whoever tries, fails."""
+
+    device = torch.device("meta")
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.device.type == "cpu"
+        return tensor.to(self.device)
+
+
+def test_submitting_a_step_never_waits_for_the_device() -> None:
+    def choose_nothing(*arguments: Any, **options: Any) -> None:
+        assert all(one.device.type == "meta" for one in arguments[:7])
+
+    sampler = DeviceSampler(DeviceOutOfSight(), choose_nothing, MAX_SAMPLES, EOS)
+    rows = edited_rows([GREEDY, *EDITED], 4)
+    inputs = inputs_of(rows)
+    far = SamplingInputs(
+        **{name: getattr(inputs, name).to("meta") for name in ("temperature", "top_k", "top_p", "min_p", "uniform")}
+    )
+    for num_chosen in (4, 5):
+        logits = torch.empty(len(rows), VOCAB_SIZE, device="meta")
+        step = sampler.choose(logits, [replace(row, num_chosen=num_chosen) for row in rows], far)
+        assert step.chosen.device.type == "meta"
+    with pytest.raises(NotImplementedError):
+        step.tokens()

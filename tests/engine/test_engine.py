@@ -7,7 +7,7 @@ import random
 import pytest
 
 from loramux.engine.messages import Abort, AdapterState, Load, SamplingParams, StatsRequest, Unload
-from tests.engine.conftest import GREEDY, Simulate, Simulation
+from tests.engine.conftest import GREEDY, VOCAB_SIZE, Simulate, Simulation
 
 
 def stats(simulation: Simulation):  # type: ignore[no-untyped-def]
@@ -176,6 +176,21 @@ def test_a_token_id_outside_the_vocabulary_never_reaches_a_kernel(simulation: Si
     simulation.run()
     assert simulation.finished["bad"].code == "invalid_request"
     assert simulation.tokens["good"] == simulation.expected(add)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)), SamplingParams(logit_bias=((-1, 1.0),))],
+    ids=["beyond the vocabulary", "negative"],
+)
+def test_a_biased_token_outside_the_vocabulary_never_reaches_a_kernel(
+    simulation: Simulation, bad: SamplingParams
+) -> None:
+    good = simulation.add("good")
+    simulation.add("bad", sampling=bad)
+    simulation.run()
+    assert simulation.finished["bad"].code == "invalid_request"
+    assert simulation.tokens["good"] == simulation.expected(good)
 
 
 def test_a_failed_adapter_is_tried_again(simulation: Simulation) -> None:

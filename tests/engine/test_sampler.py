@@ -35,11 +35,21 @@ LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
         (SamplingParams(top_p=0.5), [1, 0, 0, 0]),
         (SamplingParams(top_p=0.0), [1, 0, 0, 0]),
         (SamplingParams(top_k=3, top_p=0.7), [0.5, 0.25, 0, 0]),
+        (SamplingParams(min_p=0.29), [0.5, 0.25, 0.15, 0]),
+        (SamplingParams(min_p=0.31), [0.5, 0.25, 0, 0]),
+        (SamplingParams(min_p=1.0), [1, 0, 0, 0]),
+        (SamplingParams(temperature=0.5, min_p=0.1), [0.25, 0.0625, 0, 0]),
+        (SamplingParams(temperature=0.5, min_p=0.08), [0.25, 0.0625, 0.0225, 0]),
+        (SamplingParams(top_k=3, top_p=0.99, min_p=0.4), [0.5, 0.25, 0, 0]),
         (SamplingParams(temperature=1e-6), [1, 0, 0, 0]),
         (SamplingParams(temperature=0.0), [1, 0, 0, 0]),
     ],
-    ids=["plain", "cold", "top 2", "nucleus 0.8", "nucleus 0.5", "nucleus 0", "both", "nearly greedy", "greedy"],
-)
+    ids=[
+        "plain", "cold", "top 2", "nucleus 0.8", "nucleus 0.5", "nucleus 0", "both",
+        "min_p below a share", "min_p above it", "min_p of all", "min_p after the temperature", "min_p below it",
+        "all three", "nearly greedy", "greedy",
+    ],
+)  # fmt: skip
 def test_the_distribution_is_the_one_asked_for(params: SamplingParams, expected: list[float]) -> None:
     count = 20_000
     drawn = torch.bincount(torch.tensor(draw(LOGITS, params, count)), minlength=4) / count
@@ -48,8 +58,21 @@ def test_the_distribution_is_the_one_asked_for(params: SamplingParams, expected:
     assert ((drawn - wanted).abs() <= 4 * (wanted * (1 - wanted) / count).sqrt() + 1e-9).all()
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    params = SamplingParams(temperature=2.0)
+@pytest.mark.parametrize(
+    ("temperature", "expected"), [(1.0, range(1)), (4.0, range(2000))], ids=["few", "more than are looked at first"]
+)
+def test_min_p_in_a_wide_vocabulary(temperature: float, expected: range) -> None:
+    logits = torch.full((3000,), -9.0)
+    # Beside the likeliest these weigh 0.37, and 0.78 at temperature 4.
+    logits[:2000] = -1.0
+    logits[0] = 0.0
+    drawn = set(draw(logits, SamplingParams(min_p=0.5, temperature=temperature), 4000))
+    assert drawn <= set(expected)
+    assert len(drawn) >= min(len(expected), 1500)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=2.0), SamplingParams(min_p=0.1)], ids=["plain", "min_p"])
+def test_a_row_does_not_depend_on_its_neighbours(params: SamplingParams) -> None:
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
     rows = [sampling_row(params, seed=row, num_chosen=row) for row in range(5)]
     together = [one.token_id for one in sample(logits, rows, ())]
@@ -77,6 +100,12 @@ def test_minimum_length_forbids_the_end() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1,))
     for num_chosen, expected in [(0, 2), (1, 2), (2, 0)]:
         assert sample(LOGITS[None], [sampling_row(params, num_chosen=num_chosen)], (0,))[0].token_id == expected
+
+
+def test_an_end_that_would_be_ignored_is_not_forbidden() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True, stop_token_ids=(1,))
+    assert sample(LOGITS[None], [sampling_row(params)], (0,))[0].token_id == 0
+    assert sample(LOGITS[None], [sampling_row(params)], (2,))[0].token_id == 0
 
 
 def test_logprobs_are_those_of_the_model() -> None:

@@ -28,7 +28,7 @@ def a_batch(chunks: list[tuple[int, int, int]], seed: int = 0) -> Batch:
     for index, (num_computed, num_tokens, slot) in enumerate(sorted(chunks, key=lambda one: one[2])):
         end = num_computed + num_tokens
         prompt = tuple(int(token) for token in rng.integers(0, 1000, end))
-        sampling = SamplingParams(temperature=float(index % 2), top_k=index, top_p=0.5, seed=index)
+        sampling = SamplingParams(temperature=float(index % 2), top_k=index, top_p=0.5, min_p=index / 128, seed=index)
         add = Add(sequence_id=str(index), prompt=prompt, max_tokens=9, sampling=sampling)
         pages = page_list(rng.integers(0, 1000, -(-end // 16)).tolist())
         sequence = Sequence(
@@ -103,6 +103,7 @@ def test_the_device_reads_what_the_batch_says_and_padding_beyond(
         sampling = layout.sampling
         assert sampling.temperature[: len(params)].tolist() == [one.temperature for one in params]
         assert sampling.top_k[: len(params)].tolist() == [one.top_k for one in params]
+        assert sampling.min_p[: len(params)].tolist() == [one.min_p for one in params]
         assert num_sequences <= sampling.uniform.shape[0]
 
 

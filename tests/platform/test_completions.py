@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loramux.engine.sampling_limits import sampling_problem
 from loramux.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
@@ -160,6 +161,62 @@ async def test_sampling_reaches_the_engine(gateway: Any) -> None:
     assert sampling.num_logprobs is None
 
 
+async def test_bias_and_penalties_reach_the_engine(gateway: Any) -> None:
+    await gateway.openai.completions.create(
+        model="base",
+        prompt="a",
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        logit_bias={"9": -100, "5": 1, "7": 0},
+        extra_body={"min_p": 0.25, "repetition_penalty": 1.1},
+    )
+    await gateway.openai.completions.create(model="base", prompt="a", logit_bias={}, presence_penalty=None)
+    most = {str(token): 1 for token in range(300)}
+    await gateway.openai.completions.create(model="base", prompt="a", logit_bias=most)
+    sampling, plain, biased = [add.sampling for add in gateway.engine.adds]
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2, 0.5)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.1)
+    # Adding nothing is no edit.
+    assert sampling.logit_bias == ((5, 1), (9, -100))
+    assert (plain.logit_bias, plain.has_penalties, plain.min_p) == ((), False, 0)
+    assert len(biased.logit_bias) == 300
+    assert all(sampling_problem(one, 1024) is None for one in (sampling, plain, biased))
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(None, 1), (2, 2), (2, 1), (None, None)])
+async def test_best_of_that_asks_for_nothing_is_accepted(gateway: Any, n: int | None, best_of: int | None) -> None:
+    answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=1, n=n, best_of=best_of)
+    assert len(answer.choices) == (n or 1)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_echo_begins_each_choice_with_its_prompt(gateway: Any, tokenizer: Any, stream: bool) -> None:
+    ids = tokenizer.encode(" and on.")[1:]
+    gateway.engine.script = lambda add: Script(token_ids=ids)
+    prompts = ["One harbour", "Zwei Häfen 🦊"]
+    for prompt in (prompts, [list(tokenizer.encode(one)) for one in prompts]):
+        answer = await gateway.openai.completions.create(
+            model="base", prompt=prompt, n=2, max_tokens=len(ids), echo=True, stream=stream
+        )
+        texts = dict.fromkeys(range(4), "")
+        if stream:
+            async for chunk in answer:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+        else:
+            texts = {choice.index: choice.text for choice in answer.choices}
+            assert answer.usage.completion_tokens == 4 * len(ids)
+        assert list(texts.values()) == [f"{one} and on." for one in prompts for _ in range(2)]
+
+
+async def test_stop_strings_are_not_looked_for_in_an_echo(gateway: Any, tokenizer: Any) -> None:
+    gateway.engine.script = lambda add: Script(token_ids=tokenizer.encode(" yes. no")[1:])
+    answer = await gateway.openai.completions.create(
+        model="base", prompt="Stop. Here", max_tokens=30, stop=".", echo=True
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Stop. Here yes", "stop")
+
+
 async def test_the_default_limit_never_exceeds_the_context(gateway: Any) -> None:
     await gateway.openai.completions.create(model="base", prompt=[5] * 250)
     assert gateway.engine.adds[0].max_tokens == 6
@@ -182,6 +239,12 @@ async def test_logprobs_have_openais_legacy_form(gateway: Any, tokenizer: Any) -
     parts = [choice.logprobs async for chunk in stream for choice in chunk.choices]
     assert [token for part in parts for token in part.tokens] == logprobs.tokens
     assert [offset for part in parts for offset in part.text_offset] == logprobs.text_offset
+
+
+async def test_logprobs_up_to_five_and_of_the_chosen_token_alone(gateway: Any, tokenizer: Any) -> None:
+    for asked, num_shown in ((5, 5), (0, 1)):
+        answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2, logprobs=asked)
+        assert [len(top) for top in answer.choices[0].logprobs.top_logprobs] == [num_shown] * 2
 
 
 async def test_a_stop_string_across_tokens_ends_the_answer_and_the_bill(gateway: Any, tokenizer: Any) -> None:
