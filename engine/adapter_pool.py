@@ -113,6 +113,7 @@ class AdapterPool:
         self._pages = pages
         self._loader = loader
         self._reclaimer = reclaimer
+        reclaimer.num_protected = self._num_protected
         self._entries: dict[str, AdapterEntry] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._placing: list[AdapterEntry] = []
@@ -159,12 +160,23 @@ class AdapterPool:
         if entry.num_users == 0:
             self._rest(entry)
 
-    def poll(self, wanted: Mapping[str, int]) -> list[AdapterEntry]:
+    @property
+    def is_copying(self) -> bool:
+        """Whether an adapter holds pages that nobody can evict until it is resident."""
+        return any(entry.phase is AdapterPhase.COPYING for entry in self._entries.values())
+
+    def is_short_of_slots(self, rank: int) -> bool:
+        """Whether a fetched adapter waits for a slot; a sequence whose turn comes later takes no adapter into use."""
+        return bool(self._placing) and not self._free_slots and self.rank_of(self._placing[0]) < rank
+
+    def poll(self, wanted: Mapping[str, int], short_rank: int = NOBODY) -> list[AdapterEntry]:
         """Advance loading by what has happened; returns the adapters that became resident or failed.
 
         `wanted` holds the rank of the first waiting sequence of each adapter that one waits for: its place in the order
         of turns. Fetched adapters get room in that order and take none from an adapter that an earlier sequence waits
-        for, so that the first always gets on. A failed adapter is forgotten, so that the next request tries again.
+        for, so that the first always gets on; none gets room while a sequence of an earlier turn, `short_rank`, is
+        short of pages. A failed adapter is forgotten, so that the next request tries again, and so is one that nobody
+        wants any more and that finds no room.
         """
         self._wanted = wanted
         settled: list[AdapterEntry] = []
@@ -190,7 +202,7 @@ class AdapterPool:
                 case LoadFailed(message=message):
                     self._fail(entry, message)
                     settled.append(entry)
-        self._place()
+        self._place(short_rank)
         return settled
 
     def unload(self, digest: str) -> bool:
@@ -216,6 +228,8 @@ class AdapterPool:
         if entry is None:
             return
         entry.is_unwelcome = True
+        # Nobody takes this copy into use any more.
+        self.on_residency(digest, False)
         if entry.phase is AdapterPhase.RESIDENT and entry.num_users == 0:
             self._reclaimer.policy.discard(entry)
             self.forget(entry)
@@ -233,25 +247,35 @@ class AdapterPool:
         self.on_residency(entry.digest, False)
         self.num_evictions += 1
 
-    def _place(self) -> None:
+    def _place(self, short_rank: int) -> None:
         """Give room to fetched adapters in turn; the first that does not fit keeps those behind it waiting."""
         self._placing.sort(key=self.rank_of)
         while self._placing:
             entry = self._placing[0]
-            if not self._find_slot(self.rank_of(entry)):
-                return
-            if not self._reclaimer.make_room(entry.num_pages, self.rank_of(entry)):
-                return
+            rank = self.rank_of(entry)
+            if rank > short_rank or not self._find_slot(rank) or not self._reclaimer.make_room(entry.num_pages, rank):
+                break
             self._placing.pop(0)
             entry.slot = self._free_slots.pop()
             entry.pages = self._pages.alloc(entry.num_pages, PageOwner.ADAPTER)
             entry.phase = AdapterPhase.COPYING
             self._loader.copy(entry.digest, entry.pages)
+        for entry in [one for one in self._placing if one.digest not in self._wanted]:
+            self.unload(entry.digest)
 
     def _find_slot(self, rank: int) -> bool:
         if self._free_slots:
             return True
         return self._reclaimer.evict_one(lambda item: isinstance(item, AdapterEntry) and not item.is_protected(rank))
+
+    def _num_protected(self, rank: int) -> int:
+        """Pages of idle adapters for which a sequence waits whose turn comes before `rank`."""
+        wanted = (self._entries.get(digest) for digest, of in self._wanted.items() if of < rank)
+        return sum(
+            entry.num_pages
+            for entry in wanted
+            if entry is not None and entry.phase is AdapterPhase.RESIDENT and entry.num_users == 0
+        )
 
     def _rest(self, entry: AdapterEntry) -> None:
         """Nobody uses the adapter any more, or yet."""

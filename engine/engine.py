@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from loramux.engine.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
+from loramux.engine.adapter_pool import NOBODY, AdapterEntry, AdapterPhase, AdapterPool
 from loramux.engine.batch import Batch, ScheduledSequence, build_batch
 from loramux.engine.messages import (
     Abort,
@@ -162,18 +162,19 @@ class Engine:
         self._num_arrivals += 1
         self._sequences[add.sequence_id] = sequence
         self._scheduler.add(sequence)
-        if add.timeout_s is not None:
-            self._timers.after(add.timeout_s, lambda: self._time_out(sequence))
-        if self._limits.max_waiting_s != float("inf"):
-            self._timers.after(self._limits.max_waiting_s, lambda: self._give_up_waiting(sequence))
+        self._set_timers(add, sequence.arrival)
         self._shed()
 
     def extend(self, extend: Extend) -> None:
-        """Raise the limit of a sequence, as far as the context reaches; one that paused goes on."""
+        """Raise the limit of a sequence, as far as the context and the pool reach; one that paused goes on."""
         sequence = self._sequences.get(extend.sequence_id)
         if sequence is None:
             return
-        room = self._limits.max_model_len - sequence.num_prompt
+        entry = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
+        if sequence.add.digest is not None and (entry is None or not entry.num_pages):
+            # How much room its adapter leaves is not known just now; it ends at the limit that it has.
+            return
+        room = min(self._limits.max_model_len, self._scheduler.max_tokens(entry)) - sequence.num_prompt
         max_tokens = max(sequence.add.max_tokens, min(extend.max_tokens, room))
         self._scheduler.change(sequence, msgspec.structs.replace(sequence.add, max_tokens=max_tokens))
         if not sequence.is_chosen_out:
@@ -207,7 +208,10 @@ class Engine:
     def step(self) -> bool:
         """Run one step; False when nothing could run, because there is nothing or because adapters are loading."""
         self._timers.fire()
-        self._settle_loads(self._adapters.poll(self._scheduler.take_turns()))
+        wanted = self._scheduler.take_turns()
+        for _, load in self._loads:
+            wanted.setdefault(load.digest, NOBODY - 1)
+        self._settle_loads(self._adapters.poll(wanted, self._scheduler.short_rank()))
         scheduled = self._scheduler.schedule()
         self._refuse_unfit()
         submitted = self._submit(scheduled) if scheduled else None
@@ -262,9 +266,9 @@ class Engine:
                 ended.append((sequence, "length"))
         for owner, items in outputs.items():
             self._outbox.append(Outbound(owner, StepOutput(outputs=tuple(items))))
+        self._strike({sequence.add.digest for sequence, reason in ended if reason == "not_finite"} - {None})
         for sequence, reason in ended:
             if reason == "not_finite":
-                self._strike(sequence)
                 self._end(sequence, "error", reason, "the model produced values that are not finite")
             else:
                 self._end(sequence, reason)
@@ -336,7 +340,7 @@ class Engine:
         total = len(add.prompt) + add.max_tokens
         if total > limits.max_model_len:
             return "prompt_too_long", f"{total} tokens exceed the context of {limits.max_model_len}"
-        if self._scheduler.can_never_hold(total):
+        if total > self._scheduler.max_tokens():
             return "request_too_large", "the request needs more pages than the pool has"
         if add.digest is not None and self._strikes[add.digest] >= MAX_STRIKES:
             return "adapter_quarantined", "the adapter produced values that are not finite too often"
@@ -348,20 +352,36 @@ class Engine:
             return False
         sequence.is_paused = True
         limit = sequence.add.max_tokens
-        self._timers.after(sequence.add.pause_s, lambda: self._end_pause(sequence, limit))
+
+        def end_pause(sequence: Sequence) -> None:
+            if sequence.is_paused and sequence.add.max_tokens == limit:
+                self._end(sequence, "length")
+
+        self._after(sequence.add.pause_s, sequence.sequence_id, sequence.arrival, end_pause)
         return True
 
-    def _end_pause(self, sequence: Sequence, limit: int) -> None:
-        if sequence.state is not SequenceState.FINISHED and sequence.is_paused and sequence.add.max_tokens == limit:
-            self._end(sequence, "length")
-
-    def _time_out(self, sequence: Sequence) -> None:
-        if sequence.state is not SequenceState.FINISHED:
+    def _set_timers(self, add: Add, arrival: int) -> None:
+        def time_out(sequence: Sequence) -> None:
             self._end(sequence, "error", "deadline_exceeded", "the request's time was up before it was through")
 
-    def _give_up_waiting(self, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.WAITING and not sequence.has_run:
-            self._end(sequence, "error", "overloaded", "the request waited too long for its first step")
+        def give_up_waiting(sequence: Sequence) -> None:
+            if not sequence.has_run:
+                self._end(sequence, "error", "overloaded", "the request waited too long for its first step")
+
+        if add.timeout_s is not None:
+            self._after(add.timeout_s, add.sequence_id, arrival, time_out)
+        if self._limits.max_waiting_s != float("inf"):
+            self._after(self._limits.max_waiting_s, add.sequence_id, arrival, give_up_waiting)
+
+    def _after(self, seconds: float, sequence_id: str, arrival: int, action: Callable[[Sequence], None]) -> None:
+        """Call `action` if the sequence is still there by then; one that has ended is not kept for it."""
+
+        def act() -> None:
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None and sequence.arrival == arrival:
+                action(sequence)
+
+        self._timers.after(seconds, act)
 
     def _shed(self) -> None:
         """Refuse what makes the queue too long, from the share with most waiting for its weight."""
@@ -372,14 +392,16 @@ class Engine:
                 return
             self._end(sequence, "error", "overloaded", "too many tokens wait already")
 
-    def _strike(self, sequence: Sequence) -> None:
-        """The adapter of a row that was not finite leaves the pool; what it computed is forgotten."""
-        digest = sequence.add.digest
-        if digest is None:
-            return
-        self._strikes[digest] += 1
-        self._prefixes.purge(digest)
-        self._adapters.turn_out(digest)
+    def _strike(self, digests: set[str | None]) -> None:
+        """Adapters of which a step had a row that was not finite leave the pool; what they computed is forgotten."""
+        for digest in digests:
+            if digest is None:
+                continue
+            self._strikes[digest] += 1
+            self._prefixes.purge(digest)
+            self._adapters.turn_out(digest)
+        for sequence in self._scheduler.running:
+            sequence.is_tainted |= sequence.add.digest in digests
 
     def _take_away(self, unload: Unload) -> None:
         """An unload's time is up: whoever still wants the adapter is ended."""

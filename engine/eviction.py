@@ -41,6 +41,11 @@ class Evictable(Protocol):
 class EvictionPolicy(Protocol):
     """Orders what is evictable."""
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of all that is evictable."""
+        ...
+
     def add(self, item: Evictable) -> None:
         """The item was in use until now."""
         ...
@@ -59,17 +64,21 @@ class LeastRecentlyUsed:
 
     def __init__(self) -> None:
         self._items: OrderedDict[Evictable, None] = OrderedDict()
+        self.num_pages = 0
 
     def add(self, item: Evictable) -> None:
         self._items[item] = None
+        self.num_pages += item.num_pages
 
     def discard(self, item: Evictable) -> None:
-        self._items.pop(item, None)
+        if item in self._items:
+            del self._items[item]
+            self.num_pages -= item.num_pages
 
     def take(self, is_allowed: Callable[[Evictable], bool]) -> Evictable | None:
         for item in self._items:
             if is_allowed(item):
-                del self._items[item]
+                self.discard(item)
                 return item
         return None
 
@@ -83,6 +92,7 @@ class GreedyDual:
 
     def __init__(self, memory: int = 65536) -> None:
         self._clock = 0.0
+        self.num_pages = 0
         self._num_added = 0
         self._memory = memory
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
@@ -96,6 +106,7 @@ class GreedyDual:
         if len(self._uses) > self._memory:
             self._uses.popitem(last=False)
         self._num_added += 1
+        self.num_pages += item.num_pages
         self._current[item] = self._num_added
         priority = self._clock + uses * item.cost / item.num_pages
         heapq.heappush(self._heap, (priority, self._num_added, item))
@@ -104,7 +115,8 @@ class GreedyDual:
             heapq.heapify(self._heap)
 
     def discard(self, item: Evictable) -> None:
-        self._current.pop(item, None)
+        if self._current.pop(item, None) is not None:
+            self.num_pages -= item.num_pages
 
     def take(self, is_allowed: Callable[[Evictable], bool]) -> Evictable | None:
         passed_over: list[tuple[float, int, Evictable]] = []
@@ -117,7 +129,7 @@ class GreedyDual:
             if is_allowed(item):
                 found = item
                 self._clock = max(self._clock, priority)
-                del self._current[item]
+                self.discard(item)
             else:
                 passed_over.append(entry)
         for entry in passed_over:
@@ -134,9 +146,18 @@ class Reclaimer:
     def __init__(self, pages: PagePool, policy: EvictionPolicy) -> None:
         self._pages = pages
         self.policy = policy
+        self.num_protected: Callable[[int], int] = lambda rank: 0
+        """Of the pages that are evictable, how many are protected from a rank; set by whoever protects some."""
 
     def make_room(self, num_pages: int, rank: int) -> bool:
-        """Evict until `num_pages` are free, sparing what is protected from `rank`; False when that is not enough."""
+        """Evict until `num_pages` are free, sparing what is protected from `rank`.
+
+        False, and nothing evicted, when that is not enough.
+        """
+        if self._pages.can_alloc(num_pages):
+            return True
+        if self._pages.num_free + self.policy.num_pages - self.num_protected(rank) < num_pages:
+            return False
         while not self._pages.can_alloc(num_pages):
             if not self.evict_one(lambda item: not item.is_protected(rank)):
                 return False

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 
+from loramux.engine.messages import Add
 from loramux.engine.sequence import Sequence
 
 INPUT_PRICE = 1.0
@@ -15,6 +16,9 @@ OUTPUT_PRICE = 2.0
 
 MAX_ROUNDS = 64
 """Admissions of others after which a share that waits goes first, whatever it was served before."""
+
+ROUNDS_A_SHARE = 4
+"""Where many shares wait, that many admissions for each of them: taking turns alone takes one."""
 
 MAX_IDLE_SHARES = 65536
 
@@ -40,9 +44,10 @@ class FairQueue:
     """Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), with weights.
 
     The next sequence is the best of the share that was served least, input and output priced. A share that becomes
-    active is lifted to the least served active one: nobody saves up by being idle. Priorities go before counters. A
-    share that has waited for MAX_ROUNDS admissions of others goes before everyone who has not, so that no share waits
-    for more than MAX_ROUNDS admissions and one each of the shares that wait as long.
+    active is lifted to the least served active one, or to the last that was: nobody saves up by being idle. Priorities
+    go before counters. A share that has waited for K admissions of others goes before everyone who has not, K being
+    MAX_ROUNDS or, if that is more, ROUNDS_A_SHARE times the shares that wait. So no share waits for more than K
+    admissions and one each of the shares that wait as long, once its adapter is resident and its pages can be had.
     """
 
     def __init__(self) -> None:
@@ -52,6 +57,8 @@ class FairQueue:
         self._resident: set[str] = set()
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
         self._num_admissions = 0
+        # What the last active share had been served when it left.
+        self._last_served = 0.0
         self.num_waiting = 0
         self.num_cold = 0
         self.num_waiting_tokens = 0
@@ -61,8 +68,7 @@ class FairQueue:
         share = self._activated(sequence)
         if not share.ready and not share.cold:
             share.waits_since = self._num_admissions
-        share.num_waiting_tokens += sequence.num_reserved
-        self.num_waiting_tokens += sequence.num_reserved
+        self._count_tokens(share, sequence, 1)
         self.num_waiting += 1
         self._insert(share, sequence)
         if sequence.add.digest is not None:
@@ -71,6 +77,13 @@ class FairQueue:
     def remove(self, sequence: Sequence) -> None:
         """The sequence waits no longer and will not run."""
         self._rest(self._take(sequence))
+
+    def change(self, sequence: Sequence, add: Add) -> None:
+        """Give a waiting sequence another limit; its place stays."""
+        share = self._active[sequence.add.share_key]
+        self._count_tokens(share, sequence, -1)
+        sequence.add = add
+        self._count_tokens(share, sequence, 1)
 
     def admit(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence begins to run; `num_tokens` of its input are charged."""
@@ -112,8 +125,11 @@ class FairQueue:
         left = {True: num_ready, False: num_cold}
         # Keys end with arrivals, which are all different: what follows them is never compared.
         heads: list[tuple[tuple[float, ...], _Cursor]] = []
-        for share in self._active.values():
-            cursor = _Cursor(share, self._num_admissions - share.waits_since)
+        waiting = [share for share in self._active.values() if share.ready or share.cold]
+        max_rounds = max(MAX_ROUNDS, ROUNDS_A_SHARE * len(waiting))
+        for share in waiting:
+            rounds = self._num_admissions - share.waits_since
+            cursor = _Cursor(share, rounds if rounds >= max_rounds else 0)
             if cursor.advance(left):
                 heads.append((cursor.turn, cursor))
         heapq.heapify(heads)
@@ -164,8 +180,7 @@ class FairQueue:
     def _take(self, sequence: Sequence) -> Share:
         share = self._active[sequence.add.share_key]
         self._discard(share, sequence)
-        share.num_waiting_tokens -= sequence.num_reserved
-        self.num_waiting_tokens -= sequence.num_reserved
+        self._count_tokens(share, sequence, -1)
         self.num_waiting -= 1
         if sequence.add.digest is not None:
             del self._by_digest[sequence.add.digest][sequence]
@@ -173,12 +188,18 @@ class FairQueue:
                 del self._by_digest[sequence.add.digest]
         return share
 
+    def _count_tokens(self, share: Share, sequence: Sequence, sign: int) -> None:
+        # What was accepted once is not in the way of others: it is only to be computed again.
+        if not sequence.has_run:
+            share.num_waiting_tokens += sign * sequence.num_reserved
+            self.num_waiting_tokens += sign * sequence.num_reserved
+
     def _activated(self, sequence: Sequence) -> Share:
         key = sequence.add.share_key
         share = self._active.get(key)
         if share is None:
             share = self._idle.pop(key, None) or Share(key)
-            least = min((one.served for one in self._active.values()), default=0.0)
+            least = min((one.served for one in self._active.values()), default=self._last_served)
             share.served = max(share.served, least)
             self._active[key] = share
         share.weight = max(1, sequence.add.weight)
@@ -188,6 +209,7 @@ class FairQueue:
         if share.ready or share.cold or share.num_running:
             return
         self._idle[share.key] = self._active.pop(share.key)
+        self._last_served = share.served
         if len(self._idle) > MAX_IDLE_SHARES:
             self._idle.popitem(last=False)
 
@@ -197,42 +219,49 @@ def _place(sequence: Sequence) -> tuple[int, int]:
 
 
 class _Cursor:
-    """Goes through one share's waiting sequences in order, charging for each as if it had been admitted."""
+    """Goes through one share's waiting sequences in order, charging for each as if it had been admitted.
+
+    Ready and cold ones are charged apart: those that wait for an adapter hold up nobody who does not. `rounds` is how
+    long the share has waited, if that is too long, else 0.
+    """
 
     def __init__(self, share: Share, rounds: int) -> None:
         self._share = share
-        self._served = share.served
-        self._rounds = rounds
-        self._num_ready = 0
-        self._num_cold = 0
+        self._served = {True: share.served, False: share.served}
+        self._rounds = {True: rounds, False: rounds}
+        self._index = {True: 0, False: 0}
         self.is_ready = True
 
     def advance(self, left: dict[bool, int]) -> bool:
         """Find the next sequence among the kinds of which some are left to be taken; False at the end."""
-        ready = self._share.ready[self._num_ready] if left[True] and self._num_ready < len(self._share.ready) else None
-        cold = self._share.cold[self._num_cold] if left[False] and self._num_cold < len(self._share.cold) else None
+        ready = self._next(True) if left[True] else None
+        cold = self._next(False) if left[False] else None
         if ready is None and cold is None:
             return False
         self.is_ready = cold is None or (ready is not None and _place(ready) < _place(cold))
         return True
 
     @property
-    def head(self) -> Sequence:
-        return self._share.ready[self._num_ready] if self.is_ready else self._share.cold[self._num_cold]
-
-    @property
     def turn(self) -> tuple[float, ...]:
-        if self._rounds >= MAX_ROUNDS:
-            return (0, -self._rounds, 0, self.head.arrival)
-        return (1, -self.head.add.priority, self._served, self.head.arrival)
+        head = self._head()
+        if self._rounds[self.is_ready]:
+            return (0, -self._rounds[self.is_ready], 0, head.arrival)
+        return (1, -head.add.priority, self._served[self.is_ready], head.arrival)
 
     def take(self) -> Sequence:
-        head = self.head
-        if self.is_ready:
-            self._num_ready += 1
-        else:
-            self._num_cold += 1
-        self._served += INPUT_PRICE * head.num_tokens / self._share.weight
+        head = self._head()
+        self._index[self.is_ready] += 1
+        self._served[self.is_ready] += INPUT_PRICE * head.num_tokens / self._share.weight
         # Once it is served, its share has waited for nothing.
-        self._rounds = 0
+        self._rounds[self.is_ready] = 0
         return head
+
+    def _next(self, is_ready: bool) -> Sequence | None:
+        """The next sequence of one kind that could run: one that paused waits for something else."""
+        waiting = self._share.ready if is_ready else self._share.cold
+        while self._index[is_ready] < len(waiting) and waiting[self._index[is_ready]].is_chosen_out:
+            self._index[is_ready] += 1
+        return waiting[self._index[is_ready]] if self._index[is_ready] < len(waiting) else None
+
+    def _head(self) -> Sequence:
+        return (self._share.ready if self.is_ready else self._share.cold)[self._index[self.is_ready]]

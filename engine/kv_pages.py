@@ -33,9 +33,9 @@ class KvPages:
             sequence.shared_pages.append(cached)
         sequence.num_computed = len(sequence.pages) * self._page_tokens
 
-    def can_never_hold(self, num_tokens: int, num_other_pages: int) -> bool:
-        """Whether `num_tokens` and pages for something else exceed the whole pool."""
-        return -(-num_tokens // self._page_tokens) + num_other_pages > self._pages.num_pages
+    def max_tokens(self, num_other_pages: int) -> int:
+        """The most tokens that the whole pool holds beside pages for something else."""
+        return (self._pages.num_pages - num_other_pages) * self._page_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int, rank: int = RUNNING, spare_pages: int = 0) -> bool:
         """Find pages for `num_tokens` more, with `spare_pages` left over; False when there is no room.
@@ -43,7 +43,8 @@ class KvPages:
         What is protected from `rank` is not evicted for it.
         """
         end = sequence.num_computed + num_tokens
-        needed = -(-end // self._page_tokens) - len(sequence.pages)
+        # Less than none where it was given room for more than this at once.
+        needed = max(0, -(-end // self._page_tokens) - len(sequence.pages))
         if needed == 0 and spare_pages == 0:
             return True
         if not self._reclaimer.make_room(needed + spare_pages, rank):
@@ -56,6 +57,8 @@ class KvPages:
 
         A page may be offered as soon as the step that fills it is submitted: whoever reads it runs in a later one.
         """
+        if sequence.is_tainted:
+            return
         num_full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
         if num_full == len(sequence.shared_pages):
             return

@@ -41,6 +41,7 @@ class PagePool:
     def alloc(self, count: int, owner: PageOwner) -> list[int]:
         """Take `count` pages; the caller has asked `can_alloc`."""
         assert owner is not PageOwner.FREE
+        assert count >= 0
         assert self.can_alloc(count), f"{count} pages asked of {len(self._free)} free ones"
         pages = [self._free.popleft() for _ in range(count)]
         for page in pages:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loramux.engine.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
+from loramux.engine.adapter_pool import NOBODY, AdapterEntry, AdapterPhase, AdapterPool
 from loramux.engine.batch import ScheduledSequence
 from loramux.engine.fair_queue import FairQueue
-from loramux.engine.kv_pages import KvPages
+from loramux.engine.kv_pages import RUNNING, KvPages
 from loramux.engine.messages import Add
 from loramux.engine.sequence import Sequence, SequenceState
 
@@ -41,6 +41,9 @@ class Scheduler:
         adapters.on_residency = self.queue.set_resident
         self.running: list[Sequence] = []
         self._order: list[Sequence] = []
+        # Who found no pages in the last step: a running sequence, else the first that could not be admitted.
+        self._is_short = False
+        self._short_of_pages: Sequence | None = None
         # Sequences that, with their adapter, need more pages than there are.
         self._unfit: list[Sequence] = []
         self.num_preemptions = 0
@@ -65,14 +68,22 @@ class Scheduler:
                 self._adapters.prefetch(sequence.add.digest)
         return wanted
 
+    def short_rank(self) -> int:
+        """The rank of the first sequence that was short of pages: nobody whose turn comes later may take some."""
+        if self._is_short:
+            return RUNNING
+        ranks = (rank for rank, sequence in enumerate(self._order) if sequence is self._short_of_pages)
+        return next(ranks, NOBODY)
+
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's sequences, those of one adapter side by side; empty when nothing can run."""
         budget = self._limits.max_batch_tokens
         num_preemptions = self.num_preemptions
         scheduled: dict[str, ScheduledSequence] = {}
+        self._is_short, self._short_of_pages = False, None
         # Sorting is stable: decode rows first, each group in order of admission.
         for sequence in sorted(self.running, key=lambda one: one.num_pending > 1):
-            if budget == 0:
+            if budget == 0 or len(scheduled) == self._limits.max_sequences:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.is_chosen_out:
                 continue
@@ -82,7 +93,7 @@ class Scheduler:
             scheduled[sequence.sequence_id] = ScheduledSequence(sequence, num_tokens)
             budget -= num_tokens
         # A step that had to preempt admits nobody: the victim would take its pages straight back.
-        if self.num_preemptions == num_preemptions:
+        if self.num_preemptions == num_preemptions and not self._is_short:
             for item in self._admit(budget):
                 scheduled[item.sequence.sequence_id] = item
         return sorted(scheduled.values(), key=lambda item: (item.sequence.slot, item.sequence.arrival))
@@ -100,9 +111,7 @@ class Scheduler:
     def change(self, sequence: Sequence, add: Add) -> None:
         """Give a sequence, waiting or running, another limit."""
         if sequence.state is SequenceState.WAITING:
-            self.queue.remove(sequence)
-            sequence.add = add
-            self.queue.add(sequence)
+            self.queue.change(sequence, add)
         else:
             sequence.add = add
 
@@ -120,13 +129,17 @@ class Scheduler:
             self.queue.remove(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def can_never_hold(self, num_tokens: int, entry: AdapterEntry | None = None) -> bool:
-        """Whether a request that comes to `num_tokens` does not fit the pool, with its adapter or alone."""
-        return self._kv.can_never_hold(num_tokens, 0 if entry is None else entry.num_pages)
+    def max_tokens(self, entry: AdapterEntry | None = None) -> int:
+        """The most tokens that a request can come to in this pool, with its adapter or alone."""
+        return self._kv.max_tokens(0 if entry is None else entry.num_pages)
 
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[str, ScheduledSequence]) -> bool:
-        """Find pages for the next `num_tokens`, preempting others; False when it was preempted itself."""
+        """Find pages for the next `num_tokens`, preempting others; False when it waits or was preempted itself."""
         while not self._kv.grow(sequence, num_tokens):
+            if self._adapters.is_copying:
+                # Those pages can be had as soon as the copy is through: nothing need be computed again for them.
+                self._is_short = True
+                return False
             victim = max(self.running, key=self._expendability)
             scheduled.pop(victim.sequence_id, None)
             self._preempt(victim)
@@ -139,8 +152,10 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[ScheduledSequence]:
         admitted: list[ScheduledSequence] = []
+        # One that paused is not in the next steps; should it come back at a full house, it waits for a seat.
+        num_seated = sum(not one.is_chosen_out for one in self.running)
         for rank, sequence in enumerate(self._order):
-            if budget == 0 or len(self.running) >= self._limits.max_sequences:
+            if budget == 0 or num_seated >= self._limits.max_sequences:
                 break
             # Preempted or paused while a step held it: its tokens are complete once that step is looked at.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.is_chosen_out:
@@ -148,16 +163,21 @@ class Scheduler:
             entry = None
             if sequence.add.digest is not None:
                 entry = self._adapters.find(sequence.add.digest)
-                if entry is None or entry.phase is not AdapterPhase.RESIDENT:
+                if entry is None or entry.phase is not AdapterPhase.RESIDENT or entry.is_unwelcome:
                     continue
-                if self.can_never_hold(sequence.num_reserved, entry):
+                if self._adapters.is_short_of_slots(rank):
+                    continue
+                if sequence.num_reserved > self.max_tokens(entry):
                     self._unfit.append(sequence)
                     continue
                 sequence.slot = self._adapters.acquire(entry)
             self._kv.attach(sequence)
             num_tokens = min(sequence.num_pending, budget)
-            if not self._kv.grow(sequence, num_tokens, rank, self._adapters.num_pages_wanted(rank)):
+            # One that was preempted comes back only with room for all that it had: it must get further than before.
+            num_held = sequence.num_pending if sequence.has_run else num_tokens
+            if not self._kv.grow(sequence, num_held, rank, self._adapters.num_pages_wanted(rank)):
                 self._give_back(sequence)
+                self._short_of_pages = sequence
                 break
             self.queue.admit(sequence, 0 if sequence.has_run else sequence.num_pending)
             sequence.state = SequenceState.RUNNING
@@ -166,6 +186,7 @@ class Scheduler:
                 sequence.num_cached = sequence.num_computed
             admitted.append(ScheduledSequence(sequence, num_tokens))
             budget -= num_tokens
+            num_seated += 1
         return admitted
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -173,8 +194,9 @@ class Scheduler:
         self._kv.offer(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.WAITING
-        self.queue.leave(sequence)
+        # In this order, or a share with nothing else would be idle in between and lose its place.
         self.queue.add(sequence)
+        self.queue.leave(sequence)
         self.num_preemptions += 1
 
     def _give_back(self, sequence: Sequence) -> None:

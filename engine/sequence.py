@@ -56,6 +56,8 @@ class Sequence:
     """What the prefix cache knows of `pages[:len(shared_pages)]`; None where it holds the same in another page."""
     num_cached: int = 0
     """Prompt tokens that the prefix cache had when the sequence first ran."""
+    is_tainted: bool = False
+    """What it computed may be broken, and is offered to nobody."""
     is_paused: bool = False
     """It waits, at its limit, for a higher one."""
     edits: LogitEdits | None = None

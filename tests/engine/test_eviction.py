@@ -114,6 +114,21 @@ def test_room_is_made_up_to_what_is_protected(policy: EvictionPolicy) -> None:
     pages.check_integrity()
 
 
+def test_nothing_is_evicted_for_room_that_cannot_be_made(policy: EvictionPolicy) -> None:
+    pages = PagePool(10)
+    things = [Thing(str(number), num_pages=2, protected_from=3 * (number == 0), pages=pages) for number in range(4)]
+    for thing in things:
+        thing.held = pages.alloc(2, PageOwner.ADAPTER)
+        policy.add(thing)
+    reclaimer = Reclaimer(pages, policy)
+    reclaimer.num_protected = lambda rank: 2 if rank >= 3 else 0
+    assert not reclaimer.make_room(9, rank=3)
+    assert not reclaimer.make_room(11, rank=0)
+    assert not any(thing.is_gone for thing in things)
+    assert reclaimer.make_room(8, rank=3)
+    assert [thing.is_gone for thing in things] == [False, True, True, True]
+
+
 def test_greedy_dual_keeps_no_more_than_it_needs() -> None:
     policy, thing = GreedyDual(), Thing("busy")
     for _ in range(10_000):
