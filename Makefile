@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation check format bench bench-gpu clean
+.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation check format bench bench-gpu bench-s-lora clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench: $(WARM) ## Measure loramux beside peft, one run, one table (ARGS='--help'
 
 bench-gpu: $(READY) ## Measure kernels and engine on a GPU, 8 minutes (CONSTRAINTS=constraints-cuda.txt ARGS='--out FILE')
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
+
+bench-s-lora: $(WARM) ## Measure throughput over 5 to 2,000 adapters on disk, 9 minutes (ARGS='--help' for settings)
+	$(VENV)/bin/python -m benchmarks.s_lora $(ARGS)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

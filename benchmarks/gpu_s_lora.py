@@ -22,6 +22,7 @@ from benchmarks.gpu_engine import GREEDY, RunningEngine, device_backend, device_
 from benchmarks.gpu_model import LLAMA_7B, TINY, Model
 from benchmarks.gpu_random import RandomAdapters
 from benchmarks.gpu_warm import WarmStep, warm_steps
+from benchmarks.s_lora_workload import Lengths, draw_requests
 from loramux.engine.messages import Add, Finished, StepOutput
 
 ATTENTION_MODULES = (0, 1, 2, 3)
@@ -206,18 +207,17 @@ def _make(adapters: RandomAdapters, name: str, count: int) -> list[str]:
 
 def requests_of(workload: Workload, model: Model, digests: list[str]) -> list[Add]:
     """The same prompts and lengths however many adapters there are."""
-    lengths = np.random.default_rng(42).integers(workload.shortest, workload.longest, (workload.num_requests, 2))
-    places = np.random.default_rng(43).random(workload.num_requests)
+    lengths = Lengths(workload.shortest, workload.longest)
     tokens = np.random.default_rng(44).integers(model.vocab_size, size=workload.longest).tolist()
     return [
         Add(
             sequence_id=str(number),
-            prompt=tuple(tokens[:num_prompt]),
-            max_tokens=num_output,
+            prompt=tuple(tokens[: drawn.num_prompt]),
+            max_tokens=drawn.num_output,
             sampling=GREEDY,
-            digest=digests[int(place * len(digests))],
+            digest=digests[drawn.adapter],
         )
-        for number, ((num_prompt, num_output), place) in enumerate(zip(lengths.tolist(), places, strict=True))
+        for number, drawn in enumerate(draw_requests(workload.num_requests, len(digests), lengths, lengths))
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from loramux.engine.fair_queue import MAX_ROUNDS, FairQueue
 from loramux.engine.messages import Abort
-from tests.engine.conftest import Simulate, Simulation, stats_of
+from tests.engine.conftest import Simulate, Simulation
 from tests.engine.test_fairness import admit_next, waiting
 
 

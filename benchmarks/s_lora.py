@@ -1,0 +1,306 @@
+"""The S-LoRA workload on a CPU: does throughput hold when requests name ever more adapters than the pool can hold?
+
+An engine in process on a small base, adapters really on disk, a pool that holds some of them beside the K and V of the
+running sequences. Each number of adapters is measured twice: at a rate that the engine cannot keep up with, for
+throughput, and at about 70 % of what it can, for latencies. See `s_lora_workload.py` for where it comes from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpu_bench import CheckError
+from benchmarks.machine import busy_share, describe, require_idle
+from benchmarks.s_lora_adapters import AdapterFiles, make_adapters
+from benchmarks.s_lora_check import NUM_ADAPTERS, answer_alone, check_mixed, pairs_of, roomy_plan, small_plan
+from benchmarks.s_lora_engine import DISK_BYTES, OpenEngine, PoolPlan, open_engine
+from benchmarks.s_lora_figures import Figures, Goal, latency_figures, throughput_figures
+from benchmarks.s_lora_plot import draw_plot
+from benchmarks.s_lora_report import Case, summaries, tables
+from benchmarks.s_lora_run import Arrival, drive
+from benchmarks.s_lora_traffic import Traffic
+from benchmarks.s_lora_workload import Lengths
+from loramux.engine.eviction import POLICIES
+
+FOLDER = Path(__file__).parent
+DEMO_BASE = FOLDER.parent / "admin" / "demo" / "base"
+DTYPES = ("bfloat16", "float32")
+
+SATURATED = 1.5
+"""The rate for throughput, over capacity."""
+
+CALM = 0.7
+"""The rate for latencies, over capacity."""
+
+WARM_SHARE = 0.25
+"""What runs before a window opens, over the window's length."""
+
+PATIENCE_S = 30.0
+"""How long the requests of a window are waited for once it has closed."""
+
+CAPACITY_BATCHES = 64
+"""Full batches that are queued at once to find the capacity."""
+
+CAPACITY_S = 5.0
+"""The longest window to find it in."""
+
+MIN_COLUMNS = 132
+"""What the tables need where the output is no terminal."""
+
+
+class Measurement:
+    """One run's settings, with engines opened case by case: every case begins with an empty pool and host tier."""
+
+    def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
+        self.arguments = arguments
+        self.files = files
+        self.traffic = Traffic(
+            prompts=arguments.input,
+            outputs=arguments.output,
+            alpha=arguments.alpha,
+            cv=arguments.cv,
+            num_prefix=arguments.prefix,
+            is_one_share=arguments.shares == "one",
+            vocab_size=files.model.vocab_size,
+        )
+        self.plan = PoolPlan(
+            arguments.pool_adapters,
+            arguments.max_sequences,
+            arguments.host_adapters,
+            self.traffic.full_prompts,
+            arguments.output,
+        )
+        self.warm_s = WARM_SHARE * arguments.seconds
+
+    def open(self, plan: PoolPlan, dtype: str, policy: str) -> Any:
+        return open_engine(self.arguments.base, self.files, plan, dtype, policy, self.arguments.threads)
+
+    def check(self) -> dict[str, Any]:
+        """What was compared for each policy; raises CheckError where an answer is wrong."""
+        digests = self.files.digests[:NUM_ADAPTERS]
+        pairs = pairs_of(self.traffic, digests)
+        with self.open(roomy_plan(), "float32", self.arguments.policy[0]) as engine:
+            expected = answer_alone(engine, pairs)
+        found = {}
+        for policy in self.arguments.policy:
+            with self.open(small_plan(), "float32", policy) as engine:
+                found[policy] = asdict(check_mixed(engine, self.traffic, digests, pairs, expected))
+        return found
+
+    def capacity(self) -> float:
+        """Requests a second that the first policy answers with the fewest adapters when many are queued at once."""
+        requests = self.traffic.requests(
+            CAPACITY_BATCHES * self.plan.num_sequences, self._digests(min(self.arguments.adapters))
+        )
+        arrivals = [Arrival(0.0, add) for add in requests]
+        seconds = min(CAPACITY_S, self.arguments.seconds)
+        while True:
+            with self.open(self.plan, self.arguments.dtype, self.arguments.policy[0]) as engine:
+                window = drive(engine, arrivals, WARM_SHARE * seconds, (1.0 + WARM_SHARE) * seconds, 0.0)
+            if window.fewest_sequences >= self.plan.num_sequences:
+                return window.num_finished / window.seconds
+            # All came to an end too early, so that the window was not full.
+            seconds /= 2
+
+    def case(self, policy: str, num_adapters: int, capacity: float, calm_rate: float) -> tuple[Figures, Figures]:
+        digests = self._digests(num_adapters)
+        with self.open(self.plan, self.arguments.dtype, policy) as engine:
+            throughput = self._saturate(engine, digests, SATURATED * capacity)
+            latency = self._calm(engine, digests, calm_rate)
+        return throughput, latency
+
+    def _digests(self, num_adapters: int) -> Sequence[str]:
+        return self.files.digests[:num_adapters]
+
+    def _saturate(self, engine: OpenEngine, digests: Sequence[str], rate: float) -> Figures:
+        end_s = self.warm_s + self.arguments.seconds
+        # Some more than can run come at once, so that the queue is never short.
+        arrivals = self.traffic.arrivals(digests, rate, end_s, num_at_once=2 * self.plan.num_sequences)
+        figures = throughput_figures(drive(engine, arrivals, self.warm_s, end_s, 0.0))
+        figures["rate"] = rate
+        return figures
+
+    def _calm(self, engine: OpenEngine, digests: Sequence[str], rate: float) -> Figures:
+        end_s = self.warm_s + self.arguments.seconds
+        # Other requests than before: none finds a prefix that the saturated run left.
+        arrivals = self.traffic.arrivals(digests, rate, end_s, seed=142)
+        figures = latency_figures(drive(engine, arrivals, self.warm_s, end_s, PATIENCE_S), self.arguments.slo)
+        figures["rate"] = rate
+        return figures
+
+
+def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dict[str, float]]:
+    arguments = measurement.arguments
+    capacity = measurement.capacity()
+    calm_rate = CALM * capacity if arguments.rate is None else arguments.rate
+    console.print(
+        f"capacity with {min(arguments.adapters)} adapters: {capacity:.1f} requests/s; "
+        f"{SATURATED * capacity:.1f} arrive for throughput, {calm_rate:.1f} for latencies"
+    )
+    cases = {(policy, n): Case(policy, n, [], []) for policy in arguments.policy for n in sorted(arguments.adapters)}
+    # Round by round, so that a drift of the machine meets all cases alike.
+    for _ in range(arguments.repeats):
+        for (policy, num_adapters), case in cases.items():
+            throughput, latency = measurement.case(policy, num_adapters, capacity, calm_rate)
+            case.throughput.append(throughput)
+            case.latency.append(latency)
+            console.print(f"  {policy}, {num_adapters} adapters: {throughput['tokens_s']:.0f} tokens/s")
+            if (throughput["fewest_sequences"] or 0) <= arguments.max_sequences:
+                console.print("  [yellow]the queue ran empty: more could have been answered[/yellow]")
+    return list(cases.values()), {
+        "requests_s": capacity,
+        "saturated_rate": SATURATED * capacity,
+        "calm_rate": calm_rate,
+    }
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.s_lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--adapters", type=_numbers, default=[5, 100, 1000, 2000], help="numbers of adapters, 5,100,1000,2000")
+    add("--pool-adapters", type=int, default=50, help="adapters that the pool holds beside K and V")
+    add("--host-adapters", type=int, default=200, help="adapters that host memory holds besides")
+    add("--max-sequences", type=int, default=32, help="sequences that run at once")
+    add("--seconds", type=float, default=20.0, help="length of each window; a quarter more runs before it")
+    add("--repeats", type=int, default=1, help="rounds over all cases; medians count")
+    add("--alpha", type=float, default=1.0, help="popularity: 1 is uniform, less is steeper (numpy.random.power)")
+    add("--cv", type=float, default=1.0, help="coefficient of variation of the time between arrivals")
+    add("--rate", type=_rate, default=None, help="requests/s for latencies; auto: 70 %% of capacity")
+    add("--input", type=_lengths, default=Lengths(8, 128), metavar="LO-HI", help="prompt tokens in [LO, HI)")
+    add("--output", type=_lengths, default=Lengths(8, 128), metavar="LO-HI", help="new tokens in [LO, HI)")
+    add("--prefix", type=int, default=0, help="further prompt tokens, the same for an adapter's requests")
+    add("--shares", choices=("adapter", "one"), default="adapter", help="an account an adapter, or one for all")
+    add("--policy", type=_policies, default=list(POLICIES), help=",".join(POLICIES))
+    add("--slo", type=_goal, default=Goal(1.0, 0.05), metavar="TTFT,TPOT", help="seconds, for goodput")
+    add("--base", type=Path, default=DEMO_BASE, help="the base model's directory")
+    add("--rank", type=int, default=8)
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help="of weights, K and V and adapters while measuring")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="where adapters are kept between runs")
+    add("--out", type=Path, help="write the figures as JSON")
+    add("--plot", type=Path, help="draw throughput over adapters, FILE.svg")
+    add("--busy", "--force", dest="busy", action="store_true", help="measure on a busy machine")
+    arguments = parser.parse_args(argv)
+    if arguments.plot is not None and arguments.plot.suffix != ".svg":
+        parser.error("--plot draws SVG only: name a file that ends in .svg")
+    if min(arguments.alpha, arguments.cv, arguments.seconds) <= 0 or min(arguments.adapters) < 1:
+        parser.error("--alpha, --cv, --seconds and the numbers of adapters must be above 0")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    console = Console()
+    if not console.is_terminal:
+        console.width = MIN_COLUMNS
+    machine = describe()
+    busy_before = require_idle(arguments.busy)
+    count = max(*arguments.adapters, NUM_ADAPTERS)
+    files = make_adapters(arguments.scratch, arguments.base, count, arguments.rank, console.print)
+    files.pack(files.digests[:NUM_ADAPTERS], "float32", DISK_BYTES, console.print)
+    files.pack(files.digests[: max(arguments.adapters)], arguments.dtype, DISK_BYTES, console.print)
+    measurement = Measurement(arguments, files)
+    try:
+        checked = measurement.check()
+        for policy, one in checked.items():
+            console.print(
+                f"checked, {policy}: {one['num_tokens']} float32 tokens alone and in an evicting batch are equal, "
+                f"{one['num_evictions']} evictions"
+            )
+        cases, rates = measure(measurement, console)
+    except CheckError as error:
+        console.print(f"[red]nothing was measured: {error}[/red]")
+        return 1
+    found = summaries(cases)
+    workload = _workload(measurement)
+    titles = (f"saturated, {rates['saturated_rate']:.1f} requests/s", f"calm, {rates['calm_rate']:.1f} requests/s")
+    for table in tables(found, *titles):
+        console.print(table)
+    console.print(f"good: TTFT <= {arguments.slo.ttft_s} s and TPOT <= {arguments.slo.tpot_s} s")
+    for name, value in (workload | machine).items():
+        console.print(f"[dim]{name}: {value}[/dim]", highlight=False)
+    if arguments.out is not None:
+        document = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": machine,
+            "busy_share": {"before": round(busy_before, 3), "after": round(busy_share(), 3)},
+            "workload": workload,
+            "check": checked,
+            "capacity": rates,
+            "cases": found,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if arguments.plot is not None:
+        lines: dict[str, list[tuple[int, float]]] = {policy: [] for policy in arguments.policy}
+        for one in found:
+            lines[one["policy"]].append((one["adapters"], one["throughput"]["tokens_s"]))
+        title = f"S-LoRA workload, alpha {arguments.alpha:g}, a pool of {arguments.pool_adapters} adapters"
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+        arguments.plot.write_text(draw_plot(title, lines))
+    return 0
+
+
+def _workload(measurement: Measurement) -> dict[str, Any]:
+    arguments, plan = measurement.arguments, measurement.plan
+    pages = measurement.files.num_pages(arguments.dtype)
+    return {
+        "base": arguments.base.name if arguments.base != DEMO_BASE else "the demo's",
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "rank": arguments.rank,
+        "pool": f"{plan.num_adapters} adapters of {pages} pages, {plan.kv_pages} pages of K and V",
+        "host_adapters": plan.num_host_adapters,
+        "max_sequences": plan.num_sequences,
+        "alpha": arguments.alpha,
+        "cv": arguments.cv,
+        "prompt_tokens": str(arguments.input),
+        "output_tokens": str(arguments.output),
+        "shared_prefix_tokens": arguments.prefix,
+        "shares": arguments.shares,
+        "slo": asdict(arguments.slo),
+        "seconds": arguments.seconds,
+        "repeats": arguments.repeats,
+    }
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _rate(text: str) -> float | None:
+    return None if text == "auto" else float(text)
+
+
+def _lengths(text: str) -> Lengths:
+    shortest, end = (int(part) for part in text.split("-"))
+    if not 0 < shortest < end:
+        raise ValueError(text)
+    return Lengths(shortest, end)
+
+
+def _goal(text: str) -> Goal:
+    ttft_s, tpot_s = (float(part) for part in text.split(","))
+    return Goal(ttft_s, tpot_s)
+
+
+def _policies(text: str) -> list[str]:
+    named = text.split(",")
+    if not set(named) <= POLICIES.keys():
+        raise ValueError(text)
+    return named
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
