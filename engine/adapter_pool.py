@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from loramux.engine.eviction import Reclaimer
+from loramux.engine.eviction import LAST_RANK, Reclaimer
 from loramux.engine.page_pool import PageOwner, PagePool
 from loramux.kernels.layout import AdapterLayout
 
-NOBODY = 1 << 62
+NOBODY = LAST_RANK
 """The rank of a sequence that does not exist: after all that wait."""
 
 PAGE_COST = 0.5
@@ -165,9 +165,12 @@ class AdapterPool:
         """Whether an adapter holds pages that nobody can evict until it is resident."""
         return any(entry.phase is AdapterPhase.COPYING for entry in self._entries.values())
 
-    def is_short_of_slots(self, rank: int) -> bool:
-        """Whether a fetched adapter waits for a slot; a sequence whose turn comes later takes no adapter into use."""
-        return bool(self._placing) and not self._free_slots and self.rank_of(self._placing[0]) < rank
+    def gives_way(self, entry: AdapterEntry, rank: int) -> bool:
+        """Whether the adapter's slot is wanted by one whose turn comes before `rank`: the one with fewest users."""
+        if not self._placing or self._free_slots or self.rank_of(self._placing[0]) >= rank:
+            return False
+        resident = [one for one in self._entries.values() if one.phase is AdapterPhase.RESIDENT]
+        return entry is min(resident, key=lambda one: one.num_users)
 
     def poll(self, wanted: Mapping[str, int], short_rank: int = NOBODY) -> list[AdapterEntry]:
         """Advance loading by what has happened; returns the adapters that became resident or failed.
@@ -266,7 +269,7 @@ class AdapterPool:
     def _find_slot(self, rank: int) -> bool:
         if self._free_slots:
             return True
-        return self._reclaimer.evict_one(lambda item: isinstance(item, AdapterEntry) and not item.is_protected(rank))
+        return self._reclaimer.evict_one(rank, lambda item: isinstance(item, AdapterEntry))
 
     def _num_protected(self, rank: int) -> int:
         """Pages of idle adapters for which a sequence waits whose turn comes before `rank`."""

@@ -9,6 +9,9 @@ from typing import Protocol
 
 from loramux.engine.page_pool import PagePool
 
+LAST_RANK = 1 << 62
+"""After the turns of all who wait."""
+
 MAX_STALE = 1024
 """Entries of a heap that are out of date and may stay in it."""
 
@@ -159,13 +162,18 @@ class Reclaimer:
         if self._pages.num_free + self.policy.num_pages - self.num_protected(rank) < num_pages:
             return False
         while not self._pages.can_alloc(num_pages):
-            if not self.evict_one(lambda item: not item.is_protected(rank)):
+            if not self.evict_one(rank):
                 return False
         return True
 
-    def evict_one(self, is_allowed: Callable[[Evictable], bool]) -> bool:
-        """Evict the first allowed item; False where there is none."""
-        item = self.policy.take(is_allowed)
+    def evict_one(self, rank: int, is_allowed: Callable[[Evictable], bool] = lambda item: True) -> bool:
+        """Evict the first allowed item that is not protected from `rank`; False where there is none.
+
+        What somebody waits for, though his turn comes later, gives way last: it would only have to be had again.
+        """
+        item = self.policy.take(lambda one: is_allowed(one) and not one.is_protected(LAST_RANK))
+        if item is None:
+            item = self.policy.take(lambda one: is_allowed(one) and not one.is_protected(rank))
         if item is None:
             return False
         item.evict()

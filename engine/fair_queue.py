@@ -44,10 +44,11 @@ class FairQueue:
     """Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), with weights.
 
     The next sequence is the best of the share that was served least, input and output priced. A share that becomes
-    active is lifted to the least served active one, or to the last that was: nobody saves up by being idle. Priorities
-    go before counters. A share that has waited for K admissions of others goes before everyone who has not, K being
-    MAX_ROUNDS or, if that is more, ROUNDS_A_SHARE times the shares that wait. So no share waits for more than K
-    admissions and one each of the shares that wait as long, once its adapter is resident and its pages can be had.
+    active, or has something waiting again, is lifted to the least served of those, or to the last that was: nobody
+    saves up by being idle. Priorities go before counters, and within a share without bound. A share that has waited for
+    K admissions of others goes before everyone who has not, K being MAX_ROUNDS or, if that is more, ROUNDS_A_SHARE
+    times the shares that wait. So no share waits for more than K admissions and one each of the shares that wait as
+    long, once its adapter is resident and its pages can be had.
     """
 
     def __init__(self) -> None:
@@ -68,6 +69,10 @@ class FairQueue:
         share = self._activated(sequence)
         if not share.ready and not share.cold:
             share.waits_since = self._num_admissions
+            if not sequence.has_run:
+                # Also where it runs something: one small request that never ends must not save up for the others.
+                least = min((one.served for one in self._active.values() if one.ready or one.cold), default=0.0)
+                share.served = max(share.served, least)
         self._count_tokens(share, sequence, 1)
         self.num_waiting += 1
         self._insert(share, sequence)
@@ -221,7 +226,7 @@ def _place(sequence: Sequence) -> tuple[int, int]:
 class _Cursor:
     """Goes through one share's waiting sequences in order, charging for each as if it had been admitted.
 
-    Ready and cold ones are charged apart: those that wait for an adapter hold up nobody who does not. `rounds` is how
+    Cold ones are no charge to ready ones: those that wait for an adapter hold up nobody who does not. `rounds` is how
     long the share has waited, if that is too long, else 0.
     """
 
@@ -251,7 +256,10 @@ class _Cursor:
     def take(self) -> Sequence:
         head = self._head()
         self._index[self.is_ready] += 1
-        self._served[self.is_ready] += INPUT_PRICE * head.num_tokens / self._share.weight
+        charge = INPUT_PRICE * head.num_tokens / self._share.weight
+        self._served[False] += charge
+        if self.is_ready:
+            self._served[True] += charge
         # Once it is served, its share has waited for nothing.
         self._rounds[self.is_ready] = 0
         return head

@@ -165,7 +165,7 @@ class Scheduler:
                 entry = self._adapters.find(sequence.add.digest)
                 if entry is None or entry.phase is not AdapterPhase.RESIDENT or entry.is_unwelcome:
                     continue
-                if self._adapters.is_short_of_slots(rank):
+                if self._adapters.gives_way(entry, rank):
                     continue
                 if sequence.num_reserved > self.max_tokens(entry):
                     self._unfit.append(sequence)

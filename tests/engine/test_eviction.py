@@ -114,6 +114,22 @@ def test_room_is_made_up_to_what_is_protected(policy: EvictionPolicy) -> None:
     pages.check_integrity()
 
 
+def test_what_somebody_waits_for_gives_way_last(policy: EvictionPolicy) -> None:
+    """Or it would have to be had again at once, at the cost of the next that somebody waits for."""
+    pages = PagePool(8)
+    things = [
+        Thing(str(number), num_pages=2, protected_from=9 if number < 2 else 0, pages=pages) for number in range(4)
+    ]
+    for thing in things:
+        thing.held = pages.alloc(2, PageOwner.ADAPTER)
+        policy.add(thing)
+    reclaimer = Reclaimer(pages, policy)
+    assert reclaimer.make_room(4, rank=5)
+    assert [thing.is_gone for thing in things] == [False, False, True, True]
+    assert reclaimer.make_room(6, rank=5)
+    assert things[0].is_gone
+
+
 def test_nothing_is_evicted_for_room_that_cannot_be_made(policy: EvictionPolicy) -> None:
     pages = PagePool(10)
     things = [Thing(str(number), num_pages=2, protected_from=3 * (number == 0), pages=pages) for number in range(4)]
