@@ -36,7 +36,7 @@ from loramux.engine.sequence import Sequence, SequenceState
 from loramux.engine.timers import Timers
 
 MAX_STRIKES = 3
-"""Rows that were not finite after which an adapter is refused until the engine starts again."""
+"""Steps with rows that were not finite after which an adapter is refused until the engine starts again."""
 
 
 @dataclass(frozen=True, slots=True)
