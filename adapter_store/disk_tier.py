@@ -97,9 +97,11 @@ class DiskTier:
         return self._own / f"{digest}{_SUFFIX}"
 
     def _evict(self) -> None:
-        for path in list(self._sizes):
+        if self.used_bytes <= self._max_bytes:
+            # As after most releases: looking through all files then would cost more than reading an adapter.
+            return
+        for path in [path for path in self._sizes if path not in self._holds]:
             if self.used_bytes <= self._max_bytes:
                 return
-            if path not in self._holds:
-                self.used_bytes -= self._sizes.pop(path)
-                path.unlink(missing_ok=True)
+            self.used_bytes -= self._sizes.pop(path)
+            path.unlink(missing_ok=True)

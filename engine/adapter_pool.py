@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from loramux.engine.eviction import LAST_RANK, Reclaimer
+from loramux.engine.eviction import AFTER_ALL, Evictable, Reclaimer
 from loramux.engine.page_pool import PageOwner, PagePool
 from loramux.kernels.layout import AdapterLayout
 
-NOBODY = LAST_RANK
-"""The rank of a sequence that does not exist: after all that wait."""
+COPY_COST = 0.5
+"""What copying one page of an adapter takes, beside computing one of K and V: a guess, for policies that ask."""
 
-PAGE_COST = 0.5
-"""What copying one page of an adapter takes, beside computing one page of K and V: a guess, for policies that ask."""
+NOT_SHORT = AFTER_ALL
+"""The turn of whoever is short of pages, where nobody is."""
 
 
 class AdapterPhase(Enum):
@@ -51,10 +51,15 @@ class AdapterEntry:
 
     @property
     def cost(self) -> float:
-        return PAGE_COST * self.num_pages
+        return COPY_COST * self.num_pages
 
-    def is_protected(self, rank: int) -> bool:
-        return self.pool.rank_of(self) < rank
+    @property
+    def has_slot(self) -> bool:
+        return True
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self.pool.turn_of(self) < AFTER_ALL
 
     def evict(self) -> None:
         self.pool.forget(self)
@@ -103,6 +108,23 @@ class AdapterLoader(Protocol):
         """What has happened since the last call, in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What sequences want of the pool before a step.
+
+    A turn is a sequence's place in the order of those that wait, from 0.
+    """
+
+    turns: dict[str, int] = field(default_factory=dict)
+    """The turn of the first sequence that waits for each adapter."""
+    short_turn: int = NOT_SHORT
+    """The turn of the first sequence that is short of pages: nobody whose turn comes later gets some."""
+    num_seats: int = AFTER_ALL
+    """So many sequences could begin in this step: only for their adapters must others give way that are waited for."""
+    num_growing: int = 0
+    """Pages that running sequences may soon need; adapters that come ahead of their turn leave these alone."""
+
+
 class AdapterPool:
     """Adapters by digest, with a slot and pages each while resident.
 
@@ -113,20 +135,20 @@ class AdapterPool:
         self._pages = pages
         self._loader = loader
         self._reclaimer = reclaimer
-        reclaimer.num_protected = self._num_protected
+        reclaimer.waited_for = self
         self._entries: dict[str, AdapterEntry] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._placing: list[AdapterEntry] = []
-        # The rank of the first waiting sequence of each adapter, as of the last poll.
-        self._wanted: Mapping[str, int] = {}
+        # As of the last poll.
+        self._demand = Demand()
         self.on_residency: Callable[[str, bool], None] = lambda digest, is_resident: None
         """Called when an adapter has become resident, and when it no longer is."""
         self.num_loads = 0
         self.num_evictions = 0
 
-    def num_pages_wanted(self, rank: int) -> int:
+    def num_pages_wanted(self, turn: int) -> int:
         """Pages that a fetched adapter waits for; a sequence whose turn comes later is not admitted into these."""
-        if not self._placing or self.rank_of(self._placing[0]) > rank:
+        if not self._placing or self.turn_of(self._placing[0]) > turn:
             return 0
         return self._placing[0].num_pages
 
@@ -165,23 +187,31 @@ class AdapterPool:
         """Whether an adapter holds pages that nobody can evict until it is resident."""
         return any(entry.phase is AdapterPhase.COPYING for entry in self._entries.values())
 
-    def gives_way(self, entry: AdapterEntry, rank: int) -> bool:
-        """Whether the adapter's slot is wanted by one whose turn comes before `rank`: the one with fewest users."""
-        if not self._placing or self._free_slots or self.rank_of(self._placing[0]) >= rank:
+    def gives_way(self, entry: AdapterEntry, turn: int) -> bool:
+        """Whether the adapter's slot is wanted by one whose turn comes before `turn`: the one with fewest users."""
+        if not self._placing or self._free_slots or self.turn_of(self._placing[0]) >= turn:
             return False
         resident = [one for one in self._entries.values() if one.phase is AdapterPhase.RESIDENT]
         return entry is min(resident, key=lambda one: one.num_users)
 
-    def poll(self, wanted: Mapping[str, int], short_rank: int = NOBODY) -> list[AdapterEntry]:
+    def can_spare(self, num_pages: int, turn: int) -> bool:
+        """Whether one whose turn is `turn` may have pages, beside what a fetched adapter of an earlier turn wants."""
+        return self._reclaimer.can_make_room(num_pages + self.num_pages_wanted(turn), turn)
+
+    def num_pages_of_others(self, entry: AdapterEntry | None, turn: int) -> int:
+        """Evictable pages, for one whose turn is `turn`, that will be so no longer once it uses this adapter."""
+        if entry is None or entry.num_users or self.turn_of(entry) < turn:
+            return 0
+        return entry.num_pages
+
+    def poll(self, demand: Demand) -> list[AdapterEntry]:
         """Advance loading by what has happened; returns the adapters that became resident or failed.
 
-        `wanted` holds the rank of the first waiting sequence of each adapter that one waits for: its place in the order
-        of turns. Fetched adapters get room in that order and take none from an adapter that an earlier sequence waits
-        for, so that the first always gets on; none gets room while a sequence of an earlier turn, `short_rank`, is
-        short of pages. A failed adapter is forgotten, so that the next request tries again, and so is one that nobody
-        wants any more and that finds no room.
+        Fetched adapters get room in the order of their turns, and take none from an adapter that an earlier sequence
+        waits for, so that the first always gets on. A failed adapter is forgotten, so that the next request tries
+        again, and so is one that nobody wants any more and that finds no room.
         """
-        self._wanted = wanted
+        self._demand = demand
         settled: list[AdapterEntry] = []
         for event in self._loader.events():
             entry = self._entries[event.digest]
@@ -205,7 +235,7 @@ class AdapterPool:
                 case LoadFailed(message=message):
                     self._fail(entry, message)
                     settled.append(entry)
-        self._place(short_rank)
+        self._place()
         return settled
 
     def unload(self, digest: str) -> bool:
@@ -237,9 +267,18 @@ class AdapterPool:
             self._reclaimer.policy.discard(entry)
             self.forget(entry)
 
-    def rank_of(self, entry: AdapterEntry) -> int:
-        """The rank of the first sequence that waits for the adapter; after all others where none does."""
-        return self._wanted.get(entry.digest, NOBODY)
+    def turn_of(self, entry: AdapterEntry) -> int:
+        """The turn of the first sequence that waits for the adapter; after all others where none does."""
+        return self._demand.turns.get(entry.digest, AFTER_ALL)
+
+    def num_pages_before(self, turn: int) -> int:
+        """Pages of idle adapters for which a sequence waits whose turn comes before `turn`."""
+        return sum(entry.num_pages for entry, of in self._idle_and_wanted() if of < turn)
+
+    def last_after(self, turn: int) -> Evictable | None:
+        """The idle adapter that is wanted last, if that is after `turn`."""
+        wanted = [(of, entry) for entry, of in self._idle_and_wanted() if of > turn]
+        return max(wanted, key=lambda one: one[0])[1] if wanted else None
 
     def forget(self, entry: AdapterEntry) -> None:
         """Evict an adapter that the policy no longer holds."""
@@ -250,35 +289,36 @@ class AdapterPool:
         self.on_residency(entry.digest, False)
         self.num_evictions += 1
 
-    def _place(self, short_rank: int) -> None:
+    def _place(self) -> None:
         """Give room to fetched adapters in turn; the first that does not fit keeps those behind it waiting."""
-        self._placing.sort(key=self.rank_of)
-        while self._placing:
-            entry = self._placing[0]
-            rank = self.rank_of(entry)
-            if rank > short_rank or not self._find_slot(rank) or not self._reclaimer.make_room(entry.num_pages, rank):
-                break
-            self._placing.pop(0)
+        self._placing.sort(key=self.turn_of)
+        while self._placing and self._find_room(self._placing[0]):
+            entry = self._placing.pop(0)
             entry.slot = self._free_slots.pop()
             entry.pages = self._pages.alloc(entry.num_pages, PageOwner.ADAPTER)
             entry.phase = AdapterPhase.COPYING
             self._loader.copy(entry.digest, entry.pages)
-        for entry in [one for one in self._placing if one.digest not in self._wanted]:
+        for entry in [one for one in self._placing if one.digest not in self._demand.turns]:
             self.unload(entry.digest)
 
-    def _find_slot(self, rank: int) -> bool:
-        if self._free_slots:
-            return True
-        return self._reclaimer.evict_one(rank, lambda item: isinstance(item, AdapterEntry))
+    def _find_room(self, entry: AdapterEntry) -> bool:
+        """Make a slot and pages free for a fetched adapter, if its turn allows it."""
+        turn, num_pages = self.turn_of(entry), entry.num_pages
+        if turn > self._demand.short_turn:
+            return False
+        if turn >= self._demand.num_seats:
+            # It comes ahead of its turn: who is waited for stays, and who runs can grow.
+            turn = AFTER_ALL
+            if not self._reclaimer.can_make_room(num_pages + self._demand.num_growing, turn):
+                return False
+        has_slot = bool(self._free_slots) or self._reclaimer.evict_one(turn, slots_only=True)
+        return has_slot and self._reclaimer.make_room(num_pages, turn)
 
-    def _num_protected(self, rank: int) -> int:
-        """Pages of idle adapters for which a sequence waits whose turn comes before `rank`."""
-        wanted = (self._entries.get(digest) for digest, of in self._wanted.items() if of < rank)
-        return sum(
-            entry.num_pages
-            for entry in wanted
-            if entry is not None and entry.phase is AdapterPhase.RESIDENT and entry.num_users == 0
-        )
+    def _idle_and_wanted(self) -> Iterator[tuple[AdapterEntry, int]]:
+        for digest, turn in self._demand.turns.items():
+            entry = self._entries.get(digest)
+            if entry is not None and entry.phase is AdapterPhase.RESIDENT and entry.num_users == 0:
+                yield entry, turn
 
     def _rest(self, entry: AdapterEntry) -> None:
         """Nobody uses the adapter any more, or yet."""

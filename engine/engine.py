@@ -10,8 +10,9 @@ from typing import Protocol
 
 import msgspec
 
-from loramux.engine.adapter_pool import NOBODY, AdapterEntry, AdapterPhase, AdapterPool
+from loramux.engine.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
 from loramux.engine.batch import Batch, ScheduledSequence, build_batch
+from loramux.engine.eviction import AFTER_ALL
 from loramux.engine.messages import (
     Abort,
     AdapterState,
@@ -208,10 +209,11 @@ class Engine:
     def step(self) -> bool:
         """Run one step; False when nothing could run, because there is nothing or because adapters are loading."""
         self._timers.fire()
-        wanted = self._scheduler.take_turns()
+        demand = self._scheduler.take_turns()
         for _, load in self._loads:
-            wanted.setdefault(load.digest, NOBODY - 1)
-        self._settle_loads(self._adapters.poll(wanted, self._scheduler.short_rank()))
+            # After the turns of all sequences.
+            demand.turns.setdefault(load.digest, AFTER_ALL - 1)
+        self._settle_loads(self._adapters.poll(demand))
         scheduled = self._scheduler.schedule()
         self._refuse_unfit()
         submitted = self._submit(scheduled) if scheduled else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from operator import itemgetter
 from typing import Protocol
 
 from loramux.engine.page_pool import PagePool
 
-LAST_RANK = 1 << 62
+AFTER_ALL = 1 << 62
 """After the turns of all who wait."""
 
 MAX_STALE = 1024
@@ -28,12 +29,18 @@ class Evictable(Protocol):
     def num_pages(self) -> int: ...
 
     @property
+    def has_slot(self) -> bool:
+        """Whether it holds an adapter's slot besides its pages."""
+        ...
+
+    @property
     def cost(self) -> float:
         """What having it again takes, in any unit that all share."""
         ...
 
-    def is_protected(self, rank: int) -> bool:
-        """Whether it must stay because someone waits for it whose turn comes before `rank`."""
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a sequence waits that will need it: it gives way only to whose turn comes earlier."""
         ...
 
     def evict(self) -> None:
@@ -57,8 +64,8 @@ class EvictionPolicy(Protocol):
         """The item is used again, or gone."""
         ...
 
-    def take(self, is_allowed: Callable[[Evictable], bool]) -> Evictable | None:
-        """Remove and return the first allowed item; None where there is none."""
+    def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
+        """Remove and return the first allowed item, of those with a slot if asked; None where there is none."""
         ...
 
 
@@ -66,24 +73,28 @@ class LeastRecentlyUsed:
     """The item that has been idle longest goes first."""
 
     def __init__(self) -> None:
-        self._items: OrderedDict[Evictable, None] = OrderedDict()
+        # In the order of their numbers, those with a slot apart: a slot is not looked for among many prefixes.
+        self._items: dict[bool, OrderedDict[Evictable, int]] = {True: OrderedDict(), False: OrderedDict()}
+        self._num_added = 0
         self.num_pages = 0
 
     def add(self, item: Evictable) -> None:
-        self._items[item] = None
+        self._num_added += 1
+        self._items[item.has_slot][item] = self._num_added
         self.num_pages += item.num_pages
 
     def discard(self, item: Evictable) -> None:
-        if item in self._items:
-            del self._items[item]
+        if self._items[item.has_slot].pop(item, None) is not None:
             self.num_pages -= item.num_pages
 
-    def take(self, is_allowed: Callable[[Evictable], bool]) -> Evictable | None:
-        for item in self._items:
-            if is_allowed(item):
-                self.discard(item)
-                return item
-        return None
+    def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
+        kinds = (True,) if slots_only else (True, False)
+        firsts = [next((one for one in self._items[kind].items() if is_allowed(one[0])), None) for kind in kinds]
+        found = min((first for first in firsts if first is not None), key=itemgetter(1), default=None)
+        if found is None:
+            return None
+        self.discard(found[0])
+        return found[0]
 
 
 class GreedyDual:
@@ -99,9 +110,10 @@ class GreedyDual:
         self._num_added = 0
         self._memory = memory
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
-        self._heap: list[tuple[float, int, Evictable]] = []
-        # The number under which an item is in the heap; entries with other numbers are out of date.
-        self._current: dict[Evictable, int] = {}
+        # Those with a slot apart: a slot is not looked for among many prefixes.
+        self._heaps: dict[bool, list[tuple[float, int, Evictable]]] = {True: [], False: []}
+        # The number under which an item is in its heap; entries with other numbers are out of date.
+        self._current: dict[bool, dict[Evictable, int]] = {True: {}, False: {}}
 
     def add(self, item: Evictable) -> None:
         uses = self._uses.pop(item.key, 0) + 1
@@ -110,70 +122,98 @@ class GreedyDual:
             self._uses.popitem(last=False)
         self._num_added += 1
         self.num_pages += item.num_pages
-        self._current[item] = self._num_added
+        current, heap = self._current[item.has_slot], self._heaps[item.has_slot]
+        current[item] = self._num_added
         priority = self._clock + uses * item.cost / item.num_pages
-        heapq.heappush(self._heap, (priority, self._num_added, item))
-        if len(self._heap) > 2 * len(self._current) + MAX_STALE:
-            self._heap = [entry for entry in self._heap if self._current.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
+        heapq.heappush(heap, (priority, self._num_added, item))
+        if len(heap) > 2 * len(current) + MAX_STALE:
+            heap[:] = [entry for entry in heap if current.get(entry[2]) == entry[1]]
+            heapq.heapify(heap)
 
     def discard(self, item: Evictable) -> None:
-        if self._current.pop(item, None) is not None:
+        if self._current[item.has_slot].pop(item, None) is not None:
             self.num_pages -= item.num_pages
 
-    def take(self, is_allowed: Callable[[Evictable], bool]) -> Evictable | None:
+    def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
+        kinds = (True,) if slots_only else (True, False)
+        firsts = [self._first(kind, is_allowed) for kind in kinds]
+        found = min((first for first in firsts if first is not None), default=None)
+        if found is None:
+            return None
+        priority, _, item = found
+        self._clock = max(self._clock, priority)
+        self.discard(item)
+        return item
+
+    def _first(self, has_slot: bool, is_allowed: Callable[[Evictable], bool]) -> tuple[float, int, Evictable] | None:
+        heap, current = self._heaps[has_slot], self._current[has_slot]
         passed_over: list[tuple[float, int, Evictable]] = []
-        found: Evictable | None = None
-        while self._heap and found is None:
-            entry = heapq.heappop(self._heap)
-            priority, number, item = entry
-            if self._current.get(item) != number:
+        found: tuple[float, int, Evictable] | None = None
+        while heap and found is None:
+            entry = heapq.heappop(heap)
+            if current.get(entry[2]) != entry[1]:
                 continue
-            if is_allowed(item):
-                found = item
-                self._clock = max(self._clock, priority)
-                self.discard(item)
-            else:
-                passed_over.append(entry)
+            passed_over.append(entry)
+            if is_allowed(entry[2]):
+                found = entry
+        # It stays in the heap, which another kind's first may have to be preferred to.
         for entry in passed_over:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(heap, entry)
         return found
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "greedy_dual": GreedyDual}
 
 
+class WaitedFor(Protocol):
+    """Knows which idle items sequences wait for, and when the first of these has its turn."""
+
+    def num_pages_before(self, turn: int) -> int:
+        """Pages of the idle items that somebody waits for whose turn comes before `turn`."""
+        ...
+
+    def last_after(self, turn: int) -> Evictable | None:
+        """The idle item that is waited for longest, if that is by someone whose turn comes after `turn`."""
+        ...
+
+
 class Reclaimer:
-    """Frees pages by evicting, in the policy's order, what nobody uses."""
+    """Frees pages by evicting what nobody uses: what nobody waits for either, in the policy's order, then the rest.
+
+    What somebody waits for, though his turn comes later, would only have to be had again. So it gives way last, the
+    latest turn first.
+    """
 
     def __init__(self, pages: PagePool, policy: EvictionPolicy) -> None:
         self._pages = pages
         self.policy = policy
-        self.num_protected: Callable[[int], int] = lambda rank: 0
-        """Of the pages that are evictable, how many are protected from a rank; set by whoever protects some."""
+        self.waited_for: WaitedFor | None = None
+        """Set by whoever knows."""
 
-    def make_room(self, num_pages: int, rank: int) -> bool:
-        """Evict until `num_pages` are free, sparing what is protected from `rank`.
+    def can_make_room(self, num_pages: int, turn: int) -> bool:
+        """Whether `num_pages` are free or could be freed for one whose turn is `turn`."""
+        num_kept = 0 if self.waited_for is None else self.waited_for.num_pages_before(turn)
+        return self._pages.num_free + self.policy.num_pages - num_kept >= num_pages
 
-        False, and nothing evicted, when that is not enough.
-        """
+    def make_room(self, num_pages: int, turn: int) -> bool:
+        """Evict until `num_pages` are free; False, and nothing evicted, when that cannot be."""
         if self._pages.can_alloc(num_pages):
             return True
-        if self._pages.num_free + self.policy.num_pages - self.num_protected(rank) < num_pages:
+        if not self.can_make_room(num_pages, turn):
             return False
         while not self._pages.can_alloc(num_pages):
-            if not self.evict_one(rank):
+            if not self.evict_one(turn):
                 return False
         return True
 
-    def evict_one(self, rank: int, is_allowed: Callable[[Evictable], bool] = lambda item: True) -> bool:
-        """Evict the first allowed item that is not protected from `rank`; False where there is none.
-
-        What somebody waits for, though his turn comes later, gives way last: it would only have to be had again.
-        """
-        item = self.policy.take(lambda one: is_allowed(one) and not one.is_protected(LAST_RANK))
-        if item is None:
-            item = self.policy.take(lambda one: is_allowed(one) and not one.is_protected(rank))
+    def evict_one(self, turn: int, slots_only: bool = False) -> bool:
+        """Evict the item that gives way first to one whose turn is `turn`; False where there is none."""
+        item = self.policy.take(lambda one: not one.is_waited_for, slots_only)
+        if item is None and self.waited_for is not None:
+            # Only adapters are waited for: it has a slot.
+            item = self.waited_for.last_after(turn)
+            if item is not None:
+                self.policy.discard(item)
         if item is None:
             return False
         item.evict()

@@ -5,14 +5,11 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass, field
+from itertools import islice
 
 from loramux.engine.messages import Add
 from loramux.engine.sequence import Sequence
-
-INPUT_PRICE = 1.0
-OUTPUT_PRICE = 2.0
-"""A new token costs a row of its own in a step; a prompt's tokens share their weights' reading."""
+from loramux.engine.shares import INPUT_PRICE, OUTPUT_PRICE, Share, ShareHeap, Turn, place
 
 MAX_ROUNDS = 64
 """Admissions of others after which a share that waits goes first, whatever it was served before."""
@@ -20,24 +17,16 @@ MAX_ROUNDS = 64
 ROUNDS_A_SHARE = 4
 """Where many shares wait, that many admissions for each of them: taking turns alone takes one."""
 
+MAX_DEARNESS = 16
+"""The most by which a share of dear requests has to wait longer than one whose requests cost as much as others'."""
+
+ROUNDS_A_LOOK = 8
+"""Admissions between two looks at who has waited too long."""
+
+MAX_PASSED = 256
+"""Ready sequences of its share that a cold one is charged for at most: those in front of it, where they are more."""
+
 MAX_IDLE_SHARES = 65536
-
-
-@dataclass(slots=True, eq=False)
-class Share:
-    """One account's position. `served` is its virtual token counter: priced tokens over its weight."""
-
-    key: str
-    weight: int = 1
-    served: float = 0.0
-    ready: list[Sequence] = field(default_factory=list)
-    """Waiting sequences whose adapter is resident, by priority, then arrival."""
-    cold: list[Sequence] = field(default_factory=list)
-    """Those whose adapter is not, in the same order."""
-    num_waiting_tokens: int = 0
-    num_running: int = 0
-    waits_since: int = 0
-    """The number of admissions there had been when its wait began: when it came, or was last served."""
 
 
 class FairQueue:
@@ -45,10 +34,14 @@ class FairQueue:
 
     The next sequence is the best of the share that was served least, input and output priced. A share that becomes
     active, or has something waiting again, is lifted to the least served of those, or to the last that was: nobody
-    saves up by being idle. Priorities go before counters, and within a share without bound. A share that has waited for
-    K admissions of others goes before everyone who has not, K being MAX_ROUNDS or, if that is more, ROUNDS_A_SHARE
-    times the shares that wait. So no share waits for more than K admissions and one each of the shares that wait as
-    long, once its adapter is resident and its pages can be had.
+    saves up by being idle. Priorities go before counters, and within a share without bound.
+
+    A share that has waited too long goes before everyone who has not. It has when both are true: there were
+    K = max(MAX_ROUNDS, ROUNDS_A_SHARE * shares that wait) admissions of others, and these were charged ROUNDS_A_SHARE
+    times what a fair order gives to all who wait until the share's next request, at its price, comes up. For dear
+    requests that may take more than K admissions, but never more than MAX_DEARNESS * K. Beyond its bound a share waits
+    for at most ROUNDS_A_LOOK admissions and one each of the shares that wait as long, once its adapter is resident and
+    its pages can be had.
     """
 
     def __init__(self) -> None:
@@ -57,27 +50,39 @@ class FairQueue:
         self._idle: OrderedDict[str, Share] = OrderedDict()
         self._resident: set[str] = set()
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
+        # Those that have something waiting, the longest wait first.
+        self._waiting: OrderedDict[Share, None] = OrderedDict()
+        self._waiting_weight = 0
+        self._late: dict[Share, None] = {}
+        self._looked_at = 0
+        self._least_active = ShareHeap(_served)
+        self._least_waiting = ShareHeap(_served)
+        self._heads = {True: ShareHeap(_ready_turn), False: ShareHeap(_cold_turn)}
+        # Shares whose place in `_heads` is to be looked at again; without any, the last order still holds.
+        self._changed: dict[Share, None] = {}
+        self._last_asked = (0, 0)
+        self._last_order: list[Sequence] = []
         self._num_admissions = 0
+        self._charged = 0.0
         # What the last active share had been served when it left.
         self._last_served = 0.0
         self.num_waiting = 0
+        self.num_ready = 0
         self.num_cold = 0
         self.num_waiting_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         """Let a new or preempted sequence wait."""
         share = self._activated(sequence)
-        if not share.ready and not share.cold:
-            share.waits_since = self._num_admissions
-            if not sequence.has_run:
-                # Also where it runs something: one small request that never ends must not save up for the others.
-                least = min((one.served for one in self._active.values() if one.ready or one.cold), default=0.0)
-                share.served = max(share.served, least)
+        if not share.is_waiting and not sequence.has_run:
+            # Also where it runs something: one small request that never ends must not save up for the others.
+            least = self._least_waiting.least()
+            share.served = max(share.served, 0.0 if least is None else least.served)
         self._count_tokens(share, sequence, 1)
         self.num_waiting += 1
-        self._insert(share, sequence)
         if sequence.add.digest is not None:
             self._by_digest[sequence.add.digest][sequence] = None
+        self._insert(share, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence waits no longer and will not run."""
@@ -86,22 +91,25 @@ class FairQueue:
     def change(self, sequence: Sequence, add: Add) -> None:
         """Give a waiting sequence another limit; its place stays."""
         share = self._active[sequence.add.share_key]
+        self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
         sequence.add = add
         self._count_tokens(share, sequence, 1)
+        self._insert(share, sequence)
 
     def admit(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence begins to run; `num_tokens` of its input are charged."""
         share = self._take(sequence)
         share.num_running += 1
-        share.served += INPUT_PRICE * num_tokens / share.weight
+        share.num_admissions += not sequence.has_run
+        self._charge(share, INPUT_PRICE * num_tokens)
         self._num_admissions += 1
-        share.waits_since = self._num_admissions
+        if share.is_waiting:
+            self._begin_wait(share)
 
     def charge_output(self, sequence: Sequence) -> None:
         """The sequence, which runs or waits, chose one more token."""
-        share = self._active[sequence.add.share_key]
-        share.served += OUTPUT_PRICE / share.weight
+        self._charge(self._active[sequence.add.share_key], OUTPUT_PRICE)
 
     def leave(self, sequence: Sequence) -> None:
         """A running sequence ended, or gave its place up and will wait again."""
@@ -115,45 +123,52 @@ class FairQueue:
 
     def set_resident(self, digest: str, is_resident: bool) -> None:
         """An adapter came or went: sequences that want it are ready, or are not any more."""
-        waiting = self._by_digest.get(digest, {})
-        for sequence in waiting:
-            self._discard(self._active[sequence.add.share_key], sequence)
+        if is_resident == (digest in self._resident):
+            return
+        moved: defaultdict[Share, list[Sequence]] = defaultdict(list)
+        for sequence in self._by_digest.get(digest, ()):
+            share = self._active[sequence.add.share_key]
+            if sequence not in share.parked:
+                moved[share].append(sequence)
         if is_resident:
             self._resident.add(digest)
         else:
             self._resident.discard(digest)
-        for sequence in waiting:
-            self._insert(self._active[sequence.add.share_key], sequence)
+        for share, sequences in moved.items():
+            source, target = share.line(not is_resident), share.line(is_resident)
+            source[:] = [one for one in source if one.add.digest != digest]
+            target.extend(sequences)
+            target.sort(key=place)
+            self._count_line(is_resident, len(sequences))
+            self._count_line(not is_resident, -len(sequences))
+            self._changed[share] = None
 
     def order(self, num_ready: int, num_cold: int) -> list[Sequence]:
-        """The first so many ready and cold sequences in the order of their turns, as if each were admitted in turn."""
-        left = {True: num_ready, False: num_cold}
-        # Keys end with arrivals, which are all different: what follows them is never compared.
-        heads: list[tuple[tuple[float, ...], _Cursor]] = []
-        waiting = [share for share in self._active.values() if share.ready or share.cold]
-        max_rounds = max(MAX_ROUNDS, ROUNDS_A_SHARE * len(waiting))
-        for share in waiting:
-            rounds = self._num_admissions - share.waits_since
-            cursor = _Cursor(share, rounds if rounds >= max_rounds else 0)
-            if cursor.advance(left):
-                heads.append((cursor.turn, cursor))
-        heapq.heapify(heads)
-        order: list[Sequence] = []
-        while heads:
-            _, cursor = heads[0]
-            if left[cursor.is_ready]:
-                order.append(cursor.take())
-                left[cursor.is_ready] -= 1
-            if cursor.advance(left):
-                heapq.heapreplace(heads, (cursor.turn, cursor))
-            else:
-                heapq.heappop(heads)
-        return order
+        """The first so many ready and cold sequences in the order of their turns, as if each were admitted in turn.
+
+        Costs a logarithm of the number of shares for each sequence returned and each share that changed, and next to
+        nothing where nothing changed.
+        """
+        self._look_for_late()
+        if not self._changed and self._last_asked == (num_ready, num_cold):
+            return self._last_order
+        for share in self._changed:
+            for is_ready, heap in self._heads.items():
+                if share.line(is_ready):
+                    heap.update(share)
+                else:
+                    heap.discard(share)
+        self._changed.clear()
+        ready = self._order(True, num_ready)
+        cold = self._order(False, num_cold)
+        self._last_asked = num_ready, num_cold
+        self._last_order = [sequence for _, sequence in heapq.merge(ready, cold, key=_turn_of)]
+        return self._last_order
 
     def most_dispensable(self) -> Sequence | None:
         """Whom a full queue can best do without: of the share with most waiting for its weight, the newest that has
         never run."""
-        waiting = [share for share in self._active.values() if share.num_waiting_tokens]
+        waiting = [share for share in self._waiting if share.num_waiting_tokens]
         waiting.sort(key=lambda share: share.num_waiting_tokens / share.weight, reverse=True)
         for share in waiting:
             never_run = [one for one in (*share.ready, *share.cold) if not one.has_run]
@@ -163,24 +178,105 @@ class FairQueue:
 
     def sequences(self) -> list[Sequence]:
         """All that wait, in no particular order."""
-        return [one for share in self._active.values() for one in (*share.ready, *share.cold)]
+        return [one for share in self._active.values() for one in (*share.ready, *share.cold, *share.parked)]
+
+    def _order(self, is_ready: bool, count: int) -> list[tuple[Turn, Sequence]]:
+        """The first `count` sequences of one kind, with their turns."""
+        # Keys end with arrivals, which are all different: what follows them is never compared.
+        heads: list[tuple[Turn, _Cursor]] = []
+        for share in self._late:
+            if share.line(is_ready):
+                cursor = _Cursor(share, is_ready, self._num_admissions - share.waits_since)
+                heads.append((cursor.turn, cursor))
+        heapq.heapify(heads)
+        others = self._heads[is_ready].ascending()
+        following = next(others, None)
+        order: list[tuple[Turn, Sequence]] = []
+        while len(order) < count:
+            # A share's turn in the heap is never later than its cursor's.
+            while following is not None and (not heads or following[0] <= heads[0][0]):
+                share = following[1]
+                if share not in self._late:
+                    cursor = _Cursor(share, is_ready, 0)
+                    heapq.heappush(heads, (cursor.turn, cursor))
+                following = next(others, None)
+            if not heads:
+                break
+            turn, cursor = heads[0]
+            order.append((turn, cursor.take()))
+            if cursor.is_through:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, (cursor.turn, cursor))
+        return order
+
+    def _look_for_late(self) -> None:
+        if self._num_admissions - self._looked_at < ROUNDS_A_LOOK:
+            return
+        self._looked_at = self._num_admissions
+        bound = max(MAX_ROUNDS, ROUNDS_A_SHARE * len(self._waiting))
+        for share in self._waiting:
+            rounds = self._num_admissions - share.waits_since
+            if rounds < bound:
+                # Those behind it came later.
+                break
+            fair_wait = share.typical_price * self._waiting_weight / share.weight
+            if rounds >= MAX_DEARNESS * bound or self._charged - share.charged_before >= ROUNDS_A_SHARE * fair_wait:
+                self._late[share] = None
+                self._changed[share] = None
+
+    def _charge(self, share: Share, price: float) -> None:
+        share.charged += price
+        self._charged += price
+        share.served += price / share.weight
+        if share.is_waiting:
+            self._changed[share] = None
+
+    def _insert(self, share: Share, sequence: Sequence) -> None:
+        if sequence.is_chosen_out:
+            share.parked[sequence] = None
+            return
+        if not share.is_waiting:
+            self._begin_wait(share)
+            self._waiting_weight += share.weight
+            self._least_waiting.update(share)
+        is_ready = self._is_ready(sequence)
+        insort(share.line(is_ready), sequence, key=place)
+        self._count_line(is_ready, 1)
+        self._changed[share] = None
+
+    def _discard(self, share: Share, sequence: Sequence) -> None:
+        if sequence in share.parked:
+            del share.parked[sequence]
+            return
+        is_ready = self._is_ready(sequence)
+        line = share.line(is_ready)
+        index = bisect_left(line, place(sequence), key=place)
+        assert line[index] is sequence
+        del line[index]
+        self._count_line(is_ready, -1)
+        self._changed[share] = None
+        if not share.is_waiting:
+            del self._waiting[share]
+            self._late.pop(share, None)
+            self._waiting_weight -= share.weight
+            self._least_waiting.discard(share)
+
+    def _count_line(self, is_ready: bool, change: int) -> None:
+        if is_ready:
+            self.num_ready += change
+        else:
+            self.num_cold += change
+
+    def _begin_wait(self, share: Share) -> None:
+        share.waits_since = self._num_admissions
+        share.charged_before = self._charged
+        self._waiting[share] = None
+        self._waiting.move_to_end(share)
+        self._late.pop(share, None)
 
     def _is_ready(self, sequence: Sequence) -> bool:
         return sequence.add.digest is None or sequence.add.digest in self._resident
-
-    def _insert(self, share: Share, sequence: Sequence) -> None:
-        if self._is_ready(sequence):
-            insort(share.ready, sequence, key=_place)
-        else:
-            insort(share.cold, sequence, key=_place)
-            self.num_cold += 1
-
-    def _discard(self, share: Share, sequence: Sequence) -> None:
-        waiting = share.ready if self._is_ready(sequence) else share.cold
-        index = bisect_left(waiting, _place(sequence), key=_place)
-        assert waiting[index] is sequence
-        del waiting[index]
-        self.num_cold -= waiting is share.cold
 
     def _take(self, sequence: Sequence) -> Share:
         share = self._active[sequence.add.share_key]
@@ -204,72 +300,90 @@ class FairQueue:
         share = self._active.get(key)
         if share is None:
             share = self._idle.pop(key, None) or Share(key)
-            least = min((one.served for one in self._active.values()), default=self._last_served)
-            share.served = max(share.served, least)
+            least = self._least_active.least()
+            share.served = max(share.served, self._last_served if least is None else least.served)
             self._active[key] = share
-        share.weight = max(1, sequence.add.weight)
+            self._least_active.update(share)
+        weight = max(1, sequence.add.weight)
+        if share.is_waiting:
+            self._waiting_weight += weight - share.weight
+        share.weight = weight
         return share
 
     def _rest(self, share: Share) -> None:
-        if share.ready or share.cold or share.num_running:
+        if not share.is_idle:
             return
+        self._least_active.discard(share)
         self._idle[share.key] = self._active.pop(share.key)
         self._last_served = share.served
         if len(self._idle) > MAX_IDLE_SHARES:
             self._idle.popitem(last=False)
 
 
-def _place(sequence: Sequence) -> tuple[int, int]:
-    return -sequence.add.priority, sequence.arrival
+def _served(share: Share) -> Turn:
+    return (share.served,)
+
+
+def _ready_turn(share: Share) -> Turn:
+    return _turn(share.ready[0], share.served)
+
+
+def _cold_turn(share: Share) -> Turn:
+    return _turn(share.cold[0], share.served)
+
+
+def _turn(sequence: Sequence, served: float) -> Turn:
+    return 1, -sequence.add.priority, served, sequence.arrival
+
+
+def _turn_of(item: tuple[Turn, Sequence]) -> Turn:
+    return item[0]
 
 
 class _Cursor:
-    """Goes through one share's waiting sequences in order, charging for each as if it had been admitted.
+    """Goes through one share's ready or cold sequences in order, charging for each as if it had been admitted.
 
-    Cold ones are no charge to ready ones: those that wait for an adapter hold up nobody who does not. `rounds` is how
-    long the share has waited, if that is too long, else 0.
+    Cold ones are charged what goes before them, ready ones only for ready ones: those that wait for an adapter hold up
+    nobody who does not. `rounds` is how long the share has waited, if that is too long, else 0.
     """
 
-    def __init__(self, share: Share, rounds: int) -> None:
+    def __init__(self, share: Share, is_ready: bool, rounds: int) -> None:
         self._share = share
-        self._served = {True: share.served, False: share.served}
-        self._rounds = {True: rounds, False: rounds}
-        self._index = {True: 0, False: 0}
-        self.is_ready = True
-
-    def advance(self, left: dict[bool, int]) -> bool:
-        """Find the next sequence among the kinds of which some are left to be taken; False at the end."""
-        ready = self._next(True) if left[True] else None
-        cold = self._next(False) if left[False] else None
-        if ready is None and cold is None:
-            return False
-        self.is_ready = cold is None or (ready is not None and _place(ready) < _place(cold))
-        return True
+        self._line = share.line(is_ready)
+        self._ready_before = islice(() if is_ready else share.ready, MAX_PASSED)
+        self._next_ready = next(self._ready_before, None)
+        self._served = share.served
+        self._rounds = rounds
+        self._index = 0
+        self._pass_ready()
 
     @property
-    def turn(self) -> tuple[float, ...]:
-        head = self._head()
-        if self._rounds[self.is_ready]:
-            return (0, -self._rounds[self.is_ready], 0, head.arrival)
-        return (1, -head.add.priority, self._served[self.is_ready], head.arrival)
+    def is_through(self) -> bool:
+        return self._index == len(self._line)
+
+    @property
+    def turn(self) -> Turn:
+        head = self._line[self._index]
+        if self._rounds:
+            return 0, -self._rounds, 0, head.arrival
+        return _turn(head, self._served)
 
     def take(self) -> Sequence:
-        head = self._head()
-        self._index[self.is_ready] += 1
-        charge = INPUT_PRICE * head.num_tokens / self._share.weight
-        self._served[False] += charge
-        if self.is_ready:
-            self._served[True] += charge
-        # Once it is served, its share has waited for nothing.
-        self._rounds[self.is_ready] = 0
+        head = self._line[self._index]
+        self._index += 1
+        self._admit(head)
+        if not self.is_through:
+            self._pass_ready()
         return head
 
-    def _next(self, is_ready: bool) -> Sequence | None:
-        """The next sequence of one kind that could run: one that paused waits for something else."""
-        waiting = self._share.ready if is_ready else self._share.cold
-        while self._index[is_ready] < len(waiting) and waiting[self._index[is_ready]].is_chosen_out:
-            self._index[is_ready] += 1
-        return waiting[self._index[is_ready]] if self._index[is_ready] < len(waiting) else None
+    def _pass_ready(self) -> None:
+        """Charge for the ready sequences that go before the next cold one."""
+        head = place(self._line[self._index])
+        while self._next_ready is not None and place(self._next_ready) < head:
+            self._admit(self._next_ready)
+            self._next_ready = next(self._ready_before, None)
 
-    def _head(self) -> Sequence:
-        return (self._share.ready if self.is_ready else self._share.cold)[self._index[self.is_ready]]
+    def _admit(self, sequence: Sequence) -> None:
+        self._served += INPUT_PRICE * sequence.num_tokens / self._share.weight
+        # Once it is served, its share has waited for nothing.
+        self._rounds = 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from loramux.engine.eviction import Reclaimer
 from loramux.engine.page_pool import PageOwner, PagePool
-from loramux.engine.prefix_cache import PrefixCache
+from loramux.engine.prefix_cache import CachedPage, PrefixCache
 from loramux.engine.sequence import Sequence, page_list
 
 RUNNING = -1
-"""The rank of sequences that run: before all that wait."""
+"""The turn of sequences that run: before all that wait."""
 
 
 class KvPages:
@@ -20,34 +20,46 @@ class KvPages:
         self._cache = cache
         self._page_tokens = page_tokens
 
-    def attach(self, sequence: Sequence) -> None:
-        """Begin with the longest prefix that the cache has; at least one token is left to be computed."""
-        assert not sequence.pages
-        assert not sequence.num_in_flight
+    def find_prefix(self, sequence: Sequence) -> list[CachedPage]:
+        """The longest prefix that the cache has; at least one token is left to be computed. Nothing is changed."""
+        found: list[CachedPage] = []
         for index in range((len(sequence.tokens) - 1) // self._page_tokens):
             key = self._key(sequence, index)
             cached = None if key is None else self._cache.find(key)
             if cached is None:
                 break
+            found.append(cached)
+        return found
+
+    def num_tokens_in(self, prefix: list[CachedPage]) -> int:
+        return len(prefix) * self._page_tokens
+
+    def num_pages_to_begin(self, prefix: list[CachedPage], num_tokens: int) -> int:
+        """Free or evictable pages that a sequence takes from others when it begins with a prefix and so many more."""
+        num_idle = sum(cached.num_users == 0 for cached in prefix)
+        return -(-(self.num_tokens_in(prefix) + num_tokens) // self._page_tokens) - len(prefix) + num_idle
+
+    def attach(self, sequence: Sequence, prefix: list[CachedPage]) -> None:
+        """Begin with what `find_prefix` found just now."""
+        assert not sequence.pages
+        assert not sequence.num_in_flight
+        for cached in prefix:
             sequence.pages.append(self._cache.acquire(cached))
             sequence.shared_pages.append(cached)
-        sequence.num_computed = len(sequence.pages) * self._page_tokens
+        sequence.num_computed = self.num_tokens_in(prefix)
 
     def max_tokens(self, num_other_pages: int) -> int:
         """The most tokens that the whole pool holds beside pages for something else."""
         return (self._pages.num_pages - num_other_pages) * self._page_tokens
 
-    def grow(self, sequence: Sequence, num_tokens: int, rank: int = RUNNING, spare_pages: int = 0) -> bool:
-        """Find pages for `num_tokens` more, with `spare_pages` left over; False when there is no room.
-
-        What is protected from `rank` is not evicted for it.
-        """
+    def grow(self, sequence: Sequence, num_tokens: int, turn: int = RUNNING) -> bool:
+        """Find pages for `num_tokens` more; False when there is no room for one whose turn is `turn`."""
         end = sequence.num_computed + num_tokens
         # Less than none where it was given room for more than this at once.
         needed = max(0, -(-end // self._page_tokens) - len(sequence.pages))
-        if needed == 0 and spare_pages == 0:
+        if needed == 0:
             return True
-        if not self._reclaimer.make_room(needed + spare_pages, rank):
+        if not self._reclaimer.make_room(needed, turn):
             return False
         sequence.pages.extend(self._pages.alloc(needed, PageOwner.KV))
         return True

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from loramux.engine.eviction import EvictionPolicy
 from loramux.engine.page_pool import PagePool
 
-PAGE_COST = 1.0
-"""What computing one page again takes, beside which adapters state theirs."""
+COMPUTE_COST = 1.0
+"""What computing one page of K and V again takes: the unit in which adapters state their cost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +31,14 @@ class CachedPage:
 
     @property
     def cost(self) -> float:
-        return PAGE_COST
+        return COMPUTE_COST
 
-    def is_protected(self, rank: int) -> bool:
+    @property
+    def has_slot(self) -> bool:
+        return False
+
+    @property
+    def is_waited_for(self) -> bool:
         """Nobody waits for a prefix: it can be computed."""
         return False
 

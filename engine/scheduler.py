@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loramux.engine.adapter_pool import NOBODY, AdapterEntry, AdapterPhase, AdapterPool
+from loramux.engine.adapter_pool import NOT_SHORT, AdapterEntry, AdapterPhase, AdapterPool, Demand
 from loramux.engine.batch import ScheduledSequence
 from loramux.engine.fair_queue import FairQueue
 from loramux.engine.kv_pages import RUNNING, KvPages
 from loramux.engine.messages import Add
+from loramux.engine.prefix_cache import CachedPage
 from loramux.engine.sequence import Sequence, SequenceState
+
+
+NEW_SHARE = 4
+"""One row in so many, of those that decoding leaves, is kept from prompts under way for sequences that could begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +62,16 @@ class Scheduler:
         if sequence.add.digest is not None and self.queue.num_cold <= self._limits.look_ahead:
             self._adapters.prefetch(sequence.add.digest)
 
-    def take_turns(self) -> dict[str, int]:
-        """Order the waiting sequences for the next `schedule`; returns the first rank that wants each adapter."""
+    def take_turns(self) -> Demand:
+        """Order the waiting sequences for the next `schedule`; returns what they want of the adapter pool."""
         self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead)
-        wanted: dict[str, int] = {}
-        for rank, sequence in enumerate(self._order):
-            if sequence.add.digest is not None and sequence.add.digest not in wanted:
-                wanted[sequence.add.digest] = rank
+        turns: dict[str, int] = {}
+        for turn, sequence in enumerate(self._order):
+            if sequence.add.digest is not None and sequence.add.digest not in turns:
+                turns[sequence.add.digest] = turn
                 # Also brings back an adapter that was evicted while the sequence waited.
                 self._adapters.prefetch(sequence.add.digest)
-        return wanted
-
-    def short_rank(self) -> int:
-        """The rank of the first sequence that was short of pages: nobody whose turn comes later may take some."""
-        if self._is_short:
-            return RUNNING
-        ranks = (rank for rank, sequence in enumerate(self._order) if sequence is self._short_of_pages)
-        return next(ranks, NOBODY)
+        return Demand(turns, self._short_turn(), self._num_seats(), len(self.running))
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's sequences, those of one adapter side by side; empty when nothing can run."""
@@ -81,21 +79,29 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         scheduled: dict[str, ScheduledSequence] = {}
         self._is_short, self._short_of_pages = False, None
+        kept = None
         # Sorting is stable: decode rows first, each group in order of admission.
         for sequence in sorted(self.running, key=lambda one: one.num_pending > 1):
             if budget == 0 or len(scheduled) == self._limits.max_sequences:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.is_chosen_out:
                 continue
-            num_tokens = min(sequence.num_pending, budget)
+            if sequence.num_pending > 1 and kept is None:
+                kept = self._kept_for_new(budget)
+            num_tokens = min(sequence.num_pending, budget - (kept or 0))
+            if num_tokens == 0:
+                break
             if not self._grow(sequence, num_tokens, scheduled):
                 continue
             scheduled[sequence.sequence_id] = ScheduledSequence(sequence, num_tokens)
             budget -= num_tokens
         # A step that had to preempt admits nobody: the victim would take its pages straight back.
         if self.num_preemptions == num_preemptions and not self._is_short:
-            for item in self._admit(budget):
+            is_midway = any(item.num_tokens < item.sequence.num_pending for item in scheduled.values())
+            for item in self._admit(budget, is_midway):
                 scheduled[item.sequence.sequence_id] = item
+                budget -= item.num_tokens
+            self._fill_up(scheduled, budget)
         return sorted(scheduled.values(), key=lambda item: (item.sequence.slot, item.sequence.arrival))
 
     def take_unfit(self) -> list[Sequence]:
@@ -133,6 +139,18 @@ class Scheduler:
         """The most tokens that a request can come to in this pool, with its adapter or alone."""
         return self._kv.max_tokens(0 if entry is None else entry.num_pages)
 
+    def _kept_for_new(self, budget: int) -> int:
+        """Rows that prompts under way leave to those that could begin: a short one does not wait for a long one."""
+        return budget // NEW_SHARE if self.queue.num_ready and self._num_seats() else 0
+
+    def _fill_up(self, scheduled: dict[str, ScheduledSequence], budget: int) -> None:
+        """Give rows that nobody began with back to the prompts under way."""
+        for name, item in scheduled.items():
+            extra = min(item.sequence.num_pending - item.num_tokens, budget)
+            if extra > 0 and self._kv.grow(item.sequence, item.num_tokens + extra):
+                scheduled[name] = ScheduledSequence(item.sequence, item.num_tokens + extra)
+                budget -= extra
+
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[str, ScheduledSequence]) -> bool:
         """Find pages for the next `num_tokens`, preempting others; False when it waits or was preempted itself."""
         while not self._kv.grow(sequence, num_tokens):
@@ -150,12 +168,22 @@ class Scheduler:
     def _expendability(self, sequence: Sequence) -> tuple[float, ...]:
         return -sequence.add.priority, self.queue.served(sequence), sequence.arrival
 
-    def _admit(self, budget: int) -> list[ScheduledSequence]:
-        admitted: list[ScheduledSequence] = []
+    def _num_seats(self) -> int:
         # One that paused is not in the next steps; should it come back at a full house, it waits for a seat.
-        num_seated = sum(not one.is_chosen_out for one in self.running)
-        for rank, sequence in enumerate(self._order):
-            if budget == 0 or num_seated >= self._limits.max_sequences:
+        return self._limits.max_sequences - sum(not one.is_chosen_out for one in self.running)
+
+    def _short_turn(self) -> int:
+        if self._is_short:
+            return RUNNING
+        turns = (turn for turn, sequence in enumerate(self._order) if sequence is self._short_of_pages)
+        return next(turns, NOT_SHORT)
+
+    def _admit(self, budget: int, is_midway: bool) -> list[ScheduledSequence]:
+        """Let waiting sequences run; while a prompt is midway, only those whose whole prompt finds room beside it."""
+        admitted: list[ScheduledSequence] = []
+        num_seats = self._num_seats()
+        for turn, sequence in enumerate(self._order):
+            if budget == 0 or num_seats == 0:
                 break
             # Preempted or paused while a step held it: its tokens are complete once that step is looked at.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.is_chosen_out:
@@ -165,29 +193,45 @@ class Scheduler:
                 entry = self._adapters.find(sequence.add.digest)
                 if entry is None or entry.phase is not AdapterPhase.RESIDENT or entry.is_unwelcome:
                     continue
-                if self._adapters.gives_way(entry, rank):
+                if self._adapters.gives_way(entry, turn):
                     continue
                 if sequence.num_reserved > self.max_tokens(entry):
                     self._unfit.append(sequence)
                     continue
-                sequence.slot = self._adapters.acquire(entry)
-            self._kv.attach(sequence)
-            num_tokens = min(sequence.num_pending, budget)
-            # One that was preempted comes back only with room for all that it had: it must get further than before.
-            num_held = sequence.num_pending if sequence.has_run else num_tokens
-            if not self._kv.grow(sequence, num_held, rank, self._adapters.num_pages_wanted(rank)):
-                self._give_back(sequence)
+            prefix = self._kv.find_prefix(sequence)
+            if is_midway and sequence.num_tokens - self._kv.num_tokens_in(prefix) > budget:
+                continue
+            item = self._begin(sequence, entry, prefix, turn, budget)
+            if item is None:
                 self._short_of_pages = sequence
                 break
-            self.queue.admit(sequence, 0 if sequence.has_run else sequence.num_pending)
-            sequence.state = SequenceState.RUNNING
-            self.running.append(sequence)
-            if not sequence.has_run:
-                sequence.num_cached = sequence.num_computed
-            admitted.append(ScheduledSequence(sequence, num_tokens))
-            budget -= num_tokens
-            num_seated += 1
+            admitted.append(item)
+            budget -= item.num_tokens
+            num_seats -= 1
         return admitted
+
+    def _begin(
+        self, sequence: Sequence, entry: AdapterEntry | None, prefix: list[CachedPage], turn: int, budget: int
+    ) -> ScheduledSequence | None:
+        """Let a waiting sequence run with at most `budget` tokens; None, and nothing changed, without room."""
+        num_pending = sequence.num_tokens - self._kv.num_tokens_in(prefix)
+        num_tokens = min(num_pending, budget)
+        # One that was preempted comes back only with room for all that it had: it must get further than before.
+        num_held = num_pending if sequence.has_run else num_tokens
+        num_pages = self._kv.num_pages_to_begin(prefix, num_held) + self._adapters.num_pages_of_others(entry, turn)
+        if not self._adapters.can_spare(num_pages, turn):
+            return None
+        if entry is not None:
+            sequence.slot = self._adapters.acquire(entry)
+        self._kv.attach(sequence, prefix)
+        has_room = self._kv.grow(sequence, num_held, turn)
+        assert has_room
+        self.queue.admit(sequence, 0 if sequence.has_run else num_pending)
+        sequence.state = SequenceState.RUNNING
+        self.running.append(sequence)
+        if not sequence.has_run:
+            sequence.num_cached = sequence.num_computed
+        return ScheduledSequence(sequence, num_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,13 +19,15 @@ class Thing:
     key: str
     num_pages: int = 1
     cost: float = 1.0
-    protected_from: int = 0
+    has_slot: bool = False
+    turn: int | None = None
     pages: PagePool | None = None
     held: list[int] = field(default_factory=list)
     is_gone: bool = False
 
-    def is_protected(self, rank: int) -> bool:
-        return rank >= self.protected_from > 0
+    @property
+    def is_waited_for(self) -> bool:
+        return self.turn is not None
 
     def evict(self) -> None:
         self.is_gone = True
@@ -97,52 +100,70 @@ def test_greedy_dual_remembers_what_was_evicted() -> None:
     assert taken.key == "new"
 
 
-def test_room_is_made_up_to_what_is_protected(policy: EvictionPolicy) -> None:
-    pages = PagePool(10)
-    things = []
-    for number in range(5):
-        thing = Thing(str(number), num_pages=2, protected_from=3 if number == 1 else 0, pages=pages)
+class Waiters:
+    """Who waits for which of some things."""
+
+    def __init__(self, things: list[Thing]) -> None:
+        self._things = things
+
+    def num_pages_before(self, turn: int) -> int:
+        return sum(thing.num_pages for thing, of in self._idle() if of < turn)
+
+    def last_after(self, turn: int) -> Thing | None:
+        later = [(of, thing) for thing, of in self._idle() if of > turn]
+        return max(later, key=lambda one: one[0])[1] if later else None
+
+    def _idle(self) -> Iterator[tuple[Thing, int]]:
+        return ((thing, thing.turn) for thing in self._things if thing.turn is not None and not thing.is_gone)
+
+
+def filled(policy: EvictionPolicy, turns: list[int | None]) -> tuple[Reclaimer, list[Thing]]:
+    """A pool of ten pages, two for each thing, with the turn of who waits for it."""
+    pages, things = PagePool(10), []
+    for number, turn in enumerate(turns):
+        thing = Thing(str(number), num_pages=2, has_slot=True, turn=turn, pages=pages)
         thing.held = pages.alloc(2, PageOwner.ADAPTER)
         policy.add(thing)
         things.append(thing)
     reclaimer = Reclaimer(pages, policy)
-    assert reclaimer.make_room(5, rank=4)
-    assert [thing.is_gone for thing in things] == [True, False, True, True, False]
-    assert not reclaimer.make_room(10, rank=4)
-    assert not things[1].is_gone
-    assert reclaimer.make_room(10, rank=2)
-    pages.check_integrity()
+    reclaimer.waited_for = Waiters(things)
+    return reclaimer, things
 
 
-def test_what_somebody_waits_for_gives_way_last(policy: EvictionPolicy) -> None:
+def test_what_somebody_waits_for_gives_way_last_the_latest_turn_first(policy: EvictionPolicy) -> None:
     """Or it would have to be had again at once, at the cost of the next that somebody waits for."""
-    pages = PagePool(8)
-    things = [
-        Thing(str(number), num_pages=2, protected_from=9 if number < 2 else 0, pages=pages) for number in range(4)
-    ]
-    for thing in things:
-        thing.held = pages.alloc(2, PageOwner.ADAPTER)
-        policy.add(thing)
-    reclaimer = Reclaimer(pages, policy)
-    assert reclaimer.make_room(4, rank=5)
-    assert [thing.is_gone for thing in things] == [False, False, True, True]
-    assert reclaimer.make_room(6, rank=5)
-    assert things[0].is_gone
+    reclaimer, things = filled(policy, [1, 7, 6, None, None])
+    assert reclaimer.make_room(4, turn=5)
+    assert [thing.is_gone for thing in things] == [False, False, False, True, True]
+    assert reclaimer.make_room(6, turn=5)
+    assert [thing.is_gone for thing in things] == [False, True, False, True, True]
 
 
-def test_nothing_is_evicted_for_room_that_cannot_be_made(policy: EvictionPolicy) -> None:
-    pages = PagePool(10)
-    things = [Thing(str(number), num_pages=2, protected_from=3 * (number == 0), pages=pages) for number in range(4)]
-    for thing in things:
-        thing.held = pages.alloc(2, PageOwner.ADAPTER)
-        policy.add(thing)
-    reclaimer = Reclaimer(pages, policy)
-    reclaimer.num_protected = lambda rank: 2 if rank >= 3 else 0
-    assert not reclaimer.make_room(9, rank=3)
-    assert not reclaimer.make_room(11, rank=0)
+def test_nobody_takes_what_is_waited_for_in_an_earlier_turn(policy: EvictionPolicy) -> None:
+    reclaimer, things = filled(policy, [3, None, None, None, 5])
+    assert not reclaimer.can_make_room(9, turn=4)
+    assert not reclaimer.make_room(9, turn=4)
+    assert not reclaimer.make_room(11, turn=0)
     assert not any(thing.is_gone for thing in things)
-    assert reclaimer.make_room(8, rank=3)
-    assert [thing.is_gone for thing in things] == [False, True, True, True]
+    assert reclaimer.make_room(8, turn=4)
+    assert [thing.is_gone for thing in things] == [False, True, True, True, True]
+    assert reclaimer.make_room(10, turn=2)
+
+
+def test_a_slot_is_not_looked_for_among_prefixes(policy: EvictionPolicy) -> None:
+    prefixes, adapters = [Thing(f"p{number}") for number in range(9)], [Thing("a", has_slot=True), Thing("b")]
+    asked: list[object] = []
+    for thing in prefixes + adapters:
+        policy.add(thing)
+
+    def ask(item: object) -> bool:
+        asked.append(item)
+        return True
+
+    assert policy.take(ask, slots_only=True) is adapters[0]
+    assert asked == adapters[:1]
+    assert policy.take(ask, slots_only=True) is None
+    assert [policy.take(anything) for _ in range(10)] == [*prefixes, adapters[1]]
 
 
 def test_greedy_dual_keeps_no_more_than_it_needs() -> None:
@@ -150,7 +171,7 @@ def test_greedy_dual_keeps_no_more_than_it_needs() -> None:
     for _ in range(10_000):
         policy.add(thing)
         policy.discard(thing)
-    assert len(policy._heap) < 2000
+    assert len(policy._heaps[False]) < 2000
 
 
 def test_a_random_life_takes_each_item_once(policy: EvictionPolicy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.engine.fair_queue import MAX_ROUNDS, FairQueue
+from loramux.engine.fair_queue import MAX_DEARNESS, MAX_ROUNDS, ROUNDS_A_LOOK, FairQueue
 from loramux.engine.messages import Add
 from loramux.engine.sequence import Sequence
+from loramux.engine.shares import Share, place
 from tests.engine.conftest import GREEDY, Simulate, Simulation, stats_of
 
 
@@ -100,14 +102,98 @@ def test_priorities_go_before_counters() -> None:
     assert [one.arrival for one in queue.order(6, 0)] == [5, 3, 4, 0, 1, 2]
 
 
-def test_a_share_waits_for_a_bounded_number_of_rounds_whatever_others_do() -> None:
-    """K is MAX_ROUNDS admissions of others, and one each of the shares that wait as long."""
+@pytest.mark.parametrize(("num_prompt", "bound"), [(1, MAX_ROUNDS), (5000, MAX_DEARNESS * MAX_ROUNDS)])
+def test_a_share_waits_for_a_bounded_number_of_rounds_whatever_others_do(num_prompt: int, bound: int) -> None:
+    """K is MAX_ROUNDS admissions of others; what is much dearer than theirs may have to wait longer, up to a bound."""
     queue = FairQueue()
-    waiting(queue, 0, "patient", num_prompt=5000)
-    for arrival in range(1, 200):
+    waiting(queue, 0, "patient", num_prompt=num_prompt)
+    for arrival in range(1, bound + 100):
         waiting(queue, arrival, "pushy", num_prompt=1, priority=9)
-    order = [admit_next(queue).add.share_key for _ in range(MAX_ROUNDS + 1)]
-    assert order.index("patient") == MAX_ROUNDS
+    order = [admit_next(queue).add.share_key for _ in range(bound + ROUNDS_A_LOOK + 1)]
+    assert bound <= order.index("patient") <= bound + ROUNDS_A_LOOK
+
+
+@pytest.mark.parametrize("num_shares", [10, 200])
+def test_dear_requests_get_no_more_than_their_share_however_many_wait(num_shares: int) -> None:
+    """Ageing must not turn a fair order over tokens into one over requests."""
+    queue, arrivals = FairQueue(), itertools.count()
+
+    def ask(share: int) -> None:
+        waiting(queue, next(arrivals), str(share), num_prompt=500 if share < num_shares // 2 else 10)
+
+    for share in range(num_shares):
+        ask(share)
+    tokens: Counter[int] = Counter()
+    for _ in range(60 * num_shares):
+        sequence = admit_next(queue)
+        queue.leave(sequence)
+        ask(int(sequence.add.share_key))
+        tokens[int(sequence.add.share_key)] += sequence.num_tokens
+    dear = sum(tokens[share] for share in range(num_shares // 2))
+    cheap = sum(tokens[share] for share in range(num_shares // 2, num_shares))
+    assert 0.7 < dear / cheap < 1.4
+
+
+class PlainOrder:
+    """The order of turns made anew each time, the slow way: what the queue's heaps must come to."""
+
+    def __init__(self, queue: FairQueue, num_ready: int, num_cold: int) -> None:
+        self.turns: list[tuple[tuple[float, ...], int]] = []
+        for share in queue._waiting:
+            rounds = queue._num_admissions - share.waits_since if share in queue._late else 0
+            for is_ready, count in ((True, num_ready), (False, num_cold)):
+                if count:
+                    self.go_through(share, is_ready, rounds)
+        kept = {True: num_ready, False: num_cold}
+        self.arrivals: list[int] = []
+        resident = {one.arrival for share in queue._waiting for one in share.ready}
+        for _, arrival in sorted(self.turns):
+            if kept[arrival in resident]:
+                kept[arrival in resident] -= 1
+                self.arrivals.append(arrival)
+
+    def go_through(self, share: Share, is_ready: bool, rounds: int) -> None:
+        served = share.served
+        for one in sorted(share.ready if is_ready else share.ready + share.cold, key=place):
+            if one in share.line(is_ready):
+                late, fair = (0, -rounds, 0, one.arrival), (1, -one.add.priority, served, one.arrival)
+                self.turns.append((late if rounds else fair, one.arrival))
+            served += one.num_tokens / share.weight
+            rounds = 0
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_order_is_what_sorting_all_that_wait_gives(data: st.DataObject) -> None:
+    queue, arrivals, running = FairQueue(), itertools.count(), []
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    num_shares = data.draw(st.sampled_from([2, 20]))
+    for _ in range(300):
+        match rng.choice(["add", "add", "admit", "admit", "output", "leave", "remove", "residency"]):
+            case "add":
+                waiting(
+                    queue,
+                    next(arrivals),
+                    str(rng.randrange(num_shares)),
+                    num_prompt=rng.choice([1, 10, 300]),
+                    weight=rng.choice([1, 1, 3]),
+                    priority=rng.choice([0, 0, 0, 2]),
+                    digest=rng.choice([None, "a", "b", "c"]),
+                )
+            case "admit" if ready := queue.order(1, 0):
+                queue.admit(ready[0], ready[0].num_tokens)
+                running.append(ready[0])
+            case "output" if running:
+                queue.charge_output(rng.choice(running))
+            case "leave" if running:
+                queue.leave(running.pop(rng.randrange(len(running))))
+            case "remove" if all_waiting := queue.sequences():
+                queue.remove(rng.choice(all_waiting))
+            case "residency":
+                queue.set_resident(rng.choice("abc"), rng.random() < 0.5)
+        num_ready, num_cold = rng.choice([(1, 0), (4, 4), (0, 3), (50, 50)])
+        found = [one.arrival for one in queue.order(num_ready, num_cold)]
+        assert found == PlainOrder(queue, num_ready, num_cold).arrivals
 
 
 def test_a_flood_does_not_age_into_the_front() -> None:
@@ -134,7 +220,7 @@ def test_the_bound_holds_for_any_traffic(data: st.DataObject) -> None:
                     queue,
                     arrival,
                     str(share),
-                    num_prompt=data.draw(st.sampled_from([1, 50, 900])),
+                    num_prompt=data.draw(st.sampled_from([40, 50, 60])),
                     weight=data.draw(st.sampled_from([1, 4])),
                     priority=data.draw(st.sampled_from([0, 0, 3])),
                 )
@@ -143,7 +229,7 @@ def test_the_bound_holds_for_any_traffic(data: st.DataObject) -> None:
         served = admit_next(queue).add.share_key
         still_waiting = {one.add.share_key for one in queue.sequences()}
         unserved = {key: 0 if key == served else count + 1 for key, count in unserved.items() if key in still_waiting}
-        assert max(unserved.values(), default=0) <= MAX_ROUNDS + shares
+        assert max(unserved.values(), default=0) <= MAX_ROUNDS + ROUNDS_A_LOOK + shares
 
 
 def test_sequences_are_ready_while_their_adapter_is_resident() -> None:
@@ -189,6 +275,33 @@ def test_the_victim_is_of_the_lowest_priority_then_of_the_share_that_was_served_
     assert {one.sequence_id for one in simulation.scheduler.running} == {"modest", "urgent"}
     simulation.run()
     assert {one.reason for one in simulation.finished.values()} == {"length"}
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(simulate: Simulate) -> None:
+    simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=100)
+    simulation.add("long", num_prompt=1000)
+    simulation.step()
+    simulation.add("short", num_prompt=12)
+    for _ in range(3):
+        simulation.step()
+    assert simulation.tokens["short"]
+    assert not simulation.tokens["long"]
+    simulation.run()
+
+
+def test_rows_that_nobody_begins_with_go_to_the_prompt_under_way(simulate: Simulate) -> None:
+    """What waits is ready, but its pages are not to be had: the long prompt loses no row to it."""
+    simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
+    simulation.add("long", num_prompt=1000, max_tokens=2)
+    simulation.step()
+    for number in range(3):
+        simulation.add(f"waiting{number}", num_prompt=500, max_tokens=9, priority=-1)
+    steps = 1
+    while not simulation.tokens["long"]:
+        simulation.step()
+        steps += 1
+    assert steps <= 1000 // 64 + 3
+    simulation.run()
 
 
 def test_a_flood_costs_a_polite_share_little(simulate: Simulate) -> None:
