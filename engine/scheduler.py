@@ -12,7 +12,6 @@ from loramux.engine.messages import Add
 from loramux.engine.prefix_cache import CachedPage
 from loramux.engine.sequence import Sequence, SequenceState
 
-
 NEW_SHARE = 4
 """One row in so many, of those that decoding leaves, is kept from prompts under way for sequences that could begin."""
 
