@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation check format bench bench-gpu bench-s-lora clean
+.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ campaign-parity: $(WARM) ## Every architecture beside transformers and peft, on 
 campaign-simulation: $(WARM) ## Long random lives of the engine on a simulated device (LORAMUX_SIMULATION_TURNS=10000)
 	$(VENV)/bin/python -m pytest tests/simulation -m campaign --timeout 3600 $(ARGS)
 
+campaign-life: $(WARM) ## A long random life of the engine with real weights (LORAMUX_LIFE_EVENTS=10000)
+	$(VENV)/bin/python -m pytest tests/conformance/test_long_life.py -m campaign --timeout 3600 $(ARGS)
+
 check: $(READY) ## Lint, types, layers
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -62,6 +65,12 @@ bench-gpu: $(READY) ## Measure kernels and engine on a GPU, 8 minutes (CONSTRAIN
 
 bench-s-lora: $(WARM) ## Measure throughput over 5 to 2,000 adapters on disk, 9 minutes (ARGS='--help' for settings)
 	$(VENV)/bin/python -m benchmarks.s_lora $(ARGS)
+
+bench-flood: $(WARM) ## Measure what polite accounts see of one that floods (ARGS='--help' for settings)
+	$(VENV)/bin/python -m benchmarks.flood $(ARGS)
+
+bench-cold-storm: $(WARM) ## Measure what running streams see of 200 adapters that come at once (ARGS='--help' for settings)
+	$(VENV)/bin/python -m benchmarks.cold_storm $(ARGS)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -97,11 +97,10 @@ class DiskTier:
         return self._own / f"{digest}{_SUFFIX}"
 
     def _evict(self) -> None:
-        if self.used_bytes <= self._max_bytes:
-            # As after most releases: looking through all files then would cost more than reading an adapter.
-            return
-        for path in [path for path in self._sizes if path not in self._holds]:
-            if self.used_bytes <= self._max_bytes:
+        while self.used_bytes > self._max_bytes:
+            # Few are held, and these were used last: the search ends at once.
+            path = next((path for path in self._sizes if path not in self._holds), None)
+            if path is None:
                 return
             self.used_bytes -= self._sizes.pop(path)
             path.unlink(missing_ok=True)

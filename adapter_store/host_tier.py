@@ -48,9 +48,9 @@ class HostTier:
         self._evict()
 
     def _evict(self) -> None:
-        for digest, entry in list(self._entries.items()):
-            if self.used_bytes <= self._max_bytes:
+        while self.used_bytes > self._max_bytes:
+            # Few are leased, and these were used last: the search ends at once.
+            digest = next((digest for digest, entry in self._entries.items() if entry.num_leases == 0), None)
+            if digest is None:
                 return
-            if entry.num_leases == 0:
-                del self._entries[digest]
-                self.used_bytes -= entry.packed.payload.nbytes
+            self.used_bytes -= self._entries.pop(digest).packed.payload.nbytes

@@ -1,0 +1,115 @@
+"""Percentiles of two ways of one thing, taken in turns, and what one is over the other."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+PERCENTILES = (50, 90, 99)
+
+Rounds = Mapping[str, Sequence[Sequence[float]]]
+"""By the name of a way, its samples of each round."""
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Of two neighbours the higher one; infinite where there is nothing."""
+    return float(np.percentile(samples, percent, method="higher")) if samples else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The p99 of `way` over that of `reference` should be at most `limit`."""
+
+    way: str
+    reference: str
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A ratio of p99s: of all rounds' samples together, which counts, and the least and the most of one round."""
+
+    target: Target
+    ratio: float
+    rounds: tuple[float, ...]
+
+    @property
+    def is_met(self) -> bool:
+        return self.ratio <= self.target.limit
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return {
+            "way": self.target.way,
+            "reference": self.target.reference,
+            "limit": self.target.limit,
+            "p99_over_reference": finite(self.ratio),
+            "rounds": [finite(ratio) for ratio in self.rounds],
+            "met": self.is_met,
+        }
+
+    def __str__(self) -> str:
+        spread = f"{min(self.rounds):.2f} to {max(self.rounds):.2f}, median {statistics.median(self.rounds):.2f}"
+        verdict = "met" if self.is_met else "missed"
+        return (
+            f"p99 of {self.target.way} over {self.target.reference}: {self.ratio:.3f} "
+            f"(rounds: {spread}); target {self.target.limit:g}: {verdict}"
+        )
+
+
+def compare(samples: Rounds, target: Target) -> Comparison:
+    way, reference = samples[target.way], samples[target.reference]
+    return Comparison(
+        target,
+        ratio(pooled(way), pooled(reference)),
+        tuple(ratio(own, other) for own, other in zip(way, reference, strict=True)),
+    )
+
+
+def ratio(way: Sequence[float], reference: Sequence[float]) -> float:
+    """Infinite where the way's p99 is, or nothing was measured."""
+    above, below = percentile(way, 99), percentile(reference, 99)
+    return above / below if math.isfinite(above) and 0 < below < math.inf else math.inf
+
+
+def pooled(rounds: Sequence[Sequence[float]]) -> list[float]:
+    return [value for samples in rounds for value in samples]
+
+
+def spread(rounds: Sequence[Sequence[float]]) -> dict[str, float | None]:
+    """Milliseconds over all rounds together, and how many samples they are."""
+    samples = pooled(rounds)
+    figures: dict[str, float | None] = {"samples": len(samples)}
+    for percent in PERCENTILES:
+        value = percentile(samples, percent)
+        figures[f"p{percent}_ms"] = finite(value * 1e3)
+    return figures
+
+
+def table(title: str, columns: Mapping[str, Rounds]) -> Table:
+    """A row a way; `columns` holds what was measured of each by its heading."""
+    drawn = Table(title=title)
+    drawn.add_column("")
+    for heading in columns:
+        for name in ("samples", *(f"p{percent}" for percent in PERCENTILES)):
+            drawn.add_column(f"{heading} {name}" if name == "samples" else f"{name} ms", justify="right")
+    for way in next(iter(columns.values())):
+        cells = [spread(rounds[way]) for rounds in columns.values()]
+        drawn.add_row(way, *(_shown(name, value) for cell in cells for name, value in cell.items()))
+    return drawn
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if name == "samples" else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,160 @@
+"""What measurements of tenants beside each other share: arguments, the check before, and what is left behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.flood_figures import Comparison
+from benchmarks.flood_run import Observed
+from benchmarks.machine import busy_share, describe
+from benchmarks.s_lora_adapters import AdapterFiles, make_adapters
+from benchmarks.s_lora_check import NUM_ADAPTERS, answer_alone, check_mixed, pairs_of, roomy_plan, small_plan
+from benchmarks.s_lora_engine import DISK_BYTES, open_engine
+from benchmarks.s_lora_traffic import Traffic
+from benchmarks.s_lora_workload import Lengths
+
+FOLDER = Path(__file__).parent
+DEMO_BASE = FOLDER.parent / "admin" / "demo" / "base"
+DTYPES = ("bfloat16", "float32")
+WHOLE_SHARE = 0.95
+"""Of a core: below, others took part of it."""
+
+MIN_COLUMNS = 132
+"""What the tables need where the output is no terminal."""
+
+
+def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) -> None:
+    add = parser.add_argument
+    add("--repeats", type=int, default=repeats, help="rounds; in each, every way has a window")
+    add("--input", type=lengths, default=Lengths(8, 32), metavar="LO-HI", help="prompt tokens in [LO, HI)")
+    add("--output", type=lengths, default=outputs, metavar="LO-HI", help="new tokens in [LO, HI)")
+    add("--base", type=Path, default=DEMO_BASE, help="the base model's directory")
+    add("--rank", type=int, default=8)
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help="of weights, K and V and adapters while measuring")
+    add("--threads", type=int, default=1, help="of a step; another core is left to those that load adapters")
+    add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="where adapters are kept between runs")
+    add("--out", type=Path, help="write the figures as JSON")
+    add("--plot", type=Path, help="draw the tails, FILE.svg")
+    add("--allow-busy", action="store_true", help="measure on a busy machine")
+
+
+def open_console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = MIN_COLUMNS
+    return console
+
+
+def open_files(arguments: argparse.Namespace, num_adapters: int, console: Console) -> AdapterFiles:
+    """At least so many adapters, packed and on disk."""
+    count = max(num_adapters, NUM_ADAPTERS)
+    files = make_adapters(arguments.scratch, arguments.base, count, arguments.rank, console.print)
+    files.pack(files.digests[:NUM_ADAPTERS], "float32", DISK_BYTES, console.print)
+    files.pack(files.digests[:count], arguments.dtype, DISK_BYTES, console.print)
+    return files
+
+
+def traffic_of(arguments: argparse.Namespace, files: AdapterFiles) -> Traffic:
+    return Traffic(
+        prompts=arguments.input,
+        outputs=arguments.output,
+        alpha=1.0,
+        cv=1.0,
+        num_prefix=0,
+        is_one_share=False,
+        vocab_size=files.model.vocab_size,
+    )
+
+
+def check(arguments: argparse.Namespace, files: AdapterFiles) -> dict[str, Any]:
+    """What was compared; raises CheckError where an adapter answers otherwise in an evicting batch than alone."""
+    traffic, digests = traffic_of(arguments, files), files.digests[:NUM_ADAPTERS]
+    pairs = pairs_of(traffic, digests)
+    with open_engine(arguments.base, files, roomy_plan(), "float32", "lru", arguments.threads) as engine:
+        expected = answer_alone(engine, pairs)
+    with open_engine(arguments.base, files, small_plan(), "float32", "lru", arguments.threads) as engine:
+        return asdict(check_mixed(engine, traffic, digests, pairs, expected))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run found; `picture` is an SVG."""
+
+    busy_before: float
+    workload: dict[str, Any]
+    checked: dict[str, Any]
+    figures: dict[str, Any]
+    comparisons: Sequence[Comparison]
+    picture: str
+
+
+def leave(outcome: Outcome, arguments: argparse.Namespace, console: Console) -> None:
+    """Print what the figures rest on, and write the files that were asked for."""
+    for comparison in outcome.comparisons:
+        console.print(f"[bold]{comparison}[/bold]", highlight=False)
+    machine = describe()
+    busy = {"before": round(outcome.busy_before, 3), "after": round(busy_share(), 3)}
+    for name, value in (outcome.workload | machine | {"busy": busy}).items():
+        console.print(f"[dim]{name}: {value}[/dim]", highlight=False)
+    if arguments.out is not None:
+        document = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": machine,
+            "busy_share": busy,
+            "workload": outcome.workload,
+            "check": outcome.checked,
+            "figures": outcome.figures,
+            "comparisons": [comparison.document for comparison in outcome.comparisons],
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if arguments.plot is not None:
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+        arguments.plot.write_text(outcome.picture)
+
+
+def say_disturbed(observed: Observed, console: Console) -> None:
+    """Warn where an engine that always had work did not get a whole core."""
+    if observed.processor_share < WHOLE_SHARE:
+        console.print(f"  [yellow]disturbed: it got {observed.processor_share:.0%} of a core[/yellow]")
+
+
+def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "base": arguments.base.name if arguments.base != DEMO_BASE else "the demo's",
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "rank": arguments.rank,
+        "prompt_tokens": str(arguments.input),
+        "output_tokens": str(arguments.output),
+        "seconds": arguments.seconds,
+        "repeats": arguments.repeats,
+    }
+
+
+def lengths(text: str) -> Lengths:
+    shortest, end = (int(part) for part in text.split("-"))
+    if not 0 < shortest < end:
+        raise ValueError(text)
+    return Lengths(shortest, end)
+
+
+def longest(drawn: Lengths) -> Lengths:
+    """For a pool with room for every sequence at its longest, so that nothing in it ever has to give way."""
+    return Lengths(drawn.end, drawn.end + 1)
+
+
+def require_sound(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be measured or drawn."""
+    if arguments.plot is not None and arguments.plot.suffix != ".svg":
+        parser.error("--plot draws SVG only: name a file that ends in .svg")
+    if arguments.seconds <= 0 or arguments.repeats < 1:
+        parser.error("--seconds and --repeats must be above 0")

@@ -1,0 +1,169 @@
+"""A long random life with real weights and kernels: whatever happens around a request, its tokens are the reference's.
+
+`tests/simulation/test_long_life.py` is the same on a simulated device, where every token is known exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from loramux.engine.messages import (
+    Abort,
+    AdapterState,
+    Add,
+    Finished,
+    Load,
+    SamplingParams,
+    StatsRequest,
+    StepOutput,
+    Unload,
+)
+from tests.conformance.parity import TOLERANCE, Subject, make_subject
+from tests.conformance.tiny_models import PLANS, VOCAB_SIZE
+
+NUM_EVENTS = int(os.environ.get("LORAMUX_LIFE_EVENTS", "10000"))
+"""Of the campaign: aborts, evictions, preemptions and reloads together."""
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+NAMES = [plan.name for plan in PLANS]
+MAX_PROMPT = 150
+MAX_OPEN = 16
+"""Requests that run or wait at once."""
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject("llama", tmp_path_factory.mktemp("life"))
+
+
+class Life:
+    """Drives one engine, whose pool is too small for what it is asked, with random events."""
+
+    def __init__(self, subject: Subject, seed: int) -> None:
+        self.subject = subject
+        self.rng = random.Random(seed)
+        geometry = subject.assemble().views.geometry
+        self.assembled = subject.assemble(
+            pool_bytes=(subject.num_pages["r64"] + 18) * geometry.total_page_bytes,
+            max_resident_adapters=3,
+            max_sequences=8,
+        )
+        # All bits set is NaN: whatever is read without having been written shows.
+        self.assembled.views.raw.fill_(0xFF)
+        self.engine = self.assembled.engine
+        self.prompts = [self._tokens(self.rng.randint(1, 90)) for _ in range(3)]
+        self.asked: dict[str, tuple[str | None, Add]] = {}
+        self.still_open: dict[str, None] = {}
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, Finished] = {}
+        self.num_calls = 0
+        self.num_answers = 0
+        self.num_aborts = 0
+        self.num_turns = 0
+        self.loaded: set[str] = set()
+
+    def events(self) -> Counter[str]:
+        """What has happened so far."""
+        stats = self.engine.stats(StatsRequest(call_id=""))
+        self.loaded |= {one.digest for one in stats.adapters}
+        return Counter(
+            aborts=self.num_aborts,
+            evictions=stats.num_adapter_evictions,
+            preemptions=stats.num_preemptions,
+            reloads=max(0, stats.num_adapter_loads - len(self.loaded)),
+        )
+
+    def turn(self) -> None:
+        rng = self.rng
+        self.num_turns += 1
+        if len(self.still_open) < MAX_OPEN and rng.random() < 0.5:
+            self._ask(str(self.num_turns))
+        if self.still_open and rng.random() < 0.1:
+            self.engine.abort(b"", Abort(sequence_id=rng.choice(list(self.still_open))))
+        if rng.random() < 0.02:
+            digest, deadline_s = self.subject.digests[rng.choice(NAMES)], rng.choice([None, 0.0])
+            call_id = f"unload {self.num_turns}"
+            self.engine.unload(b"", Unload(call_id=call_id, digest=digest, deadline_s=deadline_s))
+            self.num_calls += 1
+        if rng.random() < 0.02:
+            digest = self.subject.digests[rng.choice(NAMES)]
+            self.engine.load(b"", Load(call_id=f"load {self.num_turns}", digest=digest))
+            self.num_calls += 1
+        if rng.random() < 0.1:
+            self.prompts[rng.randrange(3)] = (*self.prompts[0], *self._tokens(20))[:MAX_PROMPT]
+        for _ in range(rng.randint(1, 4)):
+            self.engine.step()
+        self._collect()
+
+    def end(self) -> None:
+        """Let what still runs come to its end; nothing may be left behind."""
+        while self.engine.has_work:
+            self.engine.step()
+        self._collect()
+        self.engine.check_integrity()
+        assert set(self.ends) == set(self.asked)
+        assert self.num_answers == self.num_calls
+
+    def check(self) -> None:
+        """Each token is the reference's choice after those before it, or equally likely within rounding."""
+        for sequence_id, (name, add) in self.asked.items():
+            tokens = self.tokens[sequence_id]
+            if self.ends[sequence_id].reason == "length":
+                assert len(tokens) == add.max_tokens
+            if not tokens:
+                continue
+            expected = self.subject.reference_logits(name, [*add.prompt, *tokens])[len(add.prompt) - 1 : -1]
+            for token, logits in zip(tokens, expected, strict=True):
+                assert logits.max() - logits[token] <= 2 * TOLERANCE * logits.abs().max(), sequence_id
+
+    def _ask(self, sequence_id: str) -> None:
+        rng = self.rng
+        name = rng.choice([None, *NAMES])
+        add = Add(
+            sequence_id=sequence_id,
+            prompt=rng.choice(self.prompts),
+            max_tokens=rng.randint(1, 60),
+            sampling=GREEDY,
+            digest=None if name is None else self.subject.digests[name],
+            isolation_key=rng.choice([b"x", b"y"]),
+            share_key=rng.choice("ab"),
+        )
+        self.asked[sequence_id] = (name, add)
+        self.still_open[sequence_id] = None
+        self.engine.add(b"", add)
+
+    def _collect(self) -> None:
+        for outbound in self.engine.take_outbox():
+            match outbound.message:
+                case StepOutput(outputs=outputs):
+                    for output in outputs:
+                        assert output.sequence_id not in self.ends, "tokens after the end"
+                        self.tokens[output.sequence_id].extend(output.token_ids)
+                case Finished() as finished:
+                    assert finished.sequence_id not in self.ends, "ended twice"
+                    was_unloaded = (finished.reason, finished.code) == ("error", "adapter_unavailable")
+                    assert was_unloaded or finished.reason in ("length", "abort"), finished
+                    self.num_aborts += finished.reason == "abort"
+                    self.ends[finished.sequence_id] = finished
+                    del self.still_open[finished.sequence_id]
+                case AdapterState():
+                    self.num_answers += 1
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(2, VOCAB_SIZE) for _ in range(count))
+
+
+@pytest.mark.parametrize("num_events", [60, pytest.param(NUM_EVENTS, id="campaign", marks=pytest.mark.campaign)])
+def test_aborts_evictions_preemptions_and_reloads_change_no_answer(subject: Subject, num_events: int) -> None:
+    life = Life(subject, seed=num_events)
+    while life.events().total() < num_events or min(life.events().values()) == 0:
+        life.turn()
+    life.end()
+    life.check()
+    print(f"{dict(life.events())} in {life.num_turns} turns and {len(life.asked)} requests")
+    assert life.engine.stats(StatsRequest(call_id="")).cached_tokens > 0
+    life.assembled.loader.close()
