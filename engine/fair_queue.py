@@ -32,9 +32,10 @@ MAX_IDLE_SHARES = 65536
 class FairQueue:
     """Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), with weights.
 
-    The next sequence is the best of the share that was served least, input and output priced. A share that becomes
-    active, or has something waiting again, is lifted to the least served of those, or to the last that was: nobody
-    saves up by being idle. Priorities go before counters, and within a share without bound.
+    The next sequence is the best of the share that was served least, input and output priced; of shares that were
+    served alike, of the one that runs least. A share that becomes active, or has something waiting again, is lifted to
+    the least served of those, or to the last that was: nobody saves up by being idle. Priorities go before counters,
+    and within a share without bound.
 
     A share that has waited too long goes before everyone who has not. It has when both are true: there were
     K = max(MAX_ROUNDS, ROUNDS_A_SHARE * shares that wait) admissions of others, and these were charged ROUNDS_A_SHARE
@@ -115,6 +116,8 @@ class FairQueue:
         """A running sequence ended, or gave its place up and will wait again."""
         share = self._active[sequence.add.share_key]
         share.num_running -= 1
+        if share.is_waiting:
+            self._changed[share] = None
         self._rest(share)
 
     def served(self, sequence: Sequence) -> float:
@@ -325,15 +328,16 @@ def _served(share: Share) -> Turn:
 
 
 def _ready_turn(share: Share) -> Turn:
-    return _turn(share.ready[0], share.served)
+    return _turn(share.ready[0], share.served, share.num_running)
 
 
 def _cold_turn(share: Share) -> Turn:
-    return _turn(share.cold[0], share.served)
+    return _turn(share.cold[0], share.served, share.num_running)
 
 
-def _turn(sequence: Sequence, served: float) -> Turn:
-    return 1, -sequence.add.priority, served, sequence.arrival
+def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
+    # A share that was just lifted was served as much as another, which may run much.
+    return 1, -sequence.add.priority, served, num_running, sequence.arrival
 
 
 def _turn_of(item: tuple[Turn, Sequence]) -> Turn:
@@ -353,6 +357,7 @@ class _Cursor:
         self._ready_before = islice(() if is_ready else share.ready, MAX_PASSED)
         self._next_ready = next(self._ready_before, None)
         self._served = share.served
+        self._num_running = share.num_running
         self._rounds = rounds
         self._index = 0
         self._pass_ready()
@@ -365,8 +370,8 @@ class _Cursor:
     def turn(self) -> Turn:
         head = self._line[self._index]
         if self._rounds:
-            return 0, -self._rounds, 0, head.arrival
-        return _turn(head, self._served)
+            return 0, -self._rounds, 0, 0, head.arrival
+        return _turn(head, self._served, self._num_running)
 
     def take(self) -> Sequence:
         head = self._line[self._index]
@@ -385,5 +390,6 @@ class _Cursor:
 
     def _admit(self, sequence: Sequence) -> None:
         self._served += INPUT_PRICE * sequence.num_tokens / self._share.weight
+        self._num_running += 1
         # Once it is served, its share has waited for nothing.
         self._rounds = 0

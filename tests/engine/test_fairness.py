@@ -81,6 +81,17 @@ def test_nobody_saves_up_by_being_idle() -> None:
     assert Counter(served) == {"busy": 5, "late": 5}
 
 
+def test_of_shares_served_alike_the_one_that_runs_least_goes_first() -> None:
+    """Who comes beside a flood is lifted to what the flood was served, and would be behind all its older requests."""
+    queue = FairQueue()
+    for arrival in range(40):
+        waiting(queue, arrival, "flood")
+    for _ in range(8):
+        admit_next(queue)
+    waiting(queue, 40, "polite")
+    assert admit_next(queue).add.share_key == "polite"
+
+
 def test_a_moment_of_idleness_resets_nothing() -> None:
     queue = FairQueue()
     greedy = waiting(queue, 0, "greedy", num_prompt=1000)
@@ -153,12 +164,14 @@ class PlainOrder:
                 self.arrivals.append(arrival)
 
     def go_through(self, share: Share, is_ready: bool, rounds: int) -> None:
-        served = share.served
+        served, running = share.served, share.num_running
         for one in sorted(share.ready if is_ready else share.ready + share.cold, key=place):
             if one in share.line(is_ready):
-                late, fair = (0, -rounds, 0, one.arrival), (1, -one.add.priority, served, one.arrival)
+                late = (0, -rounds, 0, 0, one.arrival)
+                fair = (1, -one.add.priority, served, running, one.arrival)
                 self.turns.append((late if rounds else fair, one.arrival))
             served += one.num_tokens / share.weight
+            running += 1
             rounds = 0
 
 
