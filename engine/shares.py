@@ -12,7 +12,7 @@ INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
 """A new token costs a row of its own in a step; a prompt's tokens share their weights' reading."""
 
-MAX_STALE = 1024
+MAX_STALE = 64
 """Entries of a heap that are out of date and may stay in it."""
 
 Turn = tuple[float, ...]
@@ -98,7 +98,9 @@ class ShareHeap:
         return None
 
     def ascending(self) -> Iterator[tuple[Turn, Share]]:
-        """All shares by rising keys; nothing is changed, and each costs a logarithm of those before it."""
+        """All shares by rising keys; none is taken out, and each costs a logarithm of those before it."""
+        # Keys mostly rise, so that what is out of date lies in front: it is dropped now, not passed each time.
+        self.first()
         frontier = [(self._heap[0], 0)] if self._heap else []
         while frontier:
             (key, number, share), index = heapq.heappop(frontier)
