@@ -59,8 +59,9 @@ class FairQueue:
         self._least_active = ShareHeap(_served)
         self._least_waiting = ShareHeap(_served)
         self._heads = {True: ShareHeap(_ready_turn), False: ShareHeap(_cold_turn)}
-        # Shares whose place in `_heads` is to be looked at again; without any, the last order still holds.
+        # Shares whose place in `_heads` is to be looked at again: because what waits changed, or only their counters.
         self._changed: dict[Share, None] = {}
+        self._charged_more: dict[Share, None] = {}
         self._last_asked = (0, 0)
         self._last_order: list[Sequence] = []
         self._num_admissions = 0
@@ -146,15 +147,18 @@ class FairQueue:
             self._count_line(not is_resident, -len(sequences))
             self._changed[share] = None
 
-    def order(self, num_ready: int, num_cold: int) -> list[Sequence]:
+    def order(self, num_ready: int, num_cold: int, is_exact: bool = True) -> list[Sequence]:
         """The first so many ready and cold sequences in the order of their turns, as if each were admitted in turn.
 
         Costs a logarithm of the number of shares for each sequence returned and each share that changed, and next to
-        nothing where nothing changed.
+        nothing where nothing changed. Where the order need not be exact, counters that rose since are no change.
         """
         self._look_for_late()
-        if not self._changed and self._last_asked == (num_ready, num_cold):
+        is_same = self._last_asked == (num_ready, num_cold) and not self._changed
+        if is_same and not (is_exact and self._charged_more):
             return self._last_order
+        self._changed |= self._charged_more
+        self._charged_more.clear()
         for share in self._changed:
             for is_ready, heap in self._heads.items():
                 if share.line(is_ready):
@@ -233,7 +237,7 @@ class FairQueue:
         self._charged += price
         share.served += price / share.weight
         if share.is_waiting:
-            self._changed[share] = None
+            self._charged_more[share] = None
 
     def _insert(self, share: Share, sequence: Sequence) -> None:
         if sequence.is_chosen_out:

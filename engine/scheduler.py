@@ -63,20 +63,22 @@ class Scheduler:
 
     def take_turns(self) -> Demand:
         """Order the waiting sequences for the next `schedule`; returns what they want of the adapter pool."""
-        self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead)
+        num_seats = self._num_seats()
+        # While nobody can begin, the order only says whose adapters come next.
+        self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=num_seats > 0)
         turns: dict[str, int] = {}
         for turn, sequence in enumerate(self._order):
             if sequence.add.digest is not None and sequence.add.digest not in turns:
                 turns[sequence.add.digest] = turn
                 # Also brings back an adapter that was evicted while the sequence waited.
                 self._adapters.prefetch(sequence.add.digest)
-        return Demand(turns, self._short_turn(), self._num_seats(), len(self.running))
+        return Demand(turns, self._short_turn(), num_seats, len(self.running))
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's sequences, those of one adapter side by side; empty when nothing can run."""
         budget = self._limits.max_batch_tokens
         num_preemptions = self.num_preemptions
-        scheduled: dict[str, ScheduledSequence] = {}
+        scheduled: dict[Sequence, ScheduledSequence] = {}
         self._is_short, self._short_of_pages = False, None
         kept = None
         # Sorting is stable: decode rows first, each group in order of admission.
@@ -92,13 +94,13 @@ class Scheduler:
                 break
             if not self._grow(sequence, num_tokens, scheduled):
                 continue
-            scheduled[sequence.sequence_id] = ScheduledSequence(sequence, num_tokens)
+            scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
             budget -= num_tokens
         # A step that had to preempt admits nobody: the victim would take its pages straight back.
         if self.num_preemptions == num_preemptions and not self._is_short:
             is_midway = any(item.num_tokens < item.sequence.num_pending for item in scheduled.values())
             for item in self._admit(budget, is_midway):
-                scheduled[item.sequence.sequence_id] = item
+                scheduled[item.sequence] = item
                 budget -= item.num_tokens
             self._fill_up(scheduled, budget)
         return sorted(scheduled.values(), key=lambda item: (item.sequence.slot, item.sequence.arrival))
@@ -134,23 +136,23 @@ class Scheduler:
             self.queue.remove(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def max_tokens(self, entry: AdapterEntry | None = None) -> int:
-        """The most tokens that a request can come to in this pool, with its adapter or alone."""
-        return self._kv.max_tokens(0 if entry is None else entry.num_pages)
+    def max_tokens(self, num_adapter_pages: int = 0, digest: str | None = None) -> int:
+        """The most tokens that a request can come to in this pool, beside its adapter and what is pinned."""
+        return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
 
     def _kept_for_new(self, budget: int) -> int:
         """Rows that prompts under way leave to those that could begin: a short one does not wait for a long one."""
         return budget // NEW_SHARE if self.queue.num_ready and self._num_seats() else 0
 
-    def _fill_up(self, scheduled: dict[str, ScheduledSequence], budget: int) -> None:
+    def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:
         """Give rows that nobody began with back to the prompts under way."""
-        for name, item in scheduled.items():
-            extra = min(item.sequence.num_pending - item.num_tokens, budget)
-            if extra > 0 and self._kv.grow(item.sequence, item.num_tokens + extra):
-                scheduled[name] = ScheduledSequence(item.sequence, item.num_tokens + extra)
+        for sequence, item in scheduled.items():
+            extra = min(sequence.num_pending - item.num_tokens, budget)
+            if extra > 0 and self._kv.grow(sequence, item.num_tokens + extra):
+                scheduled[sequence] = ScheduledSequence(sequence, item.num_tokens + extra)
                 budget -= extra
 
-    def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[str, ScheduledSequence]) -> bool:
+    def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]) -> bool:
         """Find pages for the next `num_tokens`, preempting others; False when it waits or was preempted itself."""
         while not self._kv.grow(sequence, num_tokens):
             if self._adapters.is_copying:
@@ -158,7 +160,7 @@ class Scheduler:
                 self._is_short = True
                 return False
             victim = max(self.running, key=self._expendability)
-            scheduled.pop(victim.sequence_id, None)
+            scheduled.pop(victim, None)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -194,7 +196,7 @@ class Scheduler:
                     continue
                 if self._adapters.gives_way(entry, turn):
                     continue
-                if sequence.num_reserved > self.max_tokens(entry):
+                if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):
                     self._unfit.append(sequence)
                     continue
             prefix = self._kv.find_prefix(sequence)
