@@ -1,9 +1,9 @@
-"""Which modules of the base an adapter's configuration names, each with its rank and scale."""
+"""The modules of the base that adapters may change, and which of them a configuration names, with rank and scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,59 +15,77 @@ from loramux.kernels.layout import LinearShape
 TENSOR_PREFIX = "base_model.model."
 A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
-
-_OUTSIDE_LAYERS = ("lm_head", "embed_tokens")
+EMBEDDING_A_SUFFIX = ".lora_embedding_A"
+EMBEDDING_B_SUFFIX = ".lora_embedding_B"
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedModule:
-    """One linear layer that the adapter changes by `scale * B A`, A `[rank, in]` and B `[out, rank]`."""
+class ModulePlace:
+    """One module of the base: its name `key`, its layer, and its index among the target's modules.
+
+    `layer` is None for an outer module, whose index is that among the target's outer modules.
+    """
 
     key: str
-    layer: int
+    layer: int | None
     module: int
     shape: LinearShape
-    rank: int
-    scale: float
 
     @property
     def a_name(self) -> str:
-        return TENSOR_PREFIX + self.key + A_SUFFIX
+        """The tensor A `[rank, in_features]`."""
+        return TENSOR_PREFIX + self.key + (EMBEDDING_A_SUFFIX if self.shape.is_embedding else A_SUFFIX)
 
     @property
     def b_name(self) -> str:
-        return TENSOR_PREFIX + self.key + B_SUFFIX
+        """The tensor B `[out_features, rank]`."""
+        return TENSOR_PREFIX + self.key + (EMBEDDING_B_SUFFIX if self.shape.is_embedding else B_SUFFIX)
 
 
 def module_key(layer: int, module: LinearShape) -> str:
-    """A module's name in the base model."""
+    """The name of a layer's module in the base model."""
     return f"model.layers.{layer}.{module.name}"
 
 
+def module_places(target: PackTarget) -> Iterator[ModulePlace]:
+    """Every module of the base that an adapter may change, in the order of the packed streams."""
+    for index, shape in enumerate(target.outer_modules):
+        yield ModulePlace(shape.name, None, index, shape)
+    for layer in range(target.geometry.num_layers):
+        for index, shape in enumerate(target.modules):
+            yield ModulePlace(module_key(layer, shape), layer, index, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedModule(ModulePlace):
+    """One module that the adapter changes by `scale * B A`, A `[rank, in]` and B `[out, rank]`."""
+
+    rank: int
+    scale: float
+
+
 def expected_modules(config: PeftConfig, target: PackTarget) -> list[ExpectedModule]:
-    """The modules in the order of the packed stream, chosen as PEFT chooses them.
+    """The modules in the order of the packed streams, chosen as PEFT chooses them.
 
     Raises AdapterRejected for a name that no module of the base has, so that a misspelt target is not ignored.
     """
     num_layers = target.geometry.num_layers
-    keys = [module_key(layer, module) for layer in range(num_layers) for module in target.modules]
-    _check_names(config, keys)
+    places = list(module_places(target))
+    _check_names(config, [place.key for place in places])
     if config.layers is not None and max(config.layers) >= num_layers:
         raise AdapterRejected(
             "base_mismatch", f"the base has {num_layers} layers, not {max(config.layers) + 1}", "layers_to_transform"
         )
     expected = []
-    for layer in range(num_layers):
-        for m, module in enumerate(target.modules):
-            key = module_key(layer, module)
-            if not _is_targeted(config, key, layer):
-                continue
-            rank = _value(config.rank_pattern, key, config.rank)
-            alpha = _value(config.alpha_pattern, key, config.alpha)
-            scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-            expected.append(ExpectedModule(key, layer, m, module, rank, scale))
+    for place in places:
+        if not _is_targeted(config, place):
+            continue
+        rank = _value(config.rank_pattern, place.key, config.rank)
+        alpha = _value(config.alpha_pattern, place.key, config.alpha)
+        scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+        expected.append(ExpectedModule(place.key, place.layer, place.module, place.shape, rank, scale))
     if not expected:
         raise AdapterRejected("invalid_config", "the configuration targets no module of the base", "target_modules")
     return expected
@@ -80,25 +98,26 @@ def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:
     for param, name in named:
         if any(_names_module(name, key) for key in keys):
             continue
-        if name.rsplit(".", 1)[-1] in _OUTSIDE_LAYERS:
-            raise AdapterRejected("unsupported_module", f"adapters of {name} are not supported", param)
         # A base whose q, k and v are one linear has no q_proj: saying what there is tells which base was meant.
         present = ", ".join(dict.fromkeys(key.rsplit(".", 1)[-1] for key in keys))
         raise AdapterRejected(
-            "unknown_module", f"the base has no linear layer named {name!r}; its linear layers are {present}", param
+            "unknown_module", f"the base has no module named {name!r}; adapters may change its {present}", param
         )
 
 
-def _is_targeted(config: PeftConfig, key: str, layer: int) -> bool:
-    if any(_names_module(name, key) for name in config.exclude_modules):
+def _is_targeted(config: PeftConfig, place: ModulePlace) -> bool:
+    if any(_names_module(name, place.key) for name in config.exclude_modules):
         return False
-    if config.target_modules is not None:
-        # A full name means that module whatever the list of layers says.
-        if key in config.target_modules:
-            return True
-        if not any(_names_module(name, key) for name in config.target_modules):
+    if config.target_modules is None:
+        # All linear layers are those of the layers: PEFT leaves out the head, and an embedding is none.
+        if place.layer is None:
             return False
-    return config.layers is None or layer in config.layers
+    elif place.key in config.target_modules:
+        # A full name means that module whatever the list of layers says.
+        return True
+    elif not any(_names_module(name, place.key) for name in config.target_modules):
+        return False
+    return config.layers is None or place.layer in config.layers
 
 
 def _value(pattern: Sequence[tuple[str, V]], key: str, default: V) -> V:

@@ -16,6 +16,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,14 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterCorrupt
+from loramux.adapter_store.expected_modules import module_places
 from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.target import PACK_FORMAT, PackTarget
-from loramux.kernels.layout import AdapterLayout, adapter_layout, row_layout
+from loramux.kernels.layout import AdapterLayout, B, part_layout
 
 HostMemory = Callable[[int], npt.NDArray[np.uint8]]
 """Gives uint8 `[num_bytes]` of host memory; engines with a GPU give memory that it copies from by itself."""
 
-_MAGIC = b"LMXPACK\x01"
+_MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
 _PREFIX = struct.Struct("<8sI32s")
 _PAYLOAD_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 4 << 20
@@ -52,6 +54,8 @@ def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
             "num_pages": packed.num_pages,
             "ranks": packed.layout.ranks.tolist(),
             "scales": packed.scales.tolist(),
+            "outer_ranks": packed.layout.outer_ranks.tolist(),
+            "outer_scales": packed.outer_scales.tolist(),
             "crc32": _module_checksums(packed.payload, packed.layout, target),
             "sha256": hashlib.sha256(packed.payload.data).hexdigest(),
         },
@@ -83,7 +87,7 @@ def read_packed(
         found = PackTarget.from_document(header["target"])
         if (target is not None and found != target) or (digest is not None and header["digest"] != digest):
             raise AdapterCorrupt(f"the packed file holds adapter {header['digest'][:12]} for {header['pack_key']}")
-        layout = adapter_layout(found.geometry, found.modules, np.array(header["ranks"], np.int32))
+        layout = found.layout(np.array(header["ranks"], np.int32), np.array(header["outer_ranks"], np.int32))
         shape = (header["num_pages"], found.geometry.num_layers, found.geometry.page_bytes)
         num_bytes = shape[0] * shape[1] * shape[2]
         # Asked of the file system first: a damaged header must not make us allocate what it says.
@@ -96,7 +100,8 @@ def read_packed(
     payload = payload.reshape(shape)
     if hashlib.sha256(payload.data).hexdigest() != header["sha256"]:
         raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header['crc32'])}")
-    return PackedAdapter(header["digest"], layout, np.array(header["scales"], np.float32), payload)
+    scales, outer_scales = (np.array(header[name], np.float32) for name in ("scales", "outer_scales"))
+    return PackedAdapter(header["digest"], layout, scales, payload, outer_scales)
 
 
 def _read_header(file: BinaryIO) -> dict[str, Any]:
@@ -114,28 +119,23 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
     return header
 
 
-def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> list[list[int]]:
-    """CRC-32 of each module's elements `[num_layers, num_modules]`, 0 where it is absent."""
+def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
+    """CRC-32 of each module's elements, by the module's name; absent modules are left out."""
     pages = payload.view(target.storage_dtype)
-    page_elements = target.geometry.adapter_elements
-    checksums = [[0] * len(target.modules) for _ in range(target.geometry.num_layers)]
-    for layer, row in enumerate(checksums):
-        stream = pages[:, layer].reshape(-1)
-        for m, module in enumerate(target.modules):
-            rank = int(layout.ranks[layer, m])
+    checksums: dict[str, int] = {}
+    for layer, members in groupby(module_places(target), lambda place: place.layer):
+        is_outer = layer is None
+        stream = pages[: layout.num_outer_pages].reshape(-1) if is_outer else pages[:, layer].reshape(-1)
+        geometry = target.geometry.flat if is_outer else target.geometry
+        for place in members:
+            rank, begin, b_begin = layout.rank_and_offsets(layer, place.module)
             if rank:
-                begin, b_begin = (int(offset) for offset in layout.offsets[layer, m])
-                end = b_begin + rank * row_layout(module.out_features, page_elements).padded_len
-                row[m] = zlib.crc32(stream[begin:end])
+                end = b_begin + part_layout(place.shape, B, rank, geometry.adapter_elements).num_elements
+                checksums[place.key] = zlib.crc32(stream[begin:end])
     return checksums
 
 
-def _damaged(payload: Any, layout: AdapterLayout, target: PackTarget, wanted: list[list[int]]) -> str:
+def _damaged(payload: Any, layout: AdapterLayout, target: PackTarget, wanted: dict[str, int]) -> str:
     found = _module_checksums(payload, layout, target)
-    names = [
-        f"layer {layer} {module.name}"
-        for layer in range(target.geometry.num_layers)
-        for m, module in enumerate(target.modules)
-        if found[layer][m] != wanted[layer][m]
-    ]
+    names = [name for name, checksum in found.items() if checksum != wanted.get(name)]
     return ", ".join(names[:5]) or "its padding"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,27 @@ import numpy.typing as npt
 
 from loramux.adapter_store.canonical import CanonicalAdapter, digest_of
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.expected_modules import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX, module_key
+from loramux.adapter_store.expected_modules import ModulePlace, module_places
 from loramux.adapter_store.float_formats import to_bfloat16_bits, to_float32
-from loramux.adapter_store.safetensors_header import TensorEntry
 from loramux.adapter_store.target import PackTarget
-from loramux.kernels.layout import MAX_RANK, A, AdapterLayout, B, adapter_layout, row_layout
+from loramux.kernels.layout import MAX_RANK, A, AdapterLayout, B, part_layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
     """An adapter as the pool takes it: page `i` of the payload is copied whole into one page of the pool.
 
-    `scales` float32 `[num_layers, num_modules]`, 0 where the module is absent. `payload` uint8
-    `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is `payload.view(dtype)[e // E, l, e % E]`;
-    elements that belong to no row are zero.
+    `scales` float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 where the module is
+    absent. `payload` uint8 `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is
+    `payload.view(dtype)[e // E, l, e % E]`, element `e` of the outer modules' stream is element `e` of the first
+    `layout.num_outer_pages` pages; elements that belong to no row are zero.
     """
 
     digest: str
     layout: AdapterLayout
     scales: npt.NDArray[np.float32]
     payload: npt.NDArray[np.uint8]
+    outer_scales: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def num_pages(self) -> int:
@@ -44,63 +45,67 @@ def pack(canonical: Path | bytes, target: PackTarget) -> PackedAdapter:
     Raises AdapterCorrupt for a damaged file and AdapterRejected where the adapter was made for another base.
     """
     with CanonicalAdapter(canonical) as file:
-        ranks, scales = _ranks_and_scales(file.header.tensors, file.scales, target)
-        layout = adapter_layout(target.geometry, target.modules, ranks)
-        payload = np.zeros((layout.num_pages, target.geometry.num_layers, target.geometry.page_bytes), np.uint8)
+        places = _places(file, target)
+        num_layers = target.geometry.num_layers
+        ranks, scales = _tables((num_layers, len(target.modules)))
+        outer_ranks, outer_scales = _tables((len(target.outer_modules),))
+        for place in places:
+            at = place.module if place.layer is None else (place.layer, place.module)
+            into_ranks, into_scales = (outer_ranks, outer_scales) if place.layer is None else (ranks, scales)
+            into_ranks[at] = file.header.tensors[place.a_name].shape[0]
+            into_scales[at] = file.scales[place.key]
+        layout = target.layout(ranks, outer_ranks)
+        payload = np.zeros((layout.num_pages, num_layers, target.geometry.page_bytes), np.uint8)
         pages = payload.view(target.storage_dtype)  # [num_pages, num_layers, E]
-        for layer in range(target.geometry.num_layers):
-            pages[:, layer] = _layer_stream(file, layer, layout, target).reshape(layout.num_pages, -1)
-    return PackedAdapter(digest_of(canonical), layout, scales, payload)
+        first, page_elements = layout.num_outer_pages, target.geometry.adapter_elements
+        for layer, members in groupby(places, lambda place: place.layer):
+            is_outer = layer is None
+            stream = pages[:first].reshape(-1) if is_outer else np.zeros(layout.num_pages * page_elements, pages.dtype)
+            for place in members:
+                _write(file, place, layout, stream, target)
+            if not is_outer:
+                pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
+    return PackedAdapter(digest_of(canonical), layout, scales, payload, outer_scales)
 
 
-def _ranks_and_scales(
-    entries: Mapping[str, TensorEntry], module_scales: Mapping[str, float], target: PackTarget
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    num_layers, num_modules = target.geometry.num_layers, len(target.modules)
-    ranks = np.zeros((num_layers, num_modules), np.int32)
-    scales = np.zeros((num_layers, num_modules), np.float32)
-    num_placed = 0
-    for layer in range(num_layers):
-        for m, module in enumerate(target.modules):
-            key = module_key(layer, module)
-            if key not in module_scales:
-                continue
-            a = entries.get(TENSOR_PREFIX + key + A_SUFFIX)
-            b = entries.get(TENSOR_PREFIX + key + B_SUFFIX)
-            rank = a.shape[0] if a else 0
-            if (
-                not a
-                or not b
-                or not 0 < rank <= MAX_RANK
-                or a.shape != (rank, module.in_features)
-                or b.shape != (module.out_features, rank)
-            ):
-                raise AdapterRejected("base_mismatch", "the adapter was made for another base model", key)
-            ranks[layer, m] = rank
-            scales[layer, m] = module_scales[key]
-            num_placed += 1
-    if num_placed != len(module_scales) or 2 * num_placed != len(entries):
+def _tables(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    return np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+
+
+def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
+    """The adapter's modules; raises AdapterRejected where the base has none of that shape."""
+    entries = file.header.tensors
+    places = [place for place in module_places(target) if place.key in file.scales]
+    for place in places:
+        a, b = entries.get(place.a_name), entries.get(place.b_name)
+        rank = a.shape[0] if a else 0
+        if (
+            not a
+            or not b
+            or not 0 < rank <= MAX_RANK
+            or a.shape != (rank, place.shape.in_features)
+            or b.shape != (place.shape.out_features, rank)
+        ):
+            raise AdapterRejected("base_mismatch", "the adapter was made for another base model", place.key)
+    if len(places) != len(file.scales) or 2 * len(places) != len(entries):
         raise AdapterRejected("base_mismatch", "the adapter has modules that the base model lacks")
-    return ranks, scales
+    return places
 
 
-def _layer_stream(file: CanonicalAdapter, layer: int, layout: AdapterLayout, target: PackTarget) -> npt.NDArray[Any]:
-    """The stream of one layer: `[num_pages * E]` elements."""
-    page_elements = target.geometry.adapter_elements
-    stream = np.zeros(layout.num_pages * page_elements, target.storage_dtype)
-    for m, module in enumerate(target.modules):
-        rank = int(layout.ranks[layer, m])
-        if rank == 0:
-            continue
-        prefix = TENSOR_PREFIX + module_key(layer, module)
-        for half, name in ((A, prefix + A_SUFFIX), (B, prefix + B_SUFFIX)):
-            weights = _converted(file, name, target.dtype)
-            rows = weights if half == A else weights.T  # [rank, row_len]
-            padded_len = row_layout(rows.shape[1], page_elements).padded_len
-            offset = int(layout.offsets[layer, m, half])
-            place = stream[offset : offset + rank * padded_len].reshape(rank, padded_len)
-            place[:, : rows.shape[1]] = rows
-    return stream
+def _write(
+    file: CanonicalAdapter, place: ModulePlace, layout: AdapterLayout, stream: npt.NDArray[Any], target: PackTarget
+) -> None:
+    """Write both halves of a module into its stream."""
+    geometry = target.geometry.flat if place.layer is None else target.geometry
+    rank, *offsets = layout.rank_and_offsets(place.layer, place.module)
+    for half, name in ((A, place.a_name), (B, place.b_name)):
+        weights = _converted(file, name, target.dtype)
+        # A is [rank, in_features], B is [out_features, rank]; an embedding's A is laid out by token.
+        rows = weights.T if half == B or place.shape.is_embedding else weights
+        part = part_layout(place.shape, half, rank, geometry.adapter_elements)
+        begin = offsets[half]
+        at = stream[begin : begin + part.num_elements].reshape(part.num_rows, part.row.padded_len)
+        at[:, : part.row.row_len] = rows
 
 
 def _converted(file: CanonicalAdapter, name: str, dtype: str) -> npt.NDArray[Any]:

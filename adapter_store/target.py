@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from loramux.kernels.layout import MAX_RANK, LinearShape, PageGeometry, adapter_layout
+from loramux.kernels.layout import MAX_RANK, AdapterLayout, LinearShape, PageGeometry, adapter_layout
 
-PACK_FORMAT = 1
+PACK_FORMAT = 2
 """Version of the packed layout; a new one makes every packed file be rebuilt."""
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -22,11 +23,15 @@ _MAX_HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackTarget:
-    """One engine's layout. `modules` are named as PEFT names them below a layer; `dtype` is float32 or bfloat16."""
+    """One engine's layout. `modules` are named as PEFT names them below a layer; `dtype` is float32 or bfloat16.
+
+    `outer_modules` are those outside the layers, under their full names.
+    """
 
     modules: tuple[LinearShape, ...]
     geometry: PageGeometry
     dtype: str
+    outer_modules: tuple[LinearShape, ...] = ()
 
     def __post_init__(self) -> None:
         if _ITEMSIZE.get(self.dtype) != self.geometry.adapter_itemsize:
@@ -48,18 +53,30 @@ class PackTarget:
     @property
     def max_tensors_bytes(self) -> int:
         """The largest safetensors file that can be valid: every module at the highest rank, in float32."""
-        elements = sum(module.in_features + module.out_features for module in self.modules)
-        return _MAX_HEADER_BYTES + 8 + self.geometry.num_layers * elements * MAX_RANK * _WIDEST_ITEMSIZE
+        elements = self.geometry.num_layers * _elements_per_rank(self.modules) + _elements_per_rank(self.outer_modules)
+        return _MAX_HEADER_BYTES + 8 + elements * MAX_RANK * _WIDEST_ITEMSIZE
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of an adapter that has every module at the highest rank."""
+        ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
+        return self.layout(ranks, np.full(len(self.outer_modules), MAX_RANK, np.int32)).num_pages
 
     @property
     def max_payload_bytes(self) -> int:
         """The packed size of an adapter that has every module at the highest rank."""
-        ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
-        return self.num_pages(ranks) * self.geometry.total_page_bytes
+        return self.max_pages * self.geometry.total_page_bytes
 
-    def num_pages(self, ranks: npt.NDArray[np.int32]) -> int:
-        """Pages of an adapter with `ranks` int32 `[num_layers, num_modules]`."""
-        return adapter_layout(self.geometry, self.modules, ranks).num_pages
+    def layout(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> AdapterLayout:
+        """The layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
+
+        `outer_ranks` int32 `[num_outer_modules]`; None is 0 for each.
+        """
+        return adapter_layout(self.geometry, self.modules, ranks, self.outer_modules, outer_ranks)
+
+    def num_pages(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> int:
+        """Pages of an adapter with these ranks; see `layout`."""
+        return self.layout(ranks, outer_ranks).num_pages
 
     def document(self) -> dict[str, Any]:
         """This target as plain JSON values, for packed files and the validation process."""
@@ -67,6 +84,7 @@ class PackTarget:
             "modules": [asdict(module) for module in self.modules],
             "geometry": asdict(self.geometry),
             "dtype": self.dtype,
+            "outer_modules": [asdict(module) for module in self.outer_modules],
         }
 
     @classmethod
@@ -75,4 +93,9 @@ class PackTarget:
             modules=tuple(LinearShape(**module) for module in document["modules"]),
             geometry=PageGeometry(**document["geometry"]),
             dtype=document["dtype"],
+            outer_modules=tuple(LinearShape(**module) for module in document["outer_modules"]),
         )
+
+
+def _elements_per_rank(modules: Iterable[LinearShape]) -> int:
+    return sum(module.in_features + module.out_features for module in modules)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.expected_modules import ExpectedModule, expected_modules
+from loramux.adapter_store.expected_modules import TENSOR_PREFIX, ExpectedModule, expected_modules
 from loramux.adapter_store.peft_config import parse_peft_config
 from loramux.adapter_store.safetensors_header import TensorEntry
 from loramux.adapter_store.target import PackTarget
@@ -60,12 +60,16 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget) -> 
     if checks.largest_effect == 0.0:
         raise AdapterRejected("zero_effect", "the adapter changes nothing: its products B A are zero")
     ranks = np.zeros((target.geometry.num_layers, len(target.modules)), np.int32)
+    outer_ranks = np.zeros(len(target.outer_modules), np.int32)
     for module in expected:
-        ranks[module.layer, module.module] = module.rank
+        if module.layer is None:
+            outer_ranks[module.module] = module.rank
+        else:
+            ranks[module.layer, module.module] = module.rank
     return Report(
         scales={module.key: module.scale for module in expected},
-        max_rank=int(ranks.max()),
-        num_pages=target.num_pages(ranks),
+        max_rank=max(module.rank for module in expected),
+        num_pages=target.num_pages(ranks, outer_ranks),
         num_parameters=sum(entry.shape[0] * entry.shape[1] for entry in entries.values()),
         dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
         largest_effect=checks.largest_effect,
@@ -86,14 +90,29 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
             f"the adapter has weights for layer {max(layers)}, the base has {num_layers} layers",
             min(unexpected),
         )
+    base_weights = [name for name in unexpected if _is_base_weight(name, target)]
+    if base_weights:
+        # Nobody can tell here whether training has left them as they were.
+        raise AdapterRejected(
+            "unexpected_tensor",
+            "the file holds weights of the base itself, which an adapter cannot bring: "
+            "save it with save_pretrained(..., save_embedding_layers=False)",
+            min(base_weights),
+        )
     if unexpected:
         raise AdapterRejected("unexpected_tensor", "the configuration does not name this tensor", min(unexpected)[:300])
-    wanted_layers = {module.layer for module in expected}
+    wanted_layers = {module.layer for module in expected if module.layer is not None}
     if len(wanted_layers) == num_layers > len(layers) > 0 and layers == set(range(len(layers))):
         raise AdapterRejected(
             "base_mismatch", f"the adapter has {len(layers)} layers, the base has {num_layers}", min(missing)
         )
     raise AdapterRejected("missing_tensor", "the configuration names this tensor, the file lacks it", min(missing))
+
+
+def _is_base_weight(name: str, target: PackTarget) -> bool:
+    """Whether PEFT stores an outer module's own weights under this name, as it does unless it is told not to."""
+    places = [TENSOR_PREFIX + module.name for module in target.outer_modules]
+    return any(name in (f"{place}.base_layer.weight", f"{place}.weight") for place in places)
 
 
 def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:

@@ -9,9 +9,8 @@ import torch
 
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_model import Model
-from loramux.kernels.gpu_lora import TILE_ROWS, max_segments
 from loramux.kernels.layout import AdapterLayout, B, adapter_layout, row_layout
-from loramux.kernels.segments import build_segments
+from loramux.kernels.segments import SEGMENT_ROWS, build_segments, max_segments
 from loramux.kernels.tables import AdapterTables, PoolViews, Segments
 
 SCALE = 2.0
@@ -156,7 +155,7 @@ def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
         torch.randn(case.num_rows, group.in_features, generator=generator, device=bench.device).to(bench.dtype)
         for group in model.groups
     )
-    listed = build_segments(case.slots, TILE_ROWS)
+    listed = build_segments(case.slots, SEGMENT_ROWS)
     missing = max_segments(case.num_rows, case.num_sequences) - listed.num_segments
     tail = torch.full((missing,), POISON, dtype=torch.int32)
     segments = Segments(

@@ -22,7 +22,7 @@ from loramux.engine.assembly import DTYPES, AssembledEngine, assemble_engine
 from loramux.engine.backend import Backend, DenseLinear, open_backend
 from loramux.engine.batch import Batch
 from loramux.engine.config import EngineConfig
-from loramux.engine.engine import Executor, StepResult
+from loramux.engine.executor import Executor, StepResult
 from loramux.engine.messages import (
     AdapterState,
     Add,

@@ -40,9 +40,11 @@ class AdapterEntry:
     pages: list[int] = field(default_factory=list)
     num_pages: int = 0
     num_users: int = 0
-    """Running sequences; the adapter cannot be evicted while there are any."""
+    """Running sequences, and a pin; the adapter cannot be evicted while there are any."""
     is_unwelcome: bool = False
     """It is evicted as soon as nobody uses it."""
+    is_pinned: bool = False
+    """One of its users is no sequence, and keeps it."""
     failure: str = ""
 
     @property
@@ -137,12 +139,14 @@ class AdapterPool:
         self._reclaimer = reclaimer
         reclaimer.waited_for = self
         self._entries: dict[str, AdapterEntry] = {}
+        self.num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._placing: list[AdapterEntry] = []
         # As of the last poll.
         self._demand = Demand()
         self.on_residency: Callable[[str, bool], None] = lambda digest, is_resident: None
         """Called when an adapter has become resident, and when it no longer is."""
+        self.num_pinned_pages = 0
         self.num_loads = 0
         self.num_evictions = 0
 
@@ -191,8 +195,8 @@ class AdapterPool:
         """Whether the adapter's slot is wanted by one whose turn comes before `turn`: the one with fewest users."""
         if not self._placing or self._free_slots or self.turn_of(self._placing[0]) >= turn:
             return False
-        resident = [one for one in self._entries.values() if one.phase is AdapterPhase.RESIDENT]
-        return entry is min(resident, key=lambda one: one.num_users)
+        resident = (one for one in self._entries.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
+        return entry is min(resident, key=lambda one: one.num_users, default=None)
 
     def can_spare(self, num_pages: int, turn: int) -> bool:
         """Whether one whose turn is `turn` may have pages, beside what a fetched adapter of an earlier turn wants."""
@@ -221,6 +225,10 @@ class AdapterPool:
                     if layout.num_pages > self._pages.num_pages:
                         self._loader.drop(entry.digest)
                         self._fail(entry, "the adapter is larger than the whole page pool")
+                        settled.append(entry)
+                    elif not self._fits_beside_pins(entry):
+                        self._loader.drop(entry.digest)
+                        self._fail(entry, "the adapter is larger than what pinned adapters leave of the page pool")
                         settled.append(entry)
                     else:
                         entry.phase = AdapterPhase.PLACING
@@ -339,3 +347,34 @@ class AdapterPool:
         if entry.slot >= 0:
             self._free_slots.append(entry.slot)
             entry.slot = -1
+
+    # Pins
+
+    def pin(self, entry: AdapterEntry) -> None:
+        """Keep a resident adapter until `unpin`."""
+        assert not entry.is_pinned
+        self.acquire(entry)
+        entry.is_pinned = True
+        self.num_pinned_pages += entry.num_pages
+
+    def unpin(self, digest: str) -> None:
+        entry = self._entries[digest]
+        assert entry.is_pinned
+        entry.is_pinned = False
+        self.num_pinned_pages -= entry.num_pages
+        self.release(digest)
+
+    def num_pages_beside(self, digest: str | None, num_pages: int) -> int:
+        """What a sequence can never have: its adapter's pages, `num_pages` of them, and those that are pinned."""
+        entry = None if digest is None else self._entries.get(digest)
+        if entry is not None and entry.is_pinned:
+            return self.num_pinned_pages
+        return self.num_pinned_pages + num_pages
+
+    @property
+    def can_place_all(self) -> bool:
+        """Whether every adapter that waits for room will find some, whatever is pinned."""
+        return all(self._fits_beside_pins(entry) for entry in self._placing)
+
+    def _fits_beside_pins(self, entry: AdapterEntry) -> bool:
+        return entry.num_pages <= self._pages.num_pages - self.num_pinned_pages

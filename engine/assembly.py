@@ -21,8 +21,9 @@ from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.device_sampler import DeviceSampler
 from loramux.engine.direct_executor import DirectExecutor
-from loramux.engine.engine import Engine, EngineLimits, Executor
+from loramux.engine.engine import Engine
 from loramux.engine.eviction import POLICIES, Reclaimer
+from loramux.engine.executor import Executor
 from loramux.engine.graph_executor import GraphExecutor
 from loramux.engine.host_slab import HostSlab
 from loramux.engine.kv_pages import KvPages
@@ -32,6 +33,7 @@ from loramux.engine.model_config import ModelConfig
 from loramux.engine.page_pool import PagePool
 from loramux.engine.pool_memory import allocate_pool, pool_bytes_of
 from loramux.engine.prefix_cache import PrefixCache
+from loramux.engine.request_limits import EngineLimits
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequence import Sequence, page_list
 from loramux.engine.slot_tables import SlotTables
@@ -92,7 +94,7 @@ def assemble_engine(
     max_model_len = resolve_max_model_len(config, model)
     target = pack_target(model, dtype)
     decoder = _load_decoder(config, model, DTYPES[dtype], max_model_len, weights, backend)
-    tables = SlotTables(target.geometry, model.modules, config.max_resident_adapters, backend.accelerator)
+    tables = SlotTables(target, config.max_resident_adapters, backend.accelerator, decoder.outer_factors)
     pool_bytes = pool_bytes_of(config.pool_bytes, backend.device)
     views = allocate_pool(target.geometry, pool_bytes, DTYPES[dtype], DTYPES[dtype], backend.device)
     kernels = backend.make_kernels(views, decoder.shapes)
@@ -114,6 +116,7 @@ def assemble_engine(
             page_tokens,
             config.max_waiting_tokens,
             config.max_waiting_s,
+            config.max_pinned_share,
         ),
         pages=pages,
         adapters=adapters,

@@ -62,10 +62,22 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OuterSlots:
+    """Adapter slots of a step's rows as the outer modules see them: -1 where a row's adapter lacks the module.
+
+    `embedding` int32 `[num_tokens]`, `head` int32 `[num_samples]`.
+    """
+
+    embedding: npt.NDArray[np.int32]
+    head: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """What a forward pass reads, on its device; the axes may be padded, and rows of no sequence mean nothing.
 
-    `tokens`, `positions` and `sample_rows` int32. `segments` without entries switches the adapters off.
+    `tokens`, `positions` and `sample_rows` int32. `segments` without entries switches the adapters off, and so do
+    `embedding_segments`, those of the rows whose adapters change the embedding; None is none.
     """
 
     tokens: torch.Tensor
@@ -73,6 +85,7 @@ class StepInputs:
     attention: AttentionBatch
     segments: Segments
     sample_rows: torch.Tensor
+    embedding_segments: Segments | None = None
 
 
 def _no_rows() -> Batch:

@@ -9,7 +9,7 @@ import msgspec
 
 from loramux.adapter_store.target import PackTarget
 from loramux.engine.cuda_driver import missing_for_cuda
-from loramux.engine.errors import DeviceNotUsable, ModelNotSupported
+from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
 from loramux.engine.model_config import ModelConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -19,11 +19,15 @@ DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
+MOST_PINNED_SHARE = 0.9
+"""Adapters that nobody pinned, and what sequences compute, need room as well."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an engine. `dtype` is that of the weights' values, the KV cache and the adapters in the pool.
 
     On a CPU, activations are float32 whatever the dtype; a CPU that cannot multiply bfloat16 multiplies in float32.
+    Raises ConfigNotUsable for settings that contradict each other.
     """
 
     model_dir: str
@@ -49,6 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What gives way first when pages are needed: see `eviction.py`."""
     max_resident_adapters: int = 256
     """Slots of the adapter tables."""
+    max_pinned_share: float = 0.5
+    """Of the pool's pages and of the slots, each: what pinned adapters may take at most; 0 refuses every pin."""
     disk_tier_bytes: int = 16 << 30
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
@@ -56,6 +62,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Threads that fetch adapters; one more copies them into the pool."""
     seed: int = 0
     """Root of the streams of requests that bring no seed of their own."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < self.max_sequences:
+            # Each running sequence has a row in each step: without one, the last ones would never get on.
+            raise ConfigNotUsable(
+                f"max_batch_tokens is {self.max_batch_tokens}, less than max_sequences, which is {self.max_sequences}: "
+                "some running sequences would never get a row of a step; raise the one or lower the other"
+            )
+        if not 0 <= self.max_pinned_share <= MOST_PINNED_SHARE:
+            raise ConfigNotUsable(f"max_pinned_share {self.max_pinned_share} is outside [0, {MOST_PINNED_SHARE}]")
 
 
 def resolve_device(requested: str) -> str:

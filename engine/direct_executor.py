@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from loramux.engine.batch import Batch, StepInputs
 from loramux.engine.model import Decoder
-from loramux.engine.sampler import SampledToken, sample
+from loramux.engine.sampler import FinishedStep, sample
 from loramux.engine.slot_tables import SlotTables
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step that was through when it was submitted."""
-
-    sampled: list[SampledToken]
-
-    def tokens(self) -> list[SampledToken]:
-        return self.sampled
 
 
 class DirectExecutor:

@@ -11,6 +11,10 @@ class ModelNotSupported(EngineError):
     """The model directory is missing, malformed, or asks for something that loramux does not do."""
 
 
+class ConfigNotUsable(EngineError):
+    """Settings that contradict each other or lie outside their range."""
+
+
 class PoolTooSmall(EngineError):
     """The page pool cannot hold what the configuration asks of it."""
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from loramux.engine.accelerator import Accelerator
-from loramux.engine.batch import NO_ROWS, Batch
+from loramux.engine.batch import NO_ROWS, Batch, OuterSlots
 from loramux.engine.device_sampler import DeviceSampler, SampledStep
 from loramux.engine.logit_edits import logit_edits
 from loramux.engine.messages import SamplingParams
-from loramux.engine.model import Decoder
+from loramux.engine.model import Decoder, HeadAdapters
 from loramux.engine.sampler import SamplingRow
 from loramux.engine.slot_tables import SlotTables
 from loramux.engine.step_buffer import StepBuffer, StepLayout
 from loramux.engine.step_shape import StepShape, step_shape
 from loramux.kernels.dispatch import Kernels
+from loramux.kernels.segments import SEGMENT_ROWS, group_rows
+from loramux.kernels.tables import Segments
+
+HEAD_SEGMENTS = (1, 4, 16, 64, 256)
+"""Numbers of segments that the head's kernels are compiled for: their grids are as wide as the vocabulary."""
 
 
 class GraphExecutor:
@@ -25,7 +31,8 @@ class GraphExecutor:
 
     A step is one copy of its metadata, the decoder up to the sample rows, the logits, and the choice of tokens. The
     decoder's part of up to MAX_GRAPH_TOKENS rows is captured the second time a shape occurs: the first run, which is
-    not captured, compiles and loads whatever kernels the shape needs.
+    not captured, compiles and loads whatever kernels the shape needs. Adapters that change the embedding or the head
+    have shapes of their own, so that a step without them launches nothing for them.
     """
 
     def __init__(
@@ -63,6 +70,8 @@ class GraphExecutor:
             self._forward(layout)
             if shape.is_captured:
                 self._has_run.add(shape)
+            if shape.max_rank:
+                self._warm_up_outer(replace(shape, has_outer=True))
             for params in (
                 SamplingParams(temperature=0.0),
                 SamplingParams(top_k=5, top_p=0.5),
@@ -75,16 +84,42 @@ class GraphExecutor:
                 self._sampler.choose(logits, samples, layout.sampling).tokens()
 
     def submit(self, batch: Batch) -> SampledStep:
-        layout = self._buffer.load(batch, self._shape(batch))
+        outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
+        layout = self._buffer.load(batch, self._shape(batch, has_outer=outer is not None), outer)
         self._run(layout)
         num_samples = len(batch.samples)
-        logits = self._decoder.logits(self._hidden[:num_samples])
+        head = None if outer is None else self._head(layout, outer)
+        logits = self._decoder.logits(self._hidden[:num_samples], head)
         return self._sampler.choose(logits, batch.samples, layout.sampling)
 
-    def _shape(self, batch: Batch) -> StepShape:
+    def _shape(self, batch: Batch, has_outer: bool) -> StepShape:
         has_adapters = bool((batch.slots >= 0).any())
         max_rank = max(1, self._tables.max_rank(batch.slots)) if has_adapters else 0
-        return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank)
+        return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer)
+
+    def _head(self, layout: StepLayout, outer: OuterSlots) -> HeadAdapters | None:
+        """What the head's adapters need; the logits are not captured, so that the grid can follow the batch."""
+        num_segments = len(group_rows(outer.head, SEGMENT_ROWS)[2])
+        return self._head_of(layout, num_segments) if num_segments else None
+
+    def _head_of(self, layout: StepLayout, num_segments: int) -> HeadAdapters:
+        whole = layout.head_segments
+        assert whole is not None
+        count = min(whole.num_segments, next((size for size in HEAD_SEGMENTS if size >= num_segments), num_segments))
+        segments = Segments(whole.rows, whole.starts[: count + 1], whole.slots[:count], whole.max_rank)
+        return HeadAdapters(self._kernels, self._tables.device, segments)
+
+    def _warm_up_outer(self, shape: StepShape) -> None:
+        """Run what a shape with outer modules adds to the one without them, which has run."""
+        nobody = OuterSlots(np.zeros(0, np.int32), np.zeros(0, np.int32))
+        layout = self._buffer.load(NO_ROWS, shape, nobody)
+        self._decoder.embed(layout.inputs, self._kernels, self._tables.device)
+        # As many rows as segments or more are programs of their own.
+        for num_rows in {1, min(shape.num_sequences, self._max_sequences)}:
+            for num_segments in HEAD_SEGMENTS:
+                self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments))
+        if shape.is_captured:
+            self._has_run.add(shape)
 
     def _run(self, layout: StepLayout) -> None:
         shape = layout.shape

@@ -40,7 +40,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run one sequence. `max_tokens` is what the quota granted; the adapter is named by digest, None is the base."""
+    """Run one sequence. `max_tokens` is what the quota granted; the adapter is named by digest, None is the base.
+
+    `sequence_id` tells apart the sequences of one gateway; another gateway may use the same. Times are finite and not
+    negative, or the sequence ends with `invalid_request`.
+    """
 
     sequence_id: str
     prompt: tuple[int, ...]
@@ -60,7 +64,11 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Raise a sequence's limit to `max_tokens`; one that has ended already is left as it was."""
+    """Raise a sequence's limit to `max_tokens`; one that has ended already is left as it was.
+
+    The limit goes no further than the context and the pool reach beside the sequence's adapter and what is pinned. A
+    sequence that wants an adapter and has not run yet gets its higher limit when it does.
+    """
 
     sequence_id: str
     max_tokens: int
@@ -74,7 +82,10 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make an adapter resident; answered by AdapterState once it is or cannot be."""
+    """Make an adapter resident; answered by AdapterState once it is or cannot be.
+
+    While an Unload of the adapter is pending, it waits for that and loads afresh.
+    """
 
     call_id: str
     digest: str
@@ -83,12 +94,29 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Free an adapter's pages, and forget what it computed, once no sequence wants it; answered by AdapterState.
 
-    With `deadline_s`, sequences that still want it then are ended with `adapter_unavailable`.
+    From now until the answer the adapter drains: sequences that were added before go on, and with `deadline_s` those
+    that have not ended by then are ended with `adapter_unavailable`; sequences that are added in the meantime are
+    refused with `adapter_unavailable`. So the pages become free whatever else is asked. After the answer the next
+    sequence loads the adapter afresh. A pin ends, and loads and pins that still wait are answered with `superseded`.
     """
 
     call_id: str
     digest: str
     deadline_s: float | None = None
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Load an adapter and keep it resident until a Pin with `is_pinned = False` or an Unload; answered by AdapterState.
+
+    A pin outlives the gateway that asked for it. An adapter that is evicted because its values were not finite is
+    loaded and pinned again; one that cannot be loaded again loses its pin, and Stats shows it no more.
+    Pins beyond their share of the pool, or of its slots, are answered with `pin_limit`, and so is one that would leave
+    too few pages for a request that was accepted before.
+    """
+
+    call_id: str
+    digest: str
+    is_pinned: bool = True
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -147,13 +175,28 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str | None = None
 
 
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A message that was not obeyed and changed nothing: it could not be read, or added an id that is running.
+
+    No Finished answers such an Add: that would end the stream of the sequence that runs.
+    """
+
+    message: str
+    sequence_id: str | None = None
+
+
 class AdapterState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to Load or Unload. `state` is `resident`, `absent` or `failed`."""
+    """Answer to Load, Unload or Pin. `state` is `resident`, `absent` or `failed`.
+
+    With `failed`, `code` is `adapter_unavailable` (it cannot be loaded), `superseded` (a later call asked for the
+    opposite), `pin_limit` or `invalid_request`.
+    """
 
     call_id: str
     digest: str
     state: str
     num_pages: int = 0
+    code: str | None = None
     message: str | None = None
 
 
@@ -164,6 +207,8 @@ class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     num_pages: int
     num_users: int
+    """Running sequences."""
+    is_pinned: bool = False
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -180,9 +225,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_prefix_pages: int
     """Pages of K and V that the prefix cache knows, in use or not."""
     prompt_tokens: int
+    """Prompt tokens that were computed, each once."""
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that the prefix cache spared."""
+    recomputed_tokens: int = 0
+    """Tokens of prompts and answers that were computed again after a preemption."""
     num_adapter_loads: int
     num_adapter_evictions: int
     num_preemptions: int
@@ -202,5 +250,5 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
 
 
-ToEngine = Add | Extend | Abort | Load | Unload | Credit | StatsRequest
-FromEngine = StepOutput | Finished | AdapterState | Stats | EngineReady
+ToEngine = Add | Extend | Abort | Load | Unload | Pin | Credit | StatsRequest
+FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineReady

@@ -9,12 +9,12 @@ from torch.nn import functional
 
 from loramux.engine.backend import Backend, Linear
 from loramux.engine.batch import StepInputs
-from loramux.engine.model_config import GELU_TANH, ModelConfig
+from loramux.engine.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
 from loramux.engine.rotary import rotary_tables
 from loramux.engine.weights import WeightSource
-from loramux.kernels.dispatch import Kernels, KernelShapes
+from loramux.kernels.dispatch import Kernels, KernelShapes, LoraKernels
 from loramux.kernels.layout import LinearShape
-from loramux.kernels.tables import AdapterTables, AttentionSpec, ModuleGroup
+from loramux.kernels.tables import AdapterTables, AttentionSpec, ModuleGroup, Segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,12 +41,23 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class LoraGroups:
-    """The four groups of modules that share an input: one shrink and one expand each."""
+    """The groups of modules that share an input, one shrink and one expand each: a layer's four, and the outer two."""
 
     qkv: ModuleGroup
     o: ModuleGroup
     gate_up: ModuleGroup
     down: ModuleGroup
+    embedding: ModuleGroup
+    head: ModuleGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadAdapters:
+    """What a head's adapters need of a step: `segments` of the rows of `hidden` whose adapters change the head."""
+
+    kernels: Kernels
+    tables: AdapterTables
+    segments: Segments
 
 
 class Decoder:
@@ -87,7 +98,28 @@ class Decoder:
         return KernelShapes(
             groups=(groups.qkv, groups.o, groups.gate_up, groups.down),
             attention=tuple(layer.attention for layer in self._layers),
+            outer_groups=(groups.embedding, groups.head),
         )
+
+    @property
+    def outer_factors(self) -> tuple[float, ...]:
+        """What the base multiplies the outputs of `config.outer_modules` by; so it does with their adapters'."""
+        return (self._embedding_scale, 1.0)
+
+    @torch.inference_mode()
+    def embed(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
+        """The embeddings of a step's tokens, adapters included, `[num_tokens, hidden_size]`."""
+        embedded = functional.embedding(inputs.tokens, self._embedding)
+        if self._embedding_scale != 1.0:
+            embedded = embedded * self._embedding_scale
+        embedded = embedded.to(self._dtype)
+        segments = inputs.embedding_segments
+        if segments is not None and segments.num_segments:
+            group, outer = self._groups.embedding, _outer(tables)
+            planes = kernels.outer.lora_planes(group, embedded.shape[0], segments)
+            kernels.outer.lora_gather(inputs.tokens, 0, group, outer, segments, planes)
+            kernels.outer.lora_expand(planes, 0, group, outer, segments, embedded)
+        return embedded
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
@@ -97,19 +129,13 @@ class Decoder:
         angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
         gate_and_mul = kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
         q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        residual = functional.embedding(inputs.tokens, self._embedding)  # [num_tokens, hidden_size]
-        if self._embedding_scale != 1.0:
-            residual = residual * self._embedding_scale
-        residual = residual.to(self._dtype)
+        residual = self.embed(inputs, kernels, tables)
         # Rows that only pad a step belong to no sequence and are not attended: zeros keep them finite.
         attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
 
         def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: ModuleGroup) -> torch.Tensor:
             """Add the adapters' part to `y`, the base's output for `x`."""
-            if inputs.segments.num_segments:
-                planes = kernels.lora_planes(group, num_tokens, inputs.segments)
-                kernels.lora_shrink(x, index, group, tables, inputs.segments, planes)
-                kernels.lora_expand(planes, index, group, tables, inputs.segments, y)
+            _add_adapters(kernels, x, y, index, group, tables, inputs.segments)
             return y
 
         x = residual
@@ -146,27 +172,56 @@ class Decoder:
         return torch.empty(num_rows, self.config.hidden_size, dtype=self._dtype, device=self._embedding.device)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of rows of `hidden`, `[num_rows, vocab_size]` of the activations' dtype."""
+    def logits(self, hidden: torch.Tensor, adapters: HeadAdapters | None = None) -> torch.Tensor:
+        """The logits of rows of `hidden`, `[num_rows, vocab_size]` of the activations' dtype.
+
+        `adapters` None says that no row's adapter changes the head.
+        """
         logits = self._head(hidden)
+        if adapters is not None:
+            kernels, outer = adapters.kernels.outer, _outer(adapters.tables)
+            _add_adapters(kernels, hidden, logits, 0, self._groups.head, outer, adapters.segments)
         cap = self.config.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
+def _add_adapters(
+    kernels: LoraKernels,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    layer: int,
+    group: ModuleGroup,
+    tables: AdapterTables,
+    segments: Segments,
+) -> None:
+    """Add the adapters' part to `y`, the base's output for `x`, in place."""
+    if segments.num_segments:
+        planes = kernels.lora_planes(group, x.shape[0], segments)
+        kernels.lora_shrink(x, layer, group, tables, segments, planes)
+        kernels.lora_expand(planes, layer, group, tables, segments, y)
+
+
+def _outer(tables: AdapterTables) -> AdapterTables:
+    assert tables.outer is not None, "segments of outer modules come with their tables"
+    return tables.outer
+
+
 def lora_groups(config: ModelConfig) -> LoraGroups:
     """Group the modules of `config.modules` by their input."""
-    qkv, o, gate_up, down = (_group(config, modules) for modules in config.module_groups)
-    return LoraGroups(qkv=qkv, o=o, gate_up=gate_up, down=down)
+    qkv, o, gate_up, down = (_group(config.modules, modules) for modules in config.module_groups)
+    embedding, head = (_group(config.outer_modules, (module,)) for module in (EMBEDDING, HEAD))
+    return LoraGroups(qkv=qkv, o=o, gate_up=gate_up, down=down, embedding=embedding, head=head)
 
 
-def _group(config: ModelConfig, modules: tuple[int, ...]) -> ModuleGroup:
-    shapes = [config.modules[m] for m in modules]
-    out_features = tuple(shape.out_features for shape in shapes)
+def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleGroup:
+    members = [shapes[module] for module in modules]
+    out_features = tuple(shape.out_features for shape in members)
     return ModuleGroup(
         modules=modules,
-        in_features=shapes[0].in_features,
+        in_features=members[0].in_features,
         out_features=out_features,
         out_offsets=tuple(sum(out_features[:i]) for i in range(len(modules))),
+        is_embedding=members[0].is_embedding,
     )
 
 

@@ -33,6 +33,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEAD_DIM = 256
 
 SILU, GELU_TANH = "silu", "gelu_tanh"
+EMBEDDING, HEAD = 0, 1
+"""Indices of `ModelConfig.outer_modules`."""
+
 _ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
@@ -93,6 +96,17 @@ class ModelConfig:
             LinearShape("mlp.gate_proj", hidden, inner),
             LinearShape("mlp.up_proj", hidden, inner),
             down,
+        )
+
+    @property
+    def outer_modules(self) -> tuple[LinearShape, ...]:
+        """The modules outside the layers that adapters may target, under PEFT's names.
+
+        They are two even where the base ties their weights: an adapter changes the one that it names.
+        """
+        return (
+            LinearShape("model.embed_tokens", self.vocab_size, self.hidden_size, is_embedding=True),
+            LinearShape("lm_head", self.hidden_size, self.vocab_size),
         )
 
     @property

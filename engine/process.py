@@ -23,7 +23,19 @@ from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.config import EngineConfig
 from loramux.engine.errors import EngineError
 from loramux.engine.gateway_link import GatewayLink
-from loramux.engine.messages import Abort, Add, Credit, Extend, FromEngine, Load, StatsRequest, ToEngine, Unload
+from loramux.engine.messages import (
+    Abort,
+    Add,
+    Credit,
+    Extend,
+    FromEngine,
+    Load,
+    Pin,
+    Rejected,
+    StatsRequest,
+    ToEngine,
+    Unload,
+)
 from loramux.engine.step_record import StepRecord
 
 EXIT_REFUSED = 3
@@ -87,23 +99,31 @@ class EngineServer:
             os.read(self._wake_fd, 4096)
         while True:
             try:
-                owner, body = self._socket.recv_multipart(self._zmq.NOBLOCK)
+                owner, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
             except self._zmq.Again:
                 return
-            self._dispatch(owner, self._decoder.decode(body))
+            try:
+                message = self._decoder.decode(b"".join(frames))
+            except msgspec.DecodeError as error:
+                # Of one gateway's mistake the others notice nothing.
+                self._link(owner).post(Rejected(message=f"a message could not be read: {error}"))
+                continue
+            self._dispatch(owner, message)
 
     def _dispatch(self, owner: bytes, message: ToEngine) -> None:
         match message:
             case Add():
                 self._engine.add(owner, message)
             case Extend():
-                self._engine.extend(message)
+                self._engine.extend(owner, message)
             case Abort():
-                self._engine.abort(message)
+                self._engine.abort(owner, message)
             case Load():
                 self._engine.load(owner, message)
             case Unload():
                 self._engine.unload(owner, message)
+            case Pin():
+                self._engine.pin(owner, message)
             case StatsRequest():
                 self._link(owner).post(self._engine.stats(message))
             case Credit(count=count):
@@ -130,7 +150,7 @@ def main() -> None:
     """Assemble the engine and serve it; a configuration that cannot work ends with EXIT_REFUSED and one sentence."""
     # Ctrl-C reaches the whole terminal group; the supervisor decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    document = sys.stdin.buffer.readline()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
 
@@ -145,6 +165,7 @@ def main() -> None:
     threading.Thread(target=_follow_supervisor, args=(ended, closed, wake), name="supervisor", daemon=True).start()
     record = StepRecord(int(sys.argv[2]))
     try:
+        config = msgspec.json.decode(document, type=EngineConfig)
         assembled = assemble_engine(config, wake, note_running=record.note_running)
     except (EngineError, ValueError) as error:
         print(str(error), file=sys.stderr)

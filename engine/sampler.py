@@ -49,6 +49,16 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """The result of a step whose tokens were chosen when it was submitted."""
+
+    sampled: list[SampledToken]
+
+    def tokens(self) -> list[SampledToken]:
+        return self.sampled
+
+
 def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
     """Sample one token a row of `logits`, float32 `[num_rows, vocab_size]`, as `samples` say.
 

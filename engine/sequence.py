@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from loramux.engine.logit_edits import LogitEdits, logit_edits
-from loramux.engine.messages import Add, TokenLogprobs
+from loramux.engine.messages import Add
 from loramux.engine.prefix_cache import CachedPage
 
 
@@ -46,7 +46,6 @@ class Sequence:
     num_computed: int = 0
     pages: array[int] = field(default_factory=page_list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_in_flight: int = 0
     sample_index: int = -1
     """Which token of the step in flight is this sequence's, while there is one."""
@@ -56,6 +55,12 @@ class Sequence:
     """What the prefix cache knows of `pages[:len(shared_pages)]`; None where it holds the same in another page."""
     num_cached: int = 0
     """Prompt tokens that the prefix cache had when the sequence first ran."""
+    num_reached: int = 0
+    """The most that `num_computed` ever was: tokens below it that a step holds are computed again."""
+    num_adapter_pages: int = 0
+    """Of its adapter, from when it first runs; they are counted also while the adapter is away."""
+    wanted_max_tokens: int = 0
+    """The limit that was asked for before the size of its adapter was known."""
     is_tainted: bool = False
     """What it computed may be broken, and is offered to nobody."""
     is_paused: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,23 +10,13 @@ import torch
 from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.batch import Batch
 from loramux.engine.messages import SamplingParams
-from loramux.engine.sampler import SampledToken, sample
+from loramux.engine.sampler import FinishedStep, SampledToken, sample
 from loramux.kernels.layout import AdapterLayout
 
 UNWRITTEN = -1
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 """The settings under which nothing but the likeliest token matters."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step whose tokens were chosen when it was submitted."""
-
-    sampled: list[SampledToken]
-
-    def tokens(self) -> list[SampledToken]:
-        return self.sampled
 
 
 class SimulatedExecutor:
@@ -162,6 +151,9 @@ class SimulatedLoader:
     def events(self) -> list[LoadEvent]:
         events, self._events = self._events, []
         return events
+
+    def hold(self) -> None:
+        self.is_holding = True
 
     def let_go(self) -> None:
         self._events.extend(self._held)

@@ -2,56 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.target import PackTarget
 from loramux.engine.accelerator import Accelerator
-from loramux.kernels.layout import MAX_RANK, AdapterLayout, LinearShape, PageGeometry, adapter_layout
+from loramux.engine.batch import OuterSlots
+from loramux.engine.model_config import EMBEDDING, HEAD
 from loramux.kernels.tables import AdapterTables
 
 
 class SlotTables:
     """Tables for `num_slots` adapters, wide enough for one of the highest rank on every module.
 
-    `device` is what kernels read. On a GPU each slot is staged in host memory and copied in the order of the steps. A
-    slot's stage may be written again although its copy has not been waited for: between two writes of one slot lies a
-    whole load of an adapter, which begins after all steps submitted before it.
+    `outer_factors` are what the base multiplies the outer modules' outputs by. `device` is what kernels read. On a GPU
+    each slot is staged in host memory and copied in the order of the steps. A slot's stage may be written again
+    although its copy has not been waited for: between two writes of one slot lies a whole load of an adapter, which
+    begins after all steps submitted before it.
     """
 
     def __init__(
-        self, geometry: PageGeometry, modules: Sequence[LinearShape], num_slots: int, accelerator: Accelerator
+        self, target: PackTarget, num_slots: int, accelerator: Accelerator, outer_factors: tuple[float, ...]
     ) -> None:
-        shape = (geometry.num_layers, len(modules))
-        max_pages = adapter_layout(geometry, modules, np.full(shape, MAX_RANK, np.int32)).num_pages
+        shape = (target.geometry.num_layers, len(target.modules))
+        outer_shape = (1, len(target.outer_modules))
 
         def zeros(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-            return (
-                accelerator.host_buffer(4 * num_slots * int(np.prod(sizes))).view(dtype).view(num_slots, *sizes).zero_()
+            num_bytes = dtype.itemsize * num_slots * int(np.prod(sizes))
+            return accelerator.host_buffer(num_bytes).view(dtype).view(num_slots, *sizes).zero_()
+
+        def tables(page_table: torch.Tensor, shape: tuple[int, int], outer: AdapterTables | None) -> AdapterTables:
+            return AdapterTables(
+                page_table=page_table,
+                off=zeros(torch.int32, *shape, 2),
+                rank=zeros(torch.int32, *shape),
+                scale=zeros(torch.float32, *shape),
+                outer=outer,
             )
 
-        self._host = AdapterTables(
-            page_table=zeros(torch.int32, max_pages),
-            off=zeros(torch.int32, *shape, 2),
-            rank=zeros(torch.int32, *shape),
-            scale=zeros(torch.float32, *shape),
-        )
+        page_table = zeros(torch.int32, target.max_pages)
+        self._host_outer = tables(page_table, outer_shape, None)
+        self._host = tables(page_table, shape, self._host_outer)
+        self._factors = np.array(outer_factors, np.float32)
         self.device = self._host
+        self._copied = [(table, table) for table in _tensors(self._host)]
         if accelerator.device.type != "cpu":
-            self.device = AdapterTables(*(table.to(accelerator.device) for table in self._of(self._host)))
+            self.device = _on(accelerator.device, self._host)
+            self._copied = list(zip(_tensors(self._host), _tensors(self.device), strict=True))
         self._max_ranks = np.zeros(num_slots, np.int32)
+        self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
 
-    def write(self, slot: int, pages: list[int], layout: AdapterLayout, scales: npt.NDArray[np.float32]) -> None:
-        """Describe the adapter that lies in `pages`; `scales` float32 `[L, M]`."""
+    def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
+        """Describe the adapter that lies in `pages`."""
+        layout, outer = packed.layout, self._host_outer
         self._host.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self._host.off[slot] = torch.from_numpy(layout.offsets)
         self._host.rank[slot] = torch.from_numpy(layout.ranks)
-        self._host.scale[slot] = torch.from_numpy(scales)
-        self._max_ranks[slot] = layout.ranks.max(initial=0)
-        if self.device is not self._host:
-            for staged, table in zip(self._of(self._host), self._of(self.device), strict=True):
+        self._host.scale[slot] = torch.from_numpy(packed.scales)
+        # An adapter without outer modules need not say anything about them.
+        outer.rank[slot] = 0
+        self._has_outer[slot] = False
+        if layout.outer_ranks.any():
+            outer.off[slot, 0] = torch.from_numpy(layout.outer_offsets)
+            outer.rank[slot, 0] = torch.from_numpy(layout.outer_ranks)
+            outer.scale[slot, 0] = torch.from_numpy(packed.outer_scales * self._factors)
+            self._has_outer[slot] = layout.outer_ranks > 0
+        self._max_ranks[slot] = layout.max_rank
+        for staged, table in self._copied:
+            if table is not staged:
                 table[slot].copy_(staged[slot], non_blocking=True)
 
     def max_rank(self, slots: npt.NDArray[np.int32]) -> int:
@@ -59,6 +79,28 @@ class SlotTables:
         used = slots[slots >= 0]
         return int(self._max_ranks[used].max(initial=0))
 
-    @staticmethod
-    def _of(tables: AdapterTables) -> tuple[torch.Tensor, ...]:
-        return tables.page_table, tables.off, tables.rank, tables.scale
+    def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
+        """Which rows of a batch need outer modules of the adapters in `slots`; None where no adapter has any.
+
+        `slots` int32 `[num_tokens]`, -1 for the base; `sample_rows` int32 `[num_samples]`.
+        """
+        if not self._has_outer[slots[slots >= 0]].any():
+            return None
+        samples = slots[sample_rows]
+        return OuterSlots(embedding=self._having(slots, EMBEDDING), head=self._having(samples, HEAD))
+
+    def _having(self, slots: npt.NDArray[np.int32], module: int) -> npt.NDArray[np.int32]:
+        is_there = (slots >= 0) & self._has_outer[slots, module]
+        return np.where(is_there, slots, np.int32(-1))
+
+
+def _tensors(tables: AdapterTables) -> tuple[torch.Tensor, ...]:
+    assert tables.outer is not None
+    outer = tables.outer
+    return tables.page_table, tables.off, tables.rank, tables.scale, outer.off, outer.rank, outer.scale
+
+
+def _on(device: torch.device, tables: AdapterTables) -> AdapterTables:
+    page_table, off, rank, scale, *outer = (table.to(device) for table in _tensors(tables))
+    outer_off, outer_rank, outer_scale = outer
+    return AdapterTables(page_table, off, rank, scale, AdapterTables(page_table, outer_off, outer_rank, outer_scale))

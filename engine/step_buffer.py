@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.accelerator import Accelerator, Fence
-from loramux.engine.batch import Batch, StepInputs
+from loramux.engine.batch import Batch, OuterSlots, StepInputs
 from loramux.engine.sampler import uniforms_of
-from loramux.engine.step_shape import SEGMENT_ROWS, StepShape, step_shape
-from loramux.kernels.segments import group_rows
+from loramux.engine.step_shape import StepShape, step_shape
+from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import AttentionBatch, Segments
 
 ALIGNMENT = 16
@@ -54,6 +54,8 @@ class StepLayout:
     shape: StepShape
     inputs: StepInputs
     sampling: SamplingInputs
+    head_segments: Segments | None
+    """Segments of the sample rows whose adapters change the head; None where the shape has no outer modules."""
     staged: tuple[dict[str, npt.NDArray[np.generic]], ...]
     pages_offset: int
 
@@ -67,8 +69,8 @@ class StepBuffer:
     """
 
     def __init__(self, accelerator: Accelerator, max_tokens: int, max_sequences: int, max_listed_pages: int) -> None:
-        largest = step_shape(max_tokens, max_sequences, max_q=2, max_rank=1)
-        decode = step_shape(max_sequences, max_sequences, max_q=1, max_rank=1)
+        largest = step_shape(max_tokens, max_sequences, max_q=2, max_rank=1, has_outer=True)
+        decode = step_shape(max_sequences, max_sequences, max_q=1, max_rank=1, has_outer=True)
         page_bytes = max_listed_pages * torch.int32.itemsize
         num_bytes = max(_fields(shape)[-1].end for shape in (largest, decode)) + ALIGNMENT + page_bytes
         self._accelerator = accelerator
@@ -79,9 +81,10 @@ class StepBuffer:
         self._turn = 0
         self._layouts: dict[StepShape, StepLayout] = {}
 
-    def load(self, batch: Batch, shape: StepShape) -> StepLayout:
+    def load(self, batch: Batch, shape: StepShape, outer: OuterSlots | None = None) -> StepLayout:
         """Store a batch in its shape and submit the copy; the views are the same ones for each batch of a shape.
 
+        `outer` says which rows need outer modules, where the shape has them.
         Raises ValueError when the batch does not fit the shape.
         """
         layout = self._layouts.get(shape)
@@ -91,7 +94,7 @@ class StepBuffer:
         copied = self._copied[turn]
         if copied is not None:
             copied.wait()
-        _fill(layout.staged[turn], batch, shape)
+        _fill(layout.staged[turn], batch, shape, outer)
         end = layout.pages_offset + batch.pages.nbytes
         self._on_device[:end].copy_(self._stages[turn][:end], non_blocking=True)
         self._copied[turn] = self._accelerator.fence()
@@ -106,6 +109,11 @@ class StepBuffer:
             return {one.name: memory[one.offset : one.end].view(one.dtype) for one in fields}
 
         on_device = views(self._on_device)
+
+        def segments(name: str) -> Segments:
+            rows, starts, slots = (on_device[f"{name}_{part}"] for part in ("rows", "starts", "slots"))
+            return Segments(rows, starts, slots, shape.max_rank)
+
         return StepLayout(
             shape=shape,
             inputs=StepInputs(
@@ -119,17 +127,14 @@ class StepBuffer:
                     kv_slots=on_device["kv_slots"],
                     max_q=1 if shape.is_decode else shape.num_tokens,
                 ),
-                segments=Segments(
-                    rows=on_device["segment_rows"],
-                    starts=on_device["segment_starts"],
-                    slots=on_device["segment_slots"],
-                    max_rank=shape.max_rank,
-                ),
+                segments=segments("segment"),
                 sample_rows=on_device["sample_rows"],
+                embedding_segments=segments("embedding") if shape.has_outer else None,
             ),
             sampling=SamplingInputs(
                 **{name: on_device[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform")}
             ),
+            head_segments=segments("head") if shape.has_outer else None,
             staged=tuple({name: view.numpy() for name, view in views(stage).items()} for stage in self._stages),
             pages_offset=pages_offset,
         )
@@ -154,6 +159,16 @@ def _fields(shape: StepShape) -> list[_Field]:
         "min_p": (torch.float32, shape.num_sequences),
         "uniform": (torch.float32, shape.num_sequences),
     }
+    if shape.has_outer:
+        sizes |= {
+            "embedding_rows": (torch.int32, shape.num_tokens),
+            "embedding_starts": (torch.int32, shape.num_segments + 1),
+            "embedding_slots": (torch.int32, shape.num_segments),
+            # Each sequence has one sample row at most, which may be a segment.
+            "head_rows": (torch.int32, shape.num_sequences),
+            "head_starts": (torch.int32, shape.num_sequences + 1),
+            "head_slots": (torch.int32, shape.num_sequences),
+        }
     fields: list[_Field] = []
     offset = 0
     for name, (dtype, count) in sizes.items():
@@ -166,7 +181,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepShape) -> None:
+def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepShape, outer: OuterSlots | None) -> None:
     """Write a batch, and what marks the padding behind it: rows that are stored nowhere and sequences without rows."""
 
     def put(name: str, values: npt.NDArray[np.generic], padding: int = 0) -> None:
@@ -176,6 +191,12 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
         field[: len(values)] = values
         field[len(values) :] = padding
 
+    def put_segments(name: str, slots_of_rows: npt.NDArray[np.int32]) -> None:
+        rows, starts, slots = group_rows(slots_of_rows, SEGMENT_ROWS)
+        put(f"{name}_rows", rows)
+        put(f"{name}_starts", starts, padding=len(rows))
+        put(f"{name}_slots", slots, padding=-1)
+
     put("kv_slots", batch.kv_slots, padding=-1)
     put("tokens", batch.tokens)
     put("positions", batch.positions)
@@ -184,10 +205,12 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     put("page_starts", batch.page_starts)
     put("sample_rows", batch.sample_rows)
     if shape.max_rank:
-        rows, starts, slots = group_rows(batch.slots, SEGMENT_ROWS)
-        put("segment_rows", rows)
-        put("segment_starts", starts, padding=len(rows))
-        put("segment_slots", slots, padding=-1)
+        put_segments("segment", batch.slots)
+    if shape.has_outer != (outer is not None):
+        raise ValueError("a shape with outer modules is filled with them, another one without")
+    if outer is not None:
+        put_segments("embedding", outer.embedding)
+        put_segments("head", outer.head)
     params = [one.params for one in batch.samples]
     put("temperature", np.array([one.temperature for one in params], np.float32))
     put("top_k", np.array([one.top_k for one in params], np.int32))

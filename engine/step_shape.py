@@ -6,11 +6,12 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from loramux.kernels.segments import max_segments
+
 MAX_GRAPH_TOKENS = 1024
 """Steps with more rows run as they come: their kernels take longer than the host needs to launch them."""
 
 RANK_BUCKETS = (16, 64, 256)
-SEGMENT_ROWS = 16
 
 _DECODE_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
 _MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
@@ -23,13 +24,14 @@ class StepShape:
     """Everything that a captured step is fixed to.
 
     `num_tokens` and `num_sequences` count padding. `is_decode` promises one row for each sequence. `max_rank` bounds
-    the adapters' ranks; 0 switches them off.
+    the adapters' ranks; 0 switches them off. Only with `has_outer` may adapters change the embedding or the head.
     """
 
     num_tokens: int
     num_sequences: int
     is_decode: bool
     max_rank: int
+    has_outer: bool = False
 
     @property
     def is_captured(self) -> bool:
@@ -37,27 +39,22 @@ class StepShape:
 
     @property
     def num_segments(self) -> int:
-        """The most segments that any batch of this shape can have.
-
-        Each adapter, of which there are at most as many as sequences, leaves at most one segment that is not full, and
-        no segment is empty.
-        """
-        if not self.max_rank:
-            return 0
-        return min(self.num_tokens, self.num_tokens // SEGMENT_ROWS + self.num_sequences)
+        """The most segments that any batch of this shape can have; none without adapters."""
+        return max_segments(self.num_tokens, self.num_sequences) if self.max_rank else 0
 
 
-def step_shape(num_tokens: int, num_sequences: int, max_q: int, max_rank: int) -> StepShape:
+def step_shape(num_tokens: int, num_sequences: int, max_q: int, max_rank: int, has_outer: bool = False) -> StepShape:
     """The smallest shape that holds a batch of these sizes."""
     bucket = _at_least(RANK_BUCKETS, max_rank) if max_rank else 0
     if max_q == 1 and num_sequences <= _DECODE_SIZES[-1]:
         size = _at_least(_DECODE_SIZES, num_sequences)
-        return StepShape(size, size, True, bucket)
-    return StepShape(_padded(_MIXED_TOKENS, num_tokens), _padded(_MIXED_SEQUENCES, num_sequences), False, bucket)
+        return StepShape(size, size, True, bucket, has_outer)
+    padded_tokens, padded_sequences = _padded(_MIXED_TOKENS, num_tokens), _padded(_MIXED_SEQUENCES, num_sequences)
+    return StepShape(padded_tokens, padded_sequences, False, bucket, has_outer)
 
 
 def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]:
-    """Every shape of batches within these limits that has kernels of its own, the largest first."""
+    """Every shape of batches within these limits, without `has_outer`, that has kernels of its own; largest first."""
     ranks = (0, *RANK_BUCKETS)
     mixed_tokens = [*(size for size in _MIXED_TOKENS if size < max_tokens), _padded(_MIXED_TOKENS, max_tokens)]
     mixed_sequences = [size for size in _MIXED_SEQUENCES if size < max_sequences]

@@ -67,8 +67,7 @@ class TierLoader:
         self._copier.submit(self._copy, digest, pages, self._accelerator.fence())
 
     def publish(self, digest: str, slot: int, pages: list[int]) -> None:
-        packed = self._leases[digest].packed
-        self._tables.write(slot, pages, packed.layout, packed.scales)
+        self._tables.write(slot, pages, self._leases[digest].packed)
         self.drop(digest)
 
     def drop(self, digest: str) -> None:

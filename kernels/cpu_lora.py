@@ -100,7 +100,7 @@ def _add_4_ranks(y: Any, i: int, v0: Any, v1: Any, v2: Any, v3: Any, pool: Any, 
 
 
 @helper
-def _place(pool: Any, layer: int, pages: Any, e: int) -> int:
+def place(pool: Any, layer: int, pages: Any, e: int) -> int:
     """The index in the flat pool `[P, L, E]` of element `e` of the stream that lies in `pages`."""
     page_elements = np.int64(pool.shape[2])
     return (np.int64(pages[e // page_elements]) * pool.shape[1] + layer) * page_elements + e % page_elements
@@ -110,10 +110,10 @@ def _place(pool: Any, layer: int, pages: Any, e: int) -> int:
 def _4_places(pool: Any, layer: int, pages: Any, e: int, padded_len: int) -> Any:
     """The places of the same piece of four successive rows."""
     return (
-        _place(pool, layer, pages, e),
-        _place(pool, layer, pages, e + padded_len),
-        _place(pool, layer, pages, e + 2 * padded_len),
-        _place(pool, layer, pages, e + 3 * padded_len),
+        place(pool, layer, pages, e),
+        place(pool, layer, pages, e + padded_len),
+        place(pool, layer, pages, e + 2 * padded_len),
+        place(pool, layer, pages, e + 3 * padded_len),
     )
 
 
@@ -188,7 +188,7 @@ def _shrink_share(
                             planes[p], planes[p + 1], planes[p + 2], planes[p + 3] = v0, v1, v2, v3
                     else:
                         for k in range(slot_rank - r):
-                            a_k = _place(pool, layer, pages, e + k * padded_len)
+                            a_k = place(pool, layer, pages, e + k * padded_len)
                             for j in range(starts[s], starts[s + 1]):
                                 t = np.int64(rows[j])
                                 v = _dot(x, t * x_stride + begin, flat_pool, a_k, length)
@@ -298,7 +298,7 @@ def _expand_share(
                         v2, v3 = factor * planes[p + 2], factor * planes[p + 3]
                         _add_4_ranks(y, t * y_stride + plan[i, COLUMN] + begin, v0, v1, v2, v3, flat_pool, b, length)
                 for r in range(whole_ranks, slot_rank):
-                    b_r = _place(pool, layer, pages, offset + r * padded_len + begin)
+                    b_r = place(pool, layer, pages, offset + r * padded_len + begin)
                     for j in range(starts[s], starts[s + 1]):
                         t = np.int64(rows[j])
                         v = factor * planes[t * row_stride + i * module_stride + r]

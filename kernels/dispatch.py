@@ -14,8 +14,8 @@ MIN_CAPABILITY = (8, 0)
 """The oldest GPUs that multiply bfloat16 and copy to shared memory asynchronously: Ampere."""
 
 
-class Kernels(Protocol):
-    """The mathematics of one device over one page pool; `reference.ReferenceKernels` specifies every method.
+class LoraKernels(Protocol):
+    """What adapters add to a batch; `reference.ReferenceKernels` specifies every method.
 
     Activations `[T, ...]` are float32 on CPU and of the compute dtype on a GPU; their last axes are contiguous, their
     rows may be views of wider rows. On a GPU no method waits for the device or looks at what a tensor holds: a captured
@@ -28,7 +28,10 @@ class Kernels(Protocol):
         ...
 
     def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
-        """Scratch that one `lora_shrink` fills for the `lora_expand` after it; the next call may return it again."""
+        """Scratch that one `lora_shrink` or `lora_gather` fills for the `lora_expand` after it.
+
+        The next call may return it again.
+        """
         ...
 
     def lora_shrink(
@@ -53,6 +56,27 @@ class Kernels(Protocol):
         y: torch.Tensor,
     ) -> None:
         """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, modules[i]]ᵀ`."""
+        ...
+
+    def lora_gather(
+        self,
+        tokens: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        planes: torch.Tensor,
+    ) -> None:
+        """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]`: the shrink of an embedding, whose x is one-hot."""
+        ...
+
+
+class Kernels(LoraKernels, Protocol):
+    """The mathematics of one device over one page pool; `reference.ReferenceKernels` specifies every method."""
+
+    @property
+    def outer(self) -> LoraKernels:
+        """The same for modules outside the layers: `layer` is 0, and tables are `AdapterTables.outer`."""
         ...
 
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
@@ -92,6 +116,7 @@ class KernelShapes:
 
     groups: tuple[ModuleGroup, ...]
     attention: tuple[AttentionSpec, ...]
+    outer_groups: tuple[ModuleGroup, ...] = ()
 
 
 def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, pdl: bool = False) -> Kernels:
@@ -117,5 +142,5 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
         from loramux.kernels.gpu import GpuKernels, check_shapes
     except ImportError as error:
         raise ValueError(f"the GPU's kernels need triton, which cannot be imported: {error}") from error
-    check_shapes(pool, shapes.groups, shapes.attention)
+    check_shapes(pool, shapes.groups, shapes.attention, shapes.outer_groups)
     return GpuKernels(pool, pdl=pdl)

@@ -11,6 +11,7 @@ from loramux.kernels.fused import add_rms_norm, gelu_and_mul, rms_norm, rotary, 
 from loramux.kernels.gpu_lora import TILE_ROWS, check_geometry, supports_pdl
 from loramux.kernels.kv_write import kv_write
 from loramux.kernels.lora_expand import lora_expand
+from loramux.kernels.lora_gather import lora_gather
 from loramux.kernels.lora_shrink import lora_shrink, num_splits
 from loramux.kernels.paged_attention import AttentionPlan, attention_plan, check_attention, paged_attention
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
@@ -18,34 +19,31 @@ from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec,
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_shapes(pool: PoolViews, groups: Iterable[ModuleGroup], attention: Iterable[AttentionSpec]) -> None:
+def check_shapes(
+    pool: PoolViews,
+    groups: Iterable[ModuleGroup],
+    attention: Iterable[AttentionSpec],
+    outer_groups: Iterable[ModuleGroup] = (),
+) -> None:
     """Raise ValueError, naming the limit, for what the kernels do not take: never in a launch."""
     if pool.kv.dtype not in KV_DTYPES:
         raise ValueError(f"K and V are {pool.kv.dtype}; the GPU's kernels take bfloat16, float16 and float32")
     for group in groups:
         check_geometry(pool.geometry, group, pool.adapter.dtype)
+    for group in outer_groups:
+        check_geometry(pool.geometry.flat, group, pool.adapter.dtype)
     for spec in set(attention):
         check_attention(spec, pool.geometry)
 
 
-class GpuKernels:
-    """The kernels over one page pool in the memory of a GPU.
-
-    What a launch is depends on the shapes of its arguments, `Segments.max_rank` and `AttentionBatch.max_q` alone, so
-    that a captured graph serves whatever its tensors hold later. Scratch comes from torch's allocator, which costs no
-    call to the driver after the first steps and gives a graph memory of its own.
-    """
+class GpuLora:
+    """The adapters' kernels over one page pool in the memory of a GPU; see `GpuKernels`."""
 
     segment_rows = TILE_ROWS
 
     def __init__(self, pool: PoolViews, *, pdl: bool = False) -> None:
-        device = pool.raw.device
         self._pool = pool
-        self._pdl = pdl and supports_pdl(device)
-        # Triton's interpreter runs one program after another.
-        self._num_processors = 1
-        if device.type == "cuda":
-            self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._pdl = pdl and supports_pdl(pool.raw.device)
 
     def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
         """float32 `[num_splits, num_tokens, len(group.modules), segments.max_rank]`."""
@@ -64,6 +62,17 @@ class GpuKernels:
     ) -> None:
         lora_shrink(self._pool, x, layer, group, tables, segments, planes, pdl=self._pdl)
 
+    def lora_gather(
+        self,
+        tokens: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        planes: torch.Tensor,
+    ) -> None:
+        lora_gather(self._pool, tokens, layer, group, tables, segments, planes)
+
     def lora_expand(
         self,
         planes: torch.Tensor,
@@ -73,7 +82,26 @@ class GpuKernels:
         segments: Segments,
         y: torch.Tensor,
     ) -> None:
-        lora_expand(self._pool, planes, layer, group, tables, segments, y, pdl=self._pdl)
+        # Only a shrink lets the kernel after it begin early.
+        pdl = self._pdl and not group.is_embedding
+        lora_expand(self._pool, planes, layer, group, tables, segments, y, pdl=pdl)
+
+
+class GpuKernels(GpuLora):
+    """The kernels over one page pool in the memory of a GPU.
+
+    What a launch is depends on the shapes of its arguments, `Segments.max_rank` and `AttentionBatch.max_q` alone, so
+    that a captured graph serves whatever its tensors hold later. Scratch comes from torch's allocator, which costs no
+    call to the driver after the first steps and gives a graph memory of its own.
+    """
+
+    def __init__(self, pool: PoolViews, *, pdl: bool = False) -> None:
+        super().__init__(pool, pdl=pdl)
+        self.outer = GpuLora(pool.flat, pdl=pdl)
+        # Triton's interpreter runs one program after another.
+        self._num_processors = 1
+        if pool.raw.device.type == "cuda":
+            self._num_processors = torch.cuda.get_device_properties(pool.raw.device).multi_processor_count
 
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
         kv_write(k, v, self._pool, layer, batch)

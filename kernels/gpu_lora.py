@@ -1,4 +1,4 @@
-"""What shrink and expand on the GPU share: device helpers, the grid's bound, and what a launch may rely on."""
+"""What shrink and expand on the GPU share: device helpers, and what a launch may rely on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.layout import PageGeometry, row_layout
+from loramux.kernels.segments import SEGMENT_ROWS
 from loramux.kernels.tables import ModuleGroup
 
-TILE_ROWS = 16
-"""Rows of a tile: the smallest that tensor cores take, and the most that a segment should have."""
+TILE_ROWS = SEGMENT_ROWS
+"""Rows of a tile: each segment is one."""
 
 MIN_CHUNK = 16
 """The shortest chunk that tensor cores take."""
@@ -61,7 +62,9 @@ def check_geometry(geometry: PageGeometry, group: ModuleGroup, dtype: torch.dtyp
     """
     if dtype not in POOL_DTYPES:
         raise ValueError(f"adapters are {dtype}; the GPU's kernels take bfloat16, float16 and float32")
-    for row_len in (group.in_features, *group.out_features):
+    # An embedding's A is read one element at a time.
+    row_lens = group.out_features if group.is_embedding else (group.in_features, *group.out_features)
+    for row_len in row_lens:
         chunk_len = row_layout(row_len, geometry.adapter_elements).chunk_len
         if chunk_len < MIN_CHUNK:
             raise ValueError(
@@ -74,14 +77,6 @@ def supports_pdl(device: torch.device) -> bool:
     """Whether a launch on `device` may overlap the end of the one before (programmatic dependent launch)."""
     has_calls = IS_COMPILED and hasattr(tl.extra.cuda, "gdc_wait")
     return has_calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def max_segments(num_tokens: int, num_sequences: int) -> int:
-    """The most segments of at most 16 rows that a batch can have: the grid of a captured graph.
-
-    Each of `d <= num_sequences` adapters leaves at most one segment that is not full, and no segment is empty.
-    """
-    return min(num_tokens, num_tokens // TILE_ROWS + num_sequences)
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:

@@ -7,12 +7,17 @@ then the rows of B-transposed `[rank, out_features]`. Row `row`, chunk `chunk` o
     e = offset + row * padded_len + chunk * chunk_len
 
 and is found at `pool[page_table[e // E], layer, e % E]`. A chunk never straddles a page.
+
+The outer modules, which lie outside the layers (`lm_head`, `embed_tokens`), form one more stream, over pages that come
+before those of the layers. There a page is seen as one layer of `L * E` elements (`PageGeometry.flat`), so the same
+formula holds with that page's `E` and layer 0. An embedding's A is stored by token: row `t` of `[in_features, rank]`
+begins at `offset + t * rank`, is not padded, and may straddle a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +32,15 @@ A, B = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """One linear layer that an adapter may target: `weight[out_features, in_features]`."""
+    """One linear layer that an adapter may target: `weight[out_features, in_features]`.
+
+    An embedding is one whose inputs are one-hot rows: `in_features` tokens, of which a row picks one.
+    """
 
     name: str
     in_features: int
     out_features: int
+    is_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,11 @@ class PageGeometry:
         """Bytes of one page over all layers."""
         return self.page_bytes * self.num_layers
 
+    @property
+    def flat(self) -> PageGeometry:
+        """The same page seen as one layer, as the outer modules' stream sees it."""
+        return replace(self, num_layers=1, num_kv_heads=self.num_layers * self.num_kv_heads)
+
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
@@ -95,46 +109,119 @@ def row_layout(row_len: int, page_elements: int) -> RowLayout:
     return RowLayout(row_len=row_len, padded_len=padded_len, chunk_len=chunk)
 
 
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """One half of one module in the stream: `num_rows` rows."""
+
+    num_rows: int
+    row: RowLayout
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * self.row.padded_len
+
+
+def part_layout(module: LinearShape, half: int, rank: int, page_elements: int) -> PartLayout:
+    """How half `A` or `B` of a module of this rank is laid over pages of `page_elements`."""
+    if half == A and module.is_embedding:
+        return PartLayout(module.in_features, RowLayout(row_len=rank, padded_len=rank, chunk_len=1))
+    return PartLayout(rank, row_layout(module.out_features if half == B else module.in_features, page_elements))
+
+
+def _no_ranks() -> npt.NDArray[np.int32]:
+    return np.zeros(0, np.int32)
+
+
+def _no_offsets() -> npt.NDArray[np.int32]:
+    return np.zeros((0, 2), np.int32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterLayout:
     """The place of each module of one adapter.
 
     `ranks` int32 `[num_layers, num_modules]` (0: the module is absent), `offsets` int32 `[num_layers, num_modules, 2]`
-    in elements, `num_pages` of the longest layer.
+    in elements of a layer. The first `num_outer_pages` of its `num_pages` hold the outer modules: `outer_ranks` int32
+    `[num_outer_modules]`, `outer_offsets` int32 `[num_outer_modules, 2]` in elements of whole pages; both are empty
+    where the adapter's target has no outer modules.
     """
 
     ranks: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int32]
     num_pages: int
+    num_outer_pages: int = 0
+    outer_ranks: npt.NDArray[np.int32] = field(default_factory=_no_ranks)
+    outer_offsets: npt.NDArray[np.int32] = field(default_factory=_no_offsets)
+
+    def rank_and_offsets(self, layer: int | None, module: int) -> tuple[int, int, int]:
+        """A module's rank and where its A and its B begin; `layer` None is an outer module."""
+        if layer is None:
+            a, b = self.outer_offsets[module]
+            return int(self.outer_ranks[module]), int(a), int(b)
+        a, b = self.offsets[layer, module]
+        return int(self.ranks[layer, module]), int(a), int(b)
+
+    @property
+    def max_rank(self) -> int:
+        return max(int(self.ranks.max(initial=0)), int(self.outer_ranks.max(initial=0)))
 
 
 def adapter_layout(
-    geometry: PageGeometry, modules: Sequence[LinearShape], ranks: npt.NDArray[np.int32]
+    geometry: PageGeometry,
+    modules: Sequence[LinearShape],
+    ranks: npt.NDArray[np.int32],
+    outer_modules: Sequence[LinearShape] = (),
+    outer_ranks: npt.NDArray[np.int32] | None = None,
 ) -> AdapterLayout:
     """Compute the layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
 
-    Raises ValueError when a rank lies outside `[0, MAX_RANK]` or the table has another shape.
+    `outer_ranks` int32 `[num_outer_modules]`; None is 0 for each.
+    Raises ValueError when a rank lies outside `[0, MAX_RANK]` or a table has another shape.
     """
-    if ranks.shape != (geometry.num_layers, len(modules)):
-        raise ValueError(f"ranks have shape {ranks.shape}, expected {(geometry.num_layers, len(modules))}")
-    if ranks.size and (ranks.min() < 0 or ranks.max() > MAX_RANK):
-        raise ValueError(f"ranks must lie in [0, {MAX_RANK}]")
-    page_elements = geometry.adapter_elements
-    rows = [
-        (row_layout(module.in_features, page_elements), row_layout(module.out_features, page_elements))
-        for module in modules
-    ]
+    if outer_ranks is None:
+        outer_ranks = np.zeros(len(outer_modules), np.int32)
+    for name, table, shape in (
+        ("ranks", ranks, (geometry.num_layers, len(modules))),
+        ("outer ranks", outer_ranks, (len(outer_modules),)),
+    ):
+        if table.shape != shape:
+            raise ValueError(f"{name} have shape {table.shape}, expected {shape}")
+        if table.size and (table.min() < 0 or table.max() > MAX_RANK):
+            raise ValueError(f"{name} must lie in [0, {MAX_RANK}]")
+    outer_elements, page_elements = geometry.flat.adapter_elements, geometry.adapter_elements
+    outer_offsets = np.zeros((len(outer_modules), 2), np.int32)
+    outer_end = _lay_out(outer_modules, outer_ranks, 0, outer_elements, outer_offsets)
+    num_outer_pages = -(-outer_end // outer_elements)
     offsets = np.zeros((*ranks.shape, 2), np.int32)
-    longest = 0
+    end = begin = num_outer_pages * page_elements
     for layer in range(geometry.num_layers):
-        cursor = 0
-        for m, parts in enumerate(rows):
-            rank = int(ranks[layer, m])
-            if rank == 0:
-                continue
-            for half, part in enumerate(parts):
-                cursor = -(-cursor // part.chunk_len) * part.chunk_len
-                offsets[layer, m, half] = cursor
-                cursor += rank * part.padded_len
-        longest = max(longest, cursor)
-    return AdapterLayout(ranks=ranks.astype(np.int32), offsets=offsets, num_pages=-(-longest // page_elements))
+        end = max(end, _lay_out(modules, ranks[layer], begin, page_elements, offsets[layer]))
+    return AdapterLayout(
+        ranks=ranks.astype(np.int32),
+        offsets=offsets,
+        num_pages=-(-end // page_elements),
+        num_outer_pages=num_outer_pages,
+        outer_ranks=outer_ranks.astype(np.int32),
+        outer_offsets=outer_offsets,
+    )
+
+
+def _lay_out(
+    modules: Sequence[LinearShape],
+    ranks: npt.NDArray[np.int32],
+    begin: int,
+    page_elements: int,
+    offsets: npt.NDArray[np.int32],
+) -> int:
+    """Lay modules of `ranks` `[num_modules]` from `begin` on, note their `offsets` `[num_modules, 2]`; the end."""
+    cursor = begin
+    for m, module in enumerate(modules):
+        rank = int(ranks[m])
+        if rank == 0:
+            continue
+        for half in (A, B):
+            part = part_layout(module, half, rank, page_elements)
+            cursor = -(-cursor // part.row.chunk_len) * part.row.chunk_len
+            offsets[m, half] = cursor
+            cursor += part.num_elements
+    return cursor

@@ -273,8 +273,11 @@ def _dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
 def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int) -> int:
     """How many planes suit a batch: enough to fill the card, at most one a chunk and 16.
 
-    It depends on shapes only, so that a captured graph keeps its planes. `page_elements` is `E`.
+    It depends on shapes only, so that a captured graph keeps its planes. `page_elements` is `E`. An embedding sums
+    nothing: its shrink is `lora_gather`.
     """
+    if group.is_embedding:
+        return 1
     row_k = min(ROW_COLUMNS, row_layout(group.in_features, page_elements).chunk_len)
     num_blocks = -(-group.in_features // row_k)
     wanted = power_of_two_within(max(1, TARGET_PROGRAMS // max(1, num_segments * len(group.modules))))

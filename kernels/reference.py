@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from loramux.kernels.layout import A, B, row_layout
+from loramux.kernels.layout import A, B, LinearShape, part_layout
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
 
 
@@ -20,19 +20,27 @@ class ReferenceKernels:
     def __init__(self, pool: PoolViews) -> None:
         self._pool = pool
 
+    @property
+    def outer(self) -> ReferenceKernels:
+        return ReferenceKernels(self._pool.flat)
+
     def adapter_matrix(
-        self, tables: AdapterTables, slot: int, layer: int, module: int, half: int, row_len: int
+        self, tables: AdapterTables, slot: int, layer: int, group: ModuleGroup, i: int, half: int
     ) -> torch.Tensor:
         """Read A `[rank, in_features]` or B transposed `[rank, out_features]` out of the pages, as float32.
 
         Element `e` of the stream is `pool[page_table[slot, e // E], layer, e % E]`; row `r` starts at
-        `off[slot, layer, module, half] + r * padded_len`.
+        `off[slot, layer, module, half] + r * padded_len`. An embedding's A is read as it is stored,
+        `[in_features, rank]`.
         """
         page_elements = self._pool.geometry.adapter_elements
-        padded_len = row_layout(row_len, page_elements).padded_len
+        module = group.modules[i]
         rank = int(tables.rank[slot, layer, module])
         offset = int(tables.off[slot, layer, module, half])
-        element = offset + torch.arange(rank)[:, None] * padded_len + torch.arange(row_len)  # [rank, row_len]
+        shape = LinearShape("", group.in_features, group.out_features[i], group.is_embedding)
+        part = part_layout(shape, half, rank, page_elements)
+        row_start = offset + torch.arange(part.num_rows) * part.row.padded_len
+        element = row_start[:, None] + torch.arange(part.row.row_len)  # [num_rows, row_len]
         page = tables.page_table[slot].long()[element // page_elements]
         return self._pool.adapter[page, layer, element % page_elements].float()
 
@@ -55,8 +63,8 @@ class ReferenceKernels:
         and entries from `rank` on are left as they are.
         """
         for rows, slot in _slots_of(segments):
-            for i, module in enumerate(group.modules):
-                a = self.adapter_matrix(tables, slot, layer, module, A, group.in_features)  # [rank, in_features]
+            for i in range(len(group.modules)):
+                a = self.adapter_matrix(tables, slot, layer, group, i, A)  # [rank, in_features]
                 planes[rows, i, : a.shape[0]] = x[rows] @ a.T
 
     def lora_expand(
@@ -76,10 +84,27 @@ class ReferenceKernels:
         for rows, slot in _slots_of(segments):
             for i, module in enumerate(group.modules):
                 begin, width = group.out_offsets[i], group.out_features[i]
-                b = self.adapter_matrix(tables, slot, layer, module, B, width)  # [rank, out_features]
+                b = self.adapter_matrix(tables, slot, layer, group, i, B)  # [rank, out_features]
                 if b.shape[0]:
                     scale = float(tables.scale[slot, layer, module])
                     y[rows, begin : begin + width] += scale * (planes[rows, i, : b.shape[0]] @ b)
+
+    def lora_gather(
+        self,
+        tokens: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        planes: torch.Tensor,
+    ) -> None:
+        """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
+
+        `tokens` int32 `[T]` in `[0, in_features)`; the group is one embedding. Otherwise as `lora_shrink`.
+        """
+        for rows, slot in _slots_of(segments):
+            a = self.adapter_matrix(tables, slot, layer, group, 0, A)  # [in_features, rank]
+            planes[rows, 0, : a.shape[1]] = a[tokens[rows].long()]
 
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
         """Store K and V of row `t` at `batch.kv_slots[t]`, rounded to the pool's dtype (to nearest, ties to even).

@@ -1,4 +1,4 @@
-"""Group the rows of a batch by adapter slot."""
+"""The rows of a batch grouped by adapter slot, and how many groups there can be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ import torch
 
 from loramux.kernels.layout import MAX_RANK
 from loramux.kernels.tables import Segments
+
+SEGMENT_ROWS = 16
+"""The most rows of a segment on a GPU: the smallest tile that tensor cores take."""
+
+
+def max_segments(num_tokens: int, num_sequences: int) -> int:
+    """The most segments of at most SEGMENT_ROWS rows that a batch can have: the grid of a captured graph.
+
+    Each adapter, of which there are at most as many as sequences, leaves at most one segment that is not full, and no
+    segment is empty.
+    """
+    return min(num_tokens, num_tokens // SEGMENT_ROWS + num_sequences)
 
 
 def group_rows(

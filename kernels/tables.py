@@ -23,19 +23,27 @@ class PoolViews:
     adapter: torch.Tensor
     geometry: PageGeometry
 
+    @property
+    def flat(self) -> PoolViews:
+        """The same pages seen as one layer each, `[P, 1, L * E]`, as the outer modules' stream sees them."""
+        raw, kv, adapter = (view.view(view.shape[0], 1, -1) for view in (self.raw, self.kv, self.adapter))
+        return PoolViews(raw=raw, kv=kv, adapter=adapter, geometry=self.geometry.flat)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterTables:
     """Where each resident adapter lies, by slot; written only between steps.
 
     `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 2]` in elements,
-    `rank` int32 `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`.
+    `rank` int32 `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`. `outer` are the tables of the modules outside
+    the layers, with L = 1, offsets in elements of whole pages, and this `page_table`; None where no adapter has any.
     """
 
     page_table: torch.Tensor
     off: torch.Tensor
     rank: torch.Tensor
     scale: torch.Tensor
+    outer: AdapterTables | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +51,15 @@ class ModuleGroup:
     """Modules that share one input and therefore one shrink and one expand: q/k/v, o, gate/up, down.
 
     `modules` index the last axis of the tables; module `i` writes columns
-    `[out_offsets[i], out_offsets[i] + out_features[i])` of the group's output.
+    `[out_offsets[i], out_offsets[i] + out_features[i])` of the group's output. An embedding is a group of its own,
+    whose input is a token of `in_features` and whose shrink is `lora_gather`.
     """
 
     modules: tuple[int, ...]
     in_features: int
     out_features: tuple[int, ...]
     out_offsets: tuple[int, ...]
+    is_embedding: bool = False
 
     @property
     def total_out(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ def warm(dtype: torch.dtype) -> None:
     planes = kernels.lora_planes(group, 3, segments)
     kernels.lora_shrink(x, 0, group, tables, segments, planes)
     kernels.lora_expand(planes, 0, group, tables, segments, torch.zeros(3, width))
+    # An embedding reads what the tables place within the pool, whatever it means.
+    embedding = replace(group, is_embedding=True)
+    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), 0, embedding, tables, segments, planes)
     kernels.kv_write(heads, heads, 0, batch)
     kernels.paged_attention(heads, 0, batch, AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), torch.zeros_like(heads))
     kernels.rms_norm(x, torch.ones(width), 1e-6)

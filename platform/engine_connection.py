@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 import zmq
 import zmq.asyncio
 
@@ -21,6 +22,8 @@ from loramux.engine.messages import (
     Finished,
     FromEngine,
     Load,
+    Pin,
+    Rejected,
     SequenceOutput,
     Stats,
     StatsRequest,
@@ -34,6 +37,8 @@ INITIAL_CREDIT = 64
 """StepOutput messages that may be under way."""
 CREDIT_BATCH = 16
 READY_TIMEOUT_S = 30.0
+
+log = structlog.get_logger()
 
 Answer = TypeVar("Answer", AdapterState, Stats)
 NoteEnd = Callable[[Add, Finished], None]
@@ -136,6 +141,8 @@ class EngineConnection:
         return self._ready.result()
 
     def submit(self, add: Add) -> SequenceStream:
+        # The engine would reject it, and its stream would never end.
+        assert add.sequence_id not in self._streams
         stream = self._streams[add.sequence_id] = SequenceStream(add)
         self._send(add)
         return stream
@@ -151,6 +158,11 @@ class EngineConnection:
     async def unload(self, digest: str, timeout_s: float) -> AdapterState:
         call_id = str(next(self._call_ids))
         return await self._call(AdapterState, Unload(call_id=call_id, digest=digest), call_id, timeout_s)
+
+    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
+        call_id = str(next(self._call_ids))
+        pin = Pin(call_id=call_id, digest=digest, is_pinned=is_pinned)
+        return await self._call(AdapterState, pin, call_id, timeout_s)
 
     async def stats(self, timeout_s: float) -> Stats:
         call_id = str(next(self._call_ids))
@@ -219,6 +231,9 @@ class EngineConnection:
                 call = self._calls.get(call_id)
                 if call is not None and not call.done():
                     call.set_result(message)
+            case Rejected():
+                # A fault of this gateway's own; a client's mistakes are answered by Finished.
+                log.error("the engine rejected a message", sequence_id=message.sequence_id, reason=message.message)
             case EngineReady():
                 if not self._ready.done():
                     self._ready.set_result(message)

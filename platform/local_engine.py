@@ -142,6 +142,9 @@ class LocalEngine:
     async def unload(self, digest: str, timeout_s: float) -> AdapterState:
         return await self._connected().unload(digest, timeout_s)
 
+    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
+        return await self._connected().pin(digest, is_pinned, timeout_s)
+
     async def stats(self, timeout_s: float) -> Stats:
         return await self._connected().stats(timeout_s)
 

@@ -56,6 +56,7 @@ class ScriptedEngine:
         self.adds: list[Add] = []
         self.aborts: list[Abort] = []
         self.resident: dict[str, int] = {}
+        self.pinned: set[str] = set()
         self._info = EngineReady(
             max_model_len=max_model_len, num_pages=64, page_tokens=16, device="cpu", dtype="float32"
         )
@@ -108,7 +109,15 @@ class ScriptedEngine:
 
     async def unload(self, digest: str, timeout_s: float) -> AdapterState:
         self.resident.pop(digest, None)
+        self.pinned.discard(digest)
         return AdapterState(call_id="unload", digest=digest, state="absent")
+
+    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
+        if is_pinned:
+            self.pinned.add(digest)
+            return await self.load(digest, timeout_s)
+        self.pinned.discard(digest)
+        return AdapterState(call_id="pin", digest=digest, state="resident" if digest in self.resident else "absent")
 
     async def stats(self, timeout_s: float) -> Stats:
         if not self._is_ready:
@@ -133,7 +142,7 @@ class ScriptedEngine:
             mixed_steps=0,
             max_adapters_in_step=0,
             adapters=tuple(
-                ResidentAdapter(digest=digest, slot=slot, num_pages=pages, num_users=0)
+                ResidentAdapter(digest=digest, slot=slot, num_pages=pages, num_users=0, is_pinned=digest in self.pinned)
                 for slot, (digest, pages) in enumerate(self.resident.items())
             ),
         )

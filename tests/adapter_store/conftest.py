@@ -27,7 +27,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import tenants
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_LAYERS = 32, 4, 2, 8, 48, 2
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_LAYERS, VOCAB_SIZE = 32, 4, 2, 8, 48, 2, 70
 
 MODULES = (
     LinearShape("self_attn.q_proj", HIDDEN, HEADS * HEAD_DIM),
@@ -44,6 +44,11 @@ FUSED_MODULES = (
     LinearShape("self_attn.o_proj", HEADS * HEAD_DIM, HIDDEN),
     LinearShape("mlp.gate_up_proj", HIDDEN, 2 * INTERMEDIATE),
     LinearShape("mlp.down_proj", INTERMEDIATE, HIDDEN),
+)
+
+OUTER_MODULES = (
+    LinearShape("model.embed_tokens", VOCAB_SIZE, HIDDEN, is_embedding=True),
+    LinearShape("lm_head", HIDDEN, VOCAB_SIZE),
 )
 
 
@@ -93,10 +98,16 @@ class AdapterMaker:
                 "bias": "none",
                 "r": rank,
                 "lora_alpha": 2 * rank,
-                "target_modules": [name.rsplit(".", 1)[1] for name in modules],
+                "target_modules": [name.rsplit(".", 1)[-1] for name in modules],
                 **config,
             }
         )
+        for shape in self.target.outer_modules:
+            if shape.name in modules:
+                half = "lora_embedding_{}" if shape.is_embedding else "lora_{}.weight"
+                for letter, size in (("A", (rank, shape.in_features)), ("B", (shape.out_features, rank))):
+                    name = f"base_model.model.{shape.name}.{half.format(letter)}"
+                    files.tensors[name] = (generator.standard_normal(size) * 0.1).astype(dtype)
         for layer in range(self.target.geometry.num_layers):
             if layers is not None and layer not in layers:
                 continue
@@ -114,7 +125,9 @@ class AdapterMaker:
         return files
 
 
-def make_target(dtype: str = "float32", modules: tuple[LinearShape, ...] = MODULES) -> PackTarget:
+def make_target(
+    dtype: str = "float32", modules: tuple[LinearShape, ...] = MODULES, outer_modules: tuple[LinearShape, ...] = ()
+) -> PackTarget:
     geometry = PageGeometry(
         num_layers=NUM_LAYERS,
         num_kv_heads=KV_HEADS,
@@ -122,7 +135,7 @@ def make_target(dtype: str = "float32", modules: tuple[LinearShape, ...] = MODUL
         kv_itemsize=4,
         adapter_itemsize=4 if dtype == "float32" else 2,
     )
-    return PackTarget(modules=modules, geometry=geometry, dtype=dtype)
+    return PackTarget(modules=modules, geometry=geometry, dtype=dtype, outer_modules=outer_modules)
 
 
 @pytest.fixture
@@ -140,6 +153,12 @@ def any_target(request: pytest.FixtureRequest) -> PackTarget:
 def fused_target() -> PackTarget:
     """The small base with q/k/v as one linear and gate/up as another, as Phi-3 has them."""
     return make_target(modules=FUSED_MODULES)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def outer_target(request: pytest.FixtureRequest) -> PackTarget:
+    """The small base with its embedding and its head, and a pool of each dtype."""
+    return make_target(request.param, outer_modules=OUTER_MODULES)
 
 
 @pytest.fixture

@@ -93,6 +93,91 @@ def test_odd_rows_are_padded_with_zeros(odd_target: PackTarget, adapter_maker: A
     assert_packed_as_asked(packed_of(files, odd_target, tmp_path / "c"), files, odd_target)
 
 
+@pytest.mark.parametrize("rank", [1, 3, 8, 40])
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ("model.embed_tokens",),
+        ("lm_head",),
+        ("model.embed_tokens", "self_attn.q_proj", "lm_head", "mlp.down_proj"),
+    ],
+    ids=["embedding", "head", "all"],
+)
+def test_outer_modules_lie_before_the_layers_in_pages_seen_whole(
+    outer_target: PackTarget, adapter_maker: Any, tmp_path: Path, rank: int, modules: tuple[str, ...]
+) -> None:
+    files = adapter_maker(outer_target)(rank=rank, modules=modules)
+    packed = packed_of(files, outer_target, tmp_path / "c")
+    layout, geometry = packed.layout, outer_target.geometry
+    stream = packed.payload.view(outer_target.storage_dtype)[: layout.num_outer_pages].reshape(-1)
+    num_elements = 0
+    for m, shape in enumerate(outer_target.outer_modules):
+        suffix = "lora_embedding_" if shape.is_embedding else "lora_"
+        names = [name for name in files.tensors if f"{shape.name}.{suffix}" in name]
+        assert bool(names) == (shape.name in modules)
+        assert layout.outer_ranks[m] == (rank if names else 0)
+        assert packed.outer_scales[m] == (2.0 if names else 0.0)
+        if not names:
+            continue
+        A, B = (files.tensors[name] for name in sorted(names))
+        for half, rows in enumerate((A.T if shape.is_embedding else A, B.T)):
+            padded_len = row_layout(rows.shape[1], geometry.flat.adapter_elements).padded_len
+            if shape.is_embedding and half == 0:
+                padded_len = rank
+            begin = int(layout.outer_offsets[m, half])
+            found = stream[begin : begin + len(rows) * padded_len].reshape(len(rows), padded_len)
+            np.testing.assert_array_equal(found[:, : rows.shape[1]], stored(rows, outer_target))
+            num_elements += rows.size
+    assert np.count_nonzero(stream) == num_elements
+    # What the layers hold is what they hold without outer modules, some pages later.
+    inner = tuple(name for name in modules if name.startswith(("self_attn", "mlp")))
+    inner_tensors = {name: tensor for name, tensor in files.tensors.items() if ".layers." in name}
+    if inner:
+        only = adapter_maker(outer_target)(rank=rank, modules=inner)
+        only.tensors = inner_tensors
+        alone = packed_of(only, outer_target, tmp_path / "alone")
+        assert alone.layout.num_outer_pages == 0
+        np.testing.assert_array_equal(packed.payload[layout.num_outer_pages :], alone.payload)
+        shift = np.where(layout.ranks[..., None] > 0, layout.num_outer_pages * geometry.adapter_elements, 0)
+        np.testing.assert_array_equal(layout.offsets, alone.layout.offsets + shift)
+    assert packed.num_pages == layout.num_outer_pages + (alone.num_pages if inner else 0)
+
+
+def test_outer_modules_outlive_their_file(outer_target: PackTarget, adapter_maker: Any, tmp_path: Path) -> None:
+    files = adapter_maker(outer_target)(rank=5, modules=("lm_head", "model.embed_tokens", "self_attn.v_proj"))
+    packed = packed_of(files, outer_target, tmp_path / "c")
+    write_packed(tmp_path / "p", packed, outer_target)
+    found = read_packed(tmp_path / "p", outer_target, packed.digest)
+    np.testing.assert_array_equal(found.payload, packed.payload)
+    np.testing.assert_array_equal(found.outer_scales, packed.outer_scales)
+    np.testing.assert_array_equal(found.layout.outer_ranks, packed.layout.outer_ranks)
+    np.testing.assert_array_equal(found.layout.outer_offsets, packed.layout.outer_offsets)
+    np.testing.assert_array_equal(found.layout.offsets, packed.layout.offsets)
+    data = bytearray((tmp_path / "p").read_bytes())
+    data[4096 + int(packed.layout.outer_offsets[1, 1]) * outer_target.storage_dtype.itemsize] ^= 1
+    (tmp_path / "p").write_bytes(data)
+    with pytest.raises(AdapterCorrupt, match=r"damaged in lm_head$"):
+        read_packed(tmp_path / "p")
+
+
+def test_the_largest_adapter_is_counted_with_its_outer_modules(outer_target: PackTarget) -> None:
+    plain = replace(outer_target, outer_modules=())
+    num_outer = 2 * 256 * (70 + 32)
+    assert outer_target.max_tensors_bytes - plain.max_tensors_bytes == 4 * num_outer
+    page_elements = outer_target.geometry.flat.adapter_elements
+    assert outer_target.max_pages - plain.max_pages >= num_outer // page_elements
+
+
+def test_a_file_of_the_first_format_is_refused(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+    """It knew no outer modules: nothing in it says where they are not."""
+    write_packed(tmp_path / "p", packed_of(make_adapter(), target, tmp_path / "c"), target)
+    data = (tmp_path / "p").read_bytes()
+    assert data[:8] == b"LMXPACK\x02"
+    (tmp_path / "p").write_bytes(b"LMXPACK\x01" + data[8:])
+    with pytest.raises(AdapterCorrupt, match="no packed adapter of this format"):
+        read_packed(tmp_path / "p", target)
+
+
 def test_scales_and_digest_are_those_of_the_canonical_file(
     make_adapter: Any, target: PackTarget, tmp_path: Path
 ) -> None:
@@ -182,7 +267,7 @@ def test_a_damaged_module_is_named(make_adapter: Any, target: PackTarget, tmp_pa
     # The first page's second layer.
     data[4096 + target.geometry.page_bytes] ^= 1
     path.write_bytes(data)
-    with pytest.raises(AdapterCorrupt, match=r"layer 1 self_attn\.q_proj"):
+    with pytest.raises(AdapterCorrupt, match=r"layers\.1\.self_attn\.q_proj"):
         read_packed(path)
 
 

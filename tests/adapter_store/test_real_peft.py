@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from loramux.adapter_store.canonical import write_canonical
+from loramux.adapter_store.expected_modules import module_places
 from loramux.adapter_store.packing import pack
 from loramux.adapter_store.records import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation import validate_files
-from loramux.kernels.layout import row_layout
+from loramux.kernels.layout import LinearShape, part_layout
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -32,6 +34,14 @@ def base() -> Any:
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+@pytest.fixture
+def target(target: PackTarget) -> PackTarget:
+    """The small base with the embedding and the head of these sizes."""
+    vocab_size, hidden_size = SIZES["vocab_size"], SIZES["hidden_size"]
+    embedding = LinearShape("model.embed_tokens", vocab_size, hidden_size, is_embedding=True)
+    return replace(target, outer_modules=(embedding, LinearShape("lm_head", hidden_size, vocab_size)))
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +77,22 @@ def fused_base() -> Any:
             id="exclusion",
         ),
         pytest.param({"r": 16, "target_modules": ["up_proj"]}, "bfloat16", id="bfloat16"),
+        pytest.param(
+            {
+                "r": 3,
+                "target_modules": ["lm_head", "embed_tokens", "v_proj"],
+                "rank_pattern": {"lm_head": 5},
+                "alpha_pattern": {"embed_tokens": 4},
+                "use_rslora": True,
+            },
+            "float32",
+            id="outer modules",
+        ),
+        pytest.param(
+            {"r": 2, "target_modules": ["lm_head", "embed_tokens", "k_proj"], "layers_to_transform": [1]},
+            "float32",
+            id="one layer and the head",
+        ),
     ],
 )
 def test_a_saved_adapter_packs_to_its_own_products(
@@ -108,7 +134,7 @@ def assert_packs_to_its_own_products(
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
                 parameter.data = parameter.data.to(getattr(torch, dtype))
-        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path, save_embedding_layers=False)
         wanted = {
             name.removeprefix("base_model.model."): module.get_delta_weight("default").detach().float().numpy()
             for name, module in model.named_modules()
@@ -121,19 +147,23 @@ def assert_packs_to_its_own_products(
     packed = pack(tmp_path / "canonical", target)
     assert wanted.keys() == report.scales.keys()
     pages = packed.payload.view(target.storage_dtype)
-    for layer in range(target.geometry.num_layers):
-        stream = pages[:, layer].reshape(-1)
-        for m, module in enumerate(target.modules):
-            rank = int(packed.layout.ranks[layer, m])
-            if not rank:
-                continue
-            halves = []
-            for half, row_len in enumerate((module.in_features, module.out_features)):
-                padded_len = row_layout(row_len, target.geometry.adapter_elements).padded_len
-                begin = packed.layout.offsets[layer, m, half]
-                halves.append(stream[begin : begin + rank * padded_len].reshape(rank, padded_len)[:, :row_len])
-            product = packed.scales[layer, m] * (halves[1].T @ halves[0])
-            delta = wanted.pop(f"model.layers.{layer}.{module.name}")
-            tolerance = 1e-6 if dtype == "float32" else 1e-2
-            np.testing.assert_allclose(product, delta, rtol=tolerance, atol=tolerance * np.abs(delta).max())
+    tolerance = 1e-6 if dtype == "float32" else 1e-2
+    for place in module_places(target):
+        rank, *begins = packed.layout.rank_and_offsets(place.layer, place.module)
+        if not rank:
+            continue
+        is_outer = place.layer is None
+        stream = (pages[: packed.layout.num_outer_pages] if is_outer else pages[:, place.layer]).reshape(-1)
+        geometry = target.geometry.flat if is_outer else target.geometry
+        halves = []
+        for half, begin in enumerate(begins):
+            part = part_layout(place.shape, half, rank, geometry.adapter_elements)
+            rows = stream[begin : begin + part.num_elements].reshape(part.num_rows, part.row.padded_len)
+            halves.append(rows[:, : part.row.row_len])
+        scales = packed.outer_scales if is_outer else packed.scales[place.layer]
+        a = halves[0].T if place.shape.is_embedding else halves[0]  # [rank, in_features]
+        product = scales[place.module] * (halves[1].T @ a)
+        # An embedding's weight is [tokens, hidden_size].
+        delta = wanted.pop(place.key).T if place.shape.is_embedding else wanted.pop(place.key)
+        np.testing.assert_allclose(product, delta, rtol=tolerance, atol=tolerance * np.abs(delta).max())
     assert not wanted

@@ -125,6 +125,97 @@ def of_layer(old: int, new: int) -> Callable[[Any], None]:
     return change
 
 
+HEAD, EMBEDDING = "base_model.model.lm_head.", "base_model.model.model.embed_tokens."
+
+
+def test_outer_modules_are_validated_like_others(adapter_maker: Any, outer_target: PackTarget) -> None:
+    files = adapter_maker(outer_target)(
+        rank=4, modules=("model.embed_tokens", "lm_head", "self_attn.q_proj"), alpha_pattern={"embed_tokens": 2}
+    )
+    report = validate_files(files.config_bytes, files.tensor_bytes, outer_target)
+    assert dict(report.scales) == {
+        "model.embed_tokens": 0.5,
+        "lm_head": 2.0,
+        "model.layers.0.self_attn.q_proj": 2.0,
+        "model.layers.1.self_attn.q_proj": 2.0,
+    }
+    assert report.num_parameters == 4 * (2 * (70 + 32) + 4 * 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "expected"),
+    [
+        pytest.param({"target_modules": "all-linear"}, ("self_attn.q_proj",), None, id="all-linear has no head"),
+        pytest.param(
+            {"target_modules": ["lm_head", "embed_tokens"], "layers_to_transform": [0]},
+            ("lm_head",),
+            ["lm_head"],
+            id="a short name is looked for in the listed layers",
+        ),
+        pytest.param(
+            {"target_modules": ["model.embed_tokens"], "layers_to_transform": [0]},
+            ("model.embed_tokens",),
+            ["model.embed_tokens"],
+            id="a full name is taken anywhere",
+        ),
+        pytest.param(
+            {"target_modules": ["lm_head", "embed_tokens"], "exclude_modules": ["lm_head"]},
+            ("model.embed_tokens",),
+            ["model.embed_tokens"],
+            id="excluded",
+        ),
+    ],
+)
+def test_outer_modules_are_chosen_as_peft_chooses_them(
+    adapter_maker: Any,
+    outer_target: PackTarget,
+    config: dict[str, Any],
+    modules: tuple[str, ...],
+    expected: list[str] | None,
+) -> None:
+    every = tuple(shape.name for shape in outer_target.modules)
+    files = adapter_maker(outer_target)(modules=every if expected is None else modules, **config)
+    report = validate_files(files.config_bytes, files.tensor_bytes, outer_target)
+    assert list(report.scales) == (expected or [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in every])
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "code"),
+    [
+        pytest.param(HEAD + "lora_B.weight", np.ones((71, 4), np.float32), "base_mismatch", id="larger vocabulary"),
+        pytest.param(EMBEDDING + "lora_embedding_A", np.ones((4, 64), np.float32), "base_mismatch", id="smaller one"),
+        pytest.param(EMBEDDING + "lora_embedding_B", np.ones((32, 5), np.float32), "rank_mismatch", id="rank"),
+        pytest.param(HEAD + "lora_A.weight", None, "missing_tensor", id="missing"),
+        pytest.param(HEAD + "lora_embedding_A", np.ones((4, 32), np.float32), "unexpected_tensor", id="wrong kind"),
+        pytest.param(EMBEDDING + "lora_embedding_B", np.full((32, 4), np.nan, np.float32), "not_finite", id="NaN"),
+    ],
+)
+def test_a_bad_outer_module_is_refused(
+    adapter_maker: Any, outer_target: PackTarget, name: str, tensor: np.ndarray | None, code: str
+) -> None:
+    files = adapter_maker(outer_target)(rank=4, modules=("model.embed_tokens", "lm_head"))
+    with_tensor(name, tensor)(files)
+    assert_refused(files.config_bytes, files.tensor_bytes, outer_target, code, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        HEAD + "base_layer.weight",
+        EMBEDDING + "base_layer.weight",
+        pytest.param(EMBEDDING + "weight", id="as older versions of peft named it"),
+    ],
+)
+def test_the_bases_own_weights_are_refused_with_the_way_to_leave_them_out(
+    adapter_maker: Any, outer_target: PackTarget, name: str
+) -> None:
+    files = adapter_maker(outer_target)(modules=("model.embed_tokens", "lm_head"))
+    files.tensors[name] = np.ones((70, 32), np.float32)
+    assert_refused(files.config_bytes, files.tensor_bytes, outer_target, "unexpected_tensor", name)
+    with pytest.raises(AdapterRejected, match="save_embedding_layers=False"):
+        validate_files(files.config_bytes, files.tensor_bytes, outer_target)
+
+
 ONES = np.ones((4, 32), np.float32)
 LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
 
@@ -168,7 +259,6 @@ LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
         pytest.param(
             with_config(target_modules=["q_proj", "c_attn"]), "unknown_module", "target_modules", id="unknown"
         ),
-        pytest.param(with_config(target_modules=["lm_head"]), "unsupported_module", "target_modules", id="lm_head"),
         pytest.param(
             with_config(rank_pattern={"x_proj": 2}), "unknown_module", "rank_pattern.x_proj", id="pattern of nothing"
         ),
@@ -322,7 +412,7 @@ def test_a_part_of_a_fused_linear_is_refused_by_name(
     files = adapter_maker(fused_target)(modules=("self_attn.qkv_proj",))
     validate_files(files.config_bytes, files.tensor_bytes, fused_target)
     files.config["target_modules"] = ["qkv_proj", name]
-    with pytest.raises(AdapterRejected, match=rf"{re.escape(name)}'; .* are qkv_proj, o_proj, gate_up_proj, down_proj"):
+    with pytest.raises(AdapterRejected, match=rf"{re.escape(name)}'; .* its qkv_proj, o_proj, gate_up_proj, down_proj"):
         validate_files(files.config_bytes, files.tensor_bytes, fused_target)
     assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules")
 

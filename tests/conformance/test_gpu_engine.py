@@ -8,15 +8,19 @@ before the tokens of the step before are known.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 
-from loramux.engine.backend import Backend
+from loramux.engine.accelerator import HostAccelerator
+from loramux.engine.backend import Backend, DenseLinear
 from loramux.engine.engine import Engine
 from loramux.engine.graph_executor import GraphExecutor
 from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
+from loramux.kernels.reference import ReferenceKernels
+from loramux.kernels.tables import Segments
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
 from tests.engine.gpu_backend import gpu_backend
@@ -26,6 +30,11 @@ PLANS = [
     AdapterPlan("r3", 3, ALL_LINEARS, alpha=6.0),
     AdapterPlan("r31", 31, ["k_proj", "o_proj", "up_proj"], layers=[1]),
     AdapterPlan("by-layer", 4, ALL_LINEARS, rank_pattern={"layers.1.mlp.down_proj": 20}),
+]
+OUTER_PLANS = [
+    AdapterPlan("r3", 3, ["q_proj", "down_proj"], alpha=6.0),
+    AdapterPlan("head", 17, ["lm_head"]),
+    AdapterPlan("both", 4, ["embed_tokens", "lm_head", "v_proj"], alpha=8.0),
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -47,9 +56,16 @@ def requests(
     subject: Subject, sampling: SamplingParams = GREEDY, num_tokens: int = 4
 ) -> dict[str, tuple[str | None, Add]]:
     """Prompts shorter and longer than a page and than a step's budget, with and without adapters of several ranks."""
+    return requests_of(subject, [(None, 5), ("r3", 17), ("r31", 1), ("by-layer", 36)], sampling, num_tokens)
+
+
+def requests_of(
+    subject: Subject, wanted: list[tuple[str | None, int]], sampling: SamplingParams = GREEDY, num_tokens: int = 4
+) -> dict[str, tuple[str | None, Add]]:
+    """One request for each adapter and prompt length."""
     made: dict[str, tuple[str | None, Add]] = {}
     generator = torch.Generator().manual_seed(3)
-    for name, length in [(None, 5), ("r3", 17), ("r31", 1), ("by-layer", 36)]:
+    for name, length in wanted:
         prompt = torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist()
         add = Add(
             sequence_id=f"{name}-{length}",
@@ -97,3 +113,79 @@ def test_a_mixed_batch_equals_transformers_and_peft(
     assert assembled.engine.stats(StatsRequest(call_id="")).max_adapters_in_step >= 3
     assembled.engine.check_integrity()
     assembled.loader.close()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=() if family == "llama" else pytest.mark.campaign) for family in FAMILIES],
+)
+def outer_subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    directory = tmp_path_factory.mktemp(f"outer-{request.param}")
+    return make_subject(request.param, directory, OUTER_PLANS, SMALL_SHAPE, SMALL_WINDOW)
+
+
+def test_adapters_of_the_embedding_and_the_head_have_shapes_of_their_own(
+    outer_subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled = outer_subject.assemble(backend)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    asked = requests_of(outer_subject, [(None, 1), ("head", 1), ("both", 9)], num_tokens=3)
+    tokens = tokens_of(assembled.engine, [add for _, add in asked.values()])
+    for sequence_id, (name, add) in asked.items():
+        logits = recorder.by_sequence[sequence_id]
+        assert_parity(outer_subject, name, add, logits)
+        assert tokens[sequence_id] == [int(row.argmax()) for row in logits]
+    assert any(shape.has_outer for shape in executor._graphs)
+
+    # Resident or not, they cost a batch without them nothing: a call of any of their kernels would now fail.
+    monkeypatch.setattr(executor._kernels, "outer", None)
+    tokens_of(assembled.engine, [add for _, add in requests_of(outer_subject, [("r3", 1)], num_tokens=1).values()])
+    assembled.loader.close()
+
+
+def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
+    outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first step that needs them finds them loaded, and is captured when it first occurs, as any other."""
+    backend = Backend(
+        accelerator=HostAccelerator(),
+        make_kernels=lambda pool, shapes: ReferenceKernels(pool),
+        make_linear=DenseLinear,
+        activation_dtype=None,
+        sample_tokens=greedy,
+        compiles=True,
+    )
+    launched: set[tuple[str, int, int]] = set()
+    for name in ("lora_gather", "lora_shrink", "lora_expand"):
+        monkeypatch.setattr(ReferenceKernels, name, noting(name, getattr(ReferenceKernels, name), launched))
+    assembled = outer_subject.assemble(backend, max_batch_tokens=16, max_sequences=4)
+    executor = assembled.engine._executor
+    assert isinstance(executor, GraphExecutor)
+    warmed = set(launched)
+    asked = requests_of(outer_subject, [(None, 1), ("head", 1), ("both", 9), ("r3", 3)])
+    recorder = Recorder(assembled.engine, monkeypatch)
+    tokens_of(assembled.engine, [add for _, add in asked.values()])
+    for sequence_id, (name, add) in asked.items():
+        assert_parity(outer_subject, name, add, recorder.by_sequence[sequence_id])
+    assert {name for name, _, _ in launched} == {"lora_gather", "lora_shrink", "lora_expand"}
+    assert launched == warmed, "a step launched what was not warmed up"
+    assert any(shape.has_outer for shape in executor._graphs)
+    assembled.loader.close()
+
+
+def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int, int]]) -> Callable[..., None]:
+    """The kernel, which also notes what its launch is compiled for: segments of the grid and width of the planes."""
+
+    def note(self: ReferenceKernels, *arguments: Any) -> None:
+        (segments,) = (one for one in arguments if isinstance(one, Segments))
+        launched.add((name, segments.num_segments, segments.max_rank))
+        kernel(self, *arguments)
+
+    return note
+
+
+def greedy(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
+    """The likeliest token of each row, into the last of the settings."""
+    settings[-1].copy_(logits.argmax(1))

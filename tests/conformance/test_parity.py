@@ -16,7 +16,18 @@ from transformers import Phi3ForCausalLM
 from loramux.engine.direct_executor import DirectExecutor
 from loramux.engine.messages import Add, SamplingParams, StatsRequest
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
-from tests.conformance.tiny_models import FAMILIES, PHI3_ORIGINAL_LEN, PLANS, VOCAB_SIZE, MemorySource, make_base
+from tests.conformance.tiny_models import (
+    ALL_LINEARS,
+    FAMILIES,
+    PHI3_ORIGINAL_LEN,
+    PLANS,
+    SMALL_SHAPE,
+    SMALL_WINDOW,
+    VOCAB_SIZE,
+    AdapterPlan,
+    MemorySource,
+    make_base,
+)
 
 ALONE = ("llama", "gemma2", "phi3-window")
 """The families whose requests run alone in every test run: between them they take every branch of the decoder."""
@@ -112,6 +123,98 @@ def test_base_rows_are_bit_equal_to_the_same_batch_without_adapters(
     assert num_changed == len(PLANS) * FEW_TOKENS
     mixed.loader.close()
     plain.loader.close()
+
+
+OUTER_PLANS = [
+    AdapterPlan("embedding", 3, ["embed_tokens"], alpha=6.0),
+    AdapterPlan("head", 5, ["lm_head"], alpha=3.0),
+    AdapterPlan(
+        "all", 16, ["embed_tokens", "lm_head", *ALL_LINEARS], rank_pattern={"lm_head": 33}, use_rslora=True, alpha=4.0
+    ),
+    AdapterPlan("inner", 4, ["q_proj", "down_proj"], alpha=8.0),
+]
+"""Adapters of the embedding and the head, alone and with others, beside one that has neither."""
+
+UNTIED, TIED = "llama", "qwen2"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=() if one in (UNTIED, TIED) else pytest.mark.campaign) for one in FAMILIES],
+)
+def outer_subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    directory = tmp_path_factory.mktemp(f"outer-{request.param}")
+    return make_subject(request.param, directory, OUTER_PLANS, SMALL_SHAPE, SMALL_WINDOW)
+
+
+def outer_requests(subject: Subject, *names: str | None) -> dict[str, tuple[str | None, Add]]:
+    """Prompts shorter and longer than a step's budget, which meet in one batch."""
+    generator = torch.Generator().manual_seed(5)
+    made: dict[str, tuple[str | None, Add]] = {}
+    for index, name in enumerate(names):
+        prompt = torch.randint(2, VOCAB_SIZE, (1 + 17 * index,), generator=generator).tolist()
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        digest = None if name is None else subject.digests[name]
+        add = Add(sequence_id=f"{index}-{name}", prompt=tuple(prompt), max_tokens=12, sampling=sampling, digest=digest)
+        made[add.sequence_id] = (name, add)
+    return made
+
+
+def test_adapters_of_the_embedding_and_the_head(outer_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assembled = outer_subject.assemble()
+    recorder = Recorder(assembled.engine, monkeypatch)
+    asked = outer_requests(outer_subject, "all", None, "embedding", "head", "inner", "all", None, "head")
+    for _, add in asked.values():
+        assembled.engine.add(b"", add)
+    run(assembled.engine)
+    for sequence_id, (name, add) in asked.items():
+        assert_parity(outer_subject, name, add, recorder.by_sequence[sequence_id])
+    stats = assembled.engine.stats(StatsRequest(call_id=""))
+    assert stats.max_adapters_in_step == len(OUTER_PLANS)
+    assert stats.num_adapter_pages == sum(outer_subject.num_pages.values())
+
+    # Rows of the base, and of adapters without a head or an embedding of their own, are as if those were not there.
+    executor = recorder.executor
+    assert isinstance(executor, DirectExecutor)
+    tables = executor._tables
+    num_equal = 0
+    for batch, logits in recorder.steps:
+        outer = tables.outer_slots(batch.slots, batch.sample_rows)
+        if outer is None:
+            continue
+        without = np.where(outer.embedding >= 0, np.int32(-1), batch.slots)
+        has_head = np.isin(without, outer.head[outer.head >= 0])
+        expected = executor.logits(replace(batch, slots=np.where(has_head, np.int32(-1), without)))
+        for row, sample_row in enumerate(batch.sample_rows.tolist()):
+            if outer.embedding[sample_row] < 0 and outer.head[row] < 0:
+                assert torch.equal(logits[row], expected[row])
+                num_equal += 1
+            else:
+                assert not torch.equal(logits[row], expected[row])
+    assert num_equal > 12
+    assembled.loader.close()
+
+
+def test_a_batch_without_such_adapters_launches_nothing_for_them(
+    outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled = outer_subject.assemble()
+    executor = assembled.engine._executor
+    assert isinstance(executor, DirectExecutor)
+    resident = outer_requests(outer_subject, "all")
+    for _, add in resident.values():
+        assembled.engine.add(b"", add)
+    run(assembled.engine)
+    # A call of any of their kernels would now fail.
+    monkeypatch.setattr(executor._kernels, "outer", None)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    asked = outer_requests(outer_subject, None, "inner")
+    for _, add in asked.values():
+        assembled.engine.add(b"", add)
+    run(assembled.engine)
+    for sequence_id, (name, add) in asked.items():
+        assert_parity(outer_subject, name, add, recorder.by_sequence[sequence_id])
+    assembled.loader.close()
 
 
 @pytest.mark.parametrize(

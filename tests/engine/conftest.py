@@ -11,12 +11,13 @@ from typing import Any, Protocol
 import pytest
 
 from loramux.engine.adapter_pool import AdapterPool
-from loramux.engine.engine import Engine, EngineLimits
+from loramux.engine.engine import Engine
 from loramux.engine.eviction import LeastRecentlyUsed, Reclaimer
 from loramux.engine.kv_pages import KvPages
-from loramux.engine.messages import Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
+from loramux.engine.messages import AdapterState, Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
 from loramux.engine.page_pool import PagePool
 from loramux.engine.prefix_cache import PrefixCache
+from loramux.engine.request_limits import EngineLimits
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.simulation import SimulatedExecutor, SimulatedLoader
 
@@ -48,6 +49,7 @@ class Simulation:
     clock: Clock
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[str, Finished] = field(default_factory=dict)
+    answers: list[AdapterState] = field(default_factory=list)
 
     def add(
         self,
@@ -86,6 +88,8 @@ class Simulation:
                         self.tokens[output.sequence_id].extend(output.token_ids)
                 case Finished():
                     self.finished[outbound.message.sequence_id] = outbound.message
+                case AdapterState():
+                    self.answers.append(outbound.message)
         self.pages.check_integrity()
         return ran
 

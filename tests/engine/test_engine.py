@@ -217,7 +217,7 @@ def test_an_abort_bills_what_was_committed_or_kept(simulation: Simulation, keep:
         simulation.step()
     committed = len(simulation.tokens["s"])
     assert committed >= 4
-    simulation.engine.abort(Abort(sequence_id="s", keep=keep))
+    simulation.engine.abort(b"gateway", Abort(sequence_id="s", keep=keep))
     simulation.run()
     assert len(simulation.tokens["s"]) == committed
     billed = committed if keep is None else min(keep, committed)
@@ -228,7 +228,7 @@ def test_an_abort_while_waiting_bills_nothing(simulation: Simulation) -> None:
     simulation.loader.is_holding = True
     simulation.add("s", digest="a")
     simulation.step()
-    simulation.engine.abort(Abort(sequence_id="s"))
+    simulation.engine.abort(b"gateway", Abort(sequence_id="s"))
     simulation.loader.let_go()
     simulation.run()
     assert (simulation.finished["s"].prompt_tokens, simulation.finished["s"].completion_tokens) == (0, 0)
@@ -294,7 +294,7 @@ def test_random_life_leaks_nothing(simulate: Simulate) -> None:
             digest = rng.choice([None, *names])
             adds[name] = simulation.add(name, rng.randint(1, 120), rng.randint(1, 40), digest)
         if adds and rng.random() < 0.1:
-            simulation.engine.abort(Abort(sequence_id=rng.choice(list(adds))))
+            simulation.engine.abort(b"gateway", Abort(sequence_id=rng.choice(list(adds))))
         simulation.step()
     simulation.run()
     assert set(simulation.finished) == set(adds)

@@ -74,7 +74,7 @@ def test_an_extended_sequence_goes_on_as_if_nothing_had_been(simulation: Simulat
         simulation.step()
     assert "s" not in simulation.finished
     assert is_early or len(simulation.tokens["s"]) == 4
-    simulation.engine.extend(Extend(sequence_id="s", max_tokens=12))
+    simulation.engine.extend(b"gateway", Extend(sequence_id="s", max_tokens=12))
     # The second limit's pause ends by itself.
     for _ in range(12):
         simulation.step()
@@ -106,7 +106,7 @@ def test_a_paused_sequence_that_was_preempted_goes_on_after_its_extension(simula
     while "long" not in simulation.finished:
         simulation.step()
     assert stats_of(simulation).num_preemptions == 1
-    simulation.engine.extend(Extend(sequence_id="paused", max_tokens=9))
+    simulation.engine.extend(b"gateway", Extend(sequence_id="paused", max_tokens=9))
     for _ in range(10):
         simulation.step()
     simulation.clock.now = 700.0
@@ -118,8 +118,8 @@ def test_a_paused_sequence_that_was_preempted_goes_on_after_its_extension(simula
 def test_an_extension_reaches_no_further_than_the_context(simulate: Simulate) -> None:
     simulation = simulate(max_model_len=30)
     add = simulation.add("s", num_prompt=20, max_tokens=2, pause_s=9.0)
-    simulation.engine.extend(Extend(sequence_id="s", max_tokens=10_000))
-    simulation.engine.extend(Extend(sequence_id="nobody", max_tokens=3))
+    simulation.engine.extend(b"gateway", Extend(sequence_id="s", max_tokens=10_000))
+    simulation.engine.extend(b"gateway", Extend(sequence_id="nobody", max_tokens=3))
     simulation.run()
     assert simulation.tokens["s"] == simulation.executor.generate(add.prompt, 10, None)
 
@@ -128,7 +128,7 @@ def test_a_paused_sequence_can_be_aborted(simulation: Simulation) -> None:
     simulation.add("s", max_tokens=4, pause_s=60.0)
     for _ in range(8):
         simulation.step()
-    simulation.engine.abort(Abort(sequence_id="s"))
+    simulation.engine.abort(b"gateway", Abort(sequence_id="s"))
     simulation.run()
     assert simulation.finished["s"].reason == "abort"
 

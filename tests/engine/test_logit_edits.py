@@ -16,8 +16,7 @@ from loramux.engine.batch import Batch
 from loramux.engine.device_sampler import DeviceSampler, SampledStep, SampleTokens
 from loramux.engine.logit_edits import TokenMarks, logit_edits
 from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.sampler import SampledToken, SamplingRow, sample, uniforms_of
-from loramux.engine.simulation import FinishedStep
+from loramux.engine.sampler import FinishedStep, SampledToken, SamplingRow, sample, uniforms_of
 from loramux.engine.step_buffer import SamplingInputs
 from loramux.kernels.reference_sampling import reference_sample_tokens
 from tests.engine.conftest import Simulation, simulate_engine

@@ -115,7 +115,7 @@ def test_a_shared_page_outlives_the_sequence_that_filled_it(simulation: Simulati
     simulation.step()
     second = ask(simulation, "second", (*prompt, 2), max_tokens=30)
     simulation.step()
-    simulation.engine.abort(Abort(sequence_id="first"))
+    simulation.engine.abort(b"gateway", Abort(sequence_id="first"))
     filler = [ask(simulation, f"filler{i}", tokens(200, seed=i), isolation_key=b"") for i in range(4)]
     answer(simulation, second, *filler)
 
@@ -189,7 +189,7 @@ def test_random_conversations_are_right_whatever_is_shared(simulate: Simulate) -
             grown = (*base, *tokens(rng.randint(1, 40), seed=turn))[:250]
             conversations[rng.randrange(4)] = grown if rng.random() < 0.8 else tokens(8, seed=turn)
         if asked and rng.random() < 0.1:
-            simulation.engine.abort(Abort(sequence_id=rng.choice(list(asked))))
+            simulation.engine.abort(b"gateway", Abort(sequence_id=rng.choice(list(asked))))
         simulation.step()
     simulation.run()
     for name, add in asked.items():

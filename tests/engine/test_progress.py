@@ -97,7 +97,7 @@ def test_adapters_that_nobody_wants_any_more_are_let_go(simulate: Simulate) -> N
     for name in names:
         simulation.add(name, digest=name)
         simulation.step()
-        simulation.engine.abort(Abort(sequence_id=name))
+        simulation.engine.abort(b"gateway", Abort(sequence_id=name))
     simulation.step()
     assert [entry.digest for entry in simulation.adapters.entries()] == ["busy"]
     simulation.run()

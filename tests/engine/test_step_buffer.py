@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.engine.accelerator import HostAccelerator
-from loramux.engine.batch import NO_ROWS, Batch, ScheduledSequence, build_batch
+from loramux.engine.batch import NO_ROWS, Batch, OuterSlots, ScheduledSequence, build_batch
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.sequence import Sequence, page_list
 from loramux.engine.step_buffer import StepBuffer
-from loramux.engine.step_shape import SEGMENT_ROWS, StepShape, reachable_shapes, step_shape
-from loramux.kernels.segments import group_rows
+from loramux.engine.step_shape import StepShape, reachable_shapes, step_shape
+from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 
 MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES = 600, 96, 96 * 8
 
@@ -105,6 +105,48 @@ def test_the_device_reads_what_the_batch_says_and_padding_beyond(
         assert sampling.top_k[: len(params)].tolist() == [one.top_k for one in params]
         assert sampling.min_p[: len(params)].tolist() == [one.min_p for one in params]
         assert num_sequences <= sampling.uniform.shape[0]
+
+
+def outer_of(batch: Batch) -> OuterSlots:
+    """Adapters in even slots change the embedding, those in slots that three divides the head."""
+    samples = batch.slots[batch.sample_rows]
+    return OuterSlots(
+        embedding=np.where(batch.slots % 2 == 0, batch.slots, np.int32(-1)),
+        head=np.where(samples % 3 == 0, samples, np.int32(-1)),
+    )
+
+
+@given(st.lists(batches, min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_rows_that_need_outer_modules_fit_every_shape_that_has_them(steps: list[list[tuple[int, int, int]]]) -> None:
+    buffer = StepBuffer(HostAccelerator(), MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES)
+    for seed, chunks in enumerate(steps):
+        batch = a_batch([*chunks[:-1], (*chunks[-1][:2], 0)], seed)
+        outer = outer_of(batch)
+        layout = buffer.load(batch, replace(shape_of(batch), has_outer=True), outer)
+        for segments, slots in [
+            (layout.inputs.embedding_segments, outer.embedding),
+            (layout.head_segments, outer.head),
+        ]:
+            assert segments is not None
+            assert segments.max_rank == layout.shape.max_rank
+            rows, starts, listed = group_rows(slots, SEGMENT_ROWS)
+            assert segments.rows[: len(rows)].tolist() == rows.tolist()
+            assert segments.starts[: len(starts)].tolist() == starts.tolist()
+            assert segments.slots[: len(listed)].tolist() == listed.tolist()
+            assert (segments.slots[len(listed) :] == -1).all()
+
+
+def test_a_shape_without_outer_modules_carries_nothing_for_them(buffer: StepBuffer) -> None:
+    batch = a_batch([(4, 1, 0)] * 3)
+    plain, outer = shape_of(batch), replace(shape_of(batch), has_outer=True)
+    layout = buffer.load(batch, plain)
+    assert layout.inputs.embedding_segments is None
+    assert layout.head_segments is None
+    assert buffer.load(batch, outer, outer_of(batch)).pages_offset > layout.pages_offset
+    for shape, slots in ((plain, outer_of(batch)), (outer, None)):
+        with pytest.raises(ValueError, match="outer modules"):
+            buffer.load(batch, shape, slots)
 
 
 def test_a_shape_keeps_its_views(buffer: StepBuffer) -> None:

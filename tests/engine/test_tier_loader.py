@@ -11,6 +11,7 @@ import torch
 
 from loramux.adapter_store.errors import AdapterUnavailable
 from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.target import PackTarget
 from loramux.engine.accelerator import Fence, HostAccelerator
 from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.pool_memory import allocate_pool
@@ -20,14 +21,17 @@ from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
 
 GEOMETRY = PageGeometry(num_layers=2, num_kv_heads=1, head_dim=16, kv_itemsize=4, adapter_itemsize=4)
 MODULES = (LinearShape("q", 64, 64), LinearShape("o", 64, 32))
+OUTER_MODULES = (LinearShape("embedding", 48, 64, is_embedding=True), LinearShape("head", 64, 48))
+TARGET = PackTarget(MODULES, GEOMETRY, "float32", OUTER_MODULES)
+FACTORS = (3.0, 1.0)
 NUM_PAGES, NUM_SLOTS = 12, 3
 
 
-def packed(digest: str, ranks: list[list[int]]) -> PackedAdapter:
-    layout = adapter_layout(GEOMETRY, MODULES, np.array(ranks, np.int32))
+def packed(digest: str, ranks: list[list[int]], outer_ranks: tuple[int, int] = (0, 0)) -> PackedAdapter:
+    layout = TARGET.layout(np.array(ranks, np.int32), np.array(outer_ranks, np.int32))
     shape = (layout.num_pages, GEOMETRY.num_layers, GEOMETRY.page_bytes)
     payload = np.random.default_rng(len(digest)).integers(0, 255, shape, np.uint8)
-    return PackedAdapter(digest, layout, np.full((2, 2), 0.5, np.float32), payload)
+    return PackedAdapter(digest, layout, np.full((2, 2), 0.5, np.float32), payload, np.full(2, 0.25, np.float32))
 
 
 class Lease:
@@ -89,7 +93,7 @@ class Bench:
         self.views = allocate_pool(
             GEOMETRY, NUM_PAGES * GEOMETRY.total_page_bytes, torch.float32, torch.float32, torch.device("cpu")
         )
-        self.tables = SlotTables(GEOMETRY, MODULES, NUM_SLOTS, self.accelerator)
+        self.tables = SlotTables(TARGET, NUM_SLOTS, self.accelerator, FACTORS)
         self._woken = threading.Event()
         self.loader = TierLoader(self.source, self.views, self.tables, self.accelerator, 2, self._woken.set)
 
@@ -124,6 +128,48 @@ def test_an_adapter_comes_whole_into_its_pages_and_tables() -> None:
     assert bench.tables.max_rank(np.array([-1, 1, 1], np.int32)) == 3
     assert bench.tables.max_rank(np.array([-1, 0], np.int32)) == 0
     assert bench.source.num_leases == 0
+    bench.loader.close()
+
+
+def loaded(bench: Bench, digest: str, slot: int) -> None:
+    bench.loader.fetch(digest)
+    fetched = bench.next_event()
+    assert isinstance(fetched, Fetched)
+    pages = list(range(fetched.layout.num_pages))
+    bench.loader.copy(digest, pages)
+    assert bench.next_event() == Copied(digest)
+    bench.loader.publish(digest, slot, pages)
+
+
+def test_outer_modules_come_into_tables_of_their_own_and_leave_them_with_the_slot() -> None:
+    adapter = packed("both", [[3, 0], [1, 2]], (5, 2))
+    plain = packed("a", [[3, 0], [1, 2]])
+    bare = adapter_layout(GEOMETRY, MODULES, plain.layout.ranks)
+    without = PackedAdapter("bare", bare, plain.scales, plain.payload)
+    bench = Bench(adapter, packed("head", [[0, 0], [0, 0]], (0, 7)), plain, without)
+    bench.accelerator.may_upload.set()
+    loaded(bench, "both", 1)
+    outer = bench.tables.device.outer
+    assert outer is not None
+    assert outer.page_table.data_ptr() == bench.tables.device.page_table.data_ptr()
+    assert outer.rank[1].tolist() == [[5, 2]]
+    assert torch.equal(outer.off[1, 0], torch.from_numpy(adapter.layout.outer_offsets))
+    # The base multiplies what its embedding gives, and so what the adapter adds to it.
+    assert outer.scale[1].tolist() == [[0.75, 0.25]]
+    assert bench.tables.max_rank(np.array([1], np.int32)) == 5
+    loaded(bench, "head", 2)
+    assert bench.tables.max_rank(np.array([2], np.int32)) == 7
+
+    slots, samples = np.array([-1, 0, 1, 1, 2, -1], np.int32), np.array([1, 3, 4, 5], np.int32)
+    needed = bench.tables.outer_slots(slots, samples)
+    assert needed is not None
+    assert needed.embedding.tolist() == [-1, -1, 1, 1, -1, -1]
+    assert needed.head.tolist() == [-1, 1, 2, -1]
+    assert bench.tables.outer_slots(slots[:2], samples[:1]) is None
+    loaded(bench, "a", 1)
+    loaded(bench, "bare", 2)
+    assert bench.tables.outer_slots(slots, samples) is None
+    assert not outer.rank.any()
     bench.loader.close()
 
 

@@ -17,7 +17,17 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-TRITON_MODULES = ("fused", "gpu", "gpu_lora", "kv_write", "lora_expand", "lora_shrink", "paged_attention", "sampling")
+TRITON_MODULES = (
+    "fused",
+    "gpu",
+    "gpu_lora",
+    "kv_write",
+    "lora_expand",
+    "lora_gather",
+    "lora_shrink",
+    "paged_attention",
+    "sampling",
+)
 
 
 def import_kernels(*names: str) -> list[ModuleType]:

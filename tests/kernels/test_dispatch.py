@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels import cpu_attention, cpu_fused, cpu_kv, cpu_lora
+from loramux.kernels import cpu_attention, cpu_fused, cpu_gather, cpu_kv, cpu_lora
 from loramux.kernels.compiled import cache_directory
 from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.dispatch import KernelShapes, select_kernels
@@ -27,7 +28,7 @@ from loramux.kernels.warm import main, warm
 from tests.kernels.interpreted import TRITON_MODULES
 
 COMPILED = (
-    cpu_lora.shrink, cpu_lora.expand, cpu_kv.write, cpu_kv.gather, cpu_attention.decode,
+    cpu_lora.shrink, cpu_lora.expand, cpu_gather.gather, cpu_kv.write, cpu_kv.gather, cpu_attention.decode,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
 )  # fmt: skip
 
@@ -213,6 +214,10 @@ def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     planes, qkv = torch.zeros(3, 4, 8)[:, 1:3, :5], torch.zeros(3, 128)
     kernels.lora_shrink(torch.zeros(3, 70)[:, :64], 1, group, adapters.tables, segments, planes)
     kernels.lora_expand(planes, 1, group, adapters.tables, segments, qkv)
+    embedding = ModuleGroup((1,), 64, (64,), (0,), is_embedding=True)
+    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), 1, embedding, adapters.tables, segments, planes)
+    flat = replace(adapters.tables, off=torch.zeros(3, 1, 2, 2).int(), rank=torch.ones(3, 1, 2).int())
+    kernels.outer.lora_gather(torch.zeros(3, dtype=torch.int32), 0, embedding, flat, segments, planes)
     q, k, v = (part.unflatten(1, (-1, 16)) for part in qkv.split([64, 32, 32], 1))
     kernels.rotary(q, k, torch.zeros(3, 8), torch.zeros(3, 8))
     batch = AttentionBatch(

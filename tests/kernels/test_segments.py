@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.segments import build_segments
+from loramux.kernels.segments import SEGMENT_ROWS, build_segments, max_segments
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,16 @@ def test_covers_every_adapter_row_once(max_rows: int) -> None:
         assert rows == sorted(rows)
         assert 0 < len(rows) <= max_rows
         assert set(slots[rows]) == {slot}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_sequences", "expected"),
+    [(1, 1, 1), (64, 64, 64), (64, 1, 5), (512, 10, 42), (15, 1, 1), (16, 0, 1), (40, 3, 5)],
+    ids=lambda n: str(n),
+)
+def test_the_bound_holds_every_batch(num_tokens: int, num_sequences: int, expected: int) -> None:
+    assert max_segments(num_tokens, num_sequences) == expected
+    rng = np.random.default_rng(num_tokens)
+    for _ in range(20 if num_sequences else 0):
+        slots = rng.integers(-1, 5, num_sequences).astype(np.int32)[rng.integers(0, num_sequences, num_tokens)]
+        assert build_segments(slots, SEGMENT_ROWS).num_segments <= max_segments(num_tokens, num_sequences)

@@ -309,24 +309,6 @@ def test_one_launch_serves_whatever_the_segments_hold(
     assert torch.equal(y, before)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_sequences", "expected"),
-    [(1, 1, 1), (64, 64, 64), (64, 1, 5), (512, 10, 42), (15, 1, 1), (16, 0, 1), (40, 3, 5)],
-    ids=lambda n: str(n),
-)
-def test_the_grid_holds_every_batch(
-    num_tokens: int, num_sequences: int, expected: int, triton_kernels: dict[str, ModuleType]
-) -> None:
-    max_segments = triton_kernels["gpu_lora"].max_segments
-    assert max_segments(num_tokens, num_sequences) == expected
-    rng = np.random.default_rng(num_tokens)
-    for _ in range(20):
-        owners = rng.integers(0, max(1, num_sequences), num_tokens)
-        slots = rng.integers(-1, 5, max(1, num_sequences)).astype(np.int32)[owners]
-        if num_sequences:
-            assert build_segments(slots, 16).num_segments <= max_segments(num_tokens, num_sequences)
-
-
 @pytest.mark.parametrize("num_segments", [1, 16, 256, 1024], ids=lambda n: f"segments-{n}")
 def test_planes_suit_the_batch(num_segments: int, triton_kernels: dict[str, ModuleType]) -> None:
     num_splits = triton_kernels["lora_shrink"].num_splits
@@ -383,6 +365,54 @@ class CompiledForHopper:
         self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
+def run_alone(request: pytest.FixtureRequest) -> None:
+    """Once a process has interpreted, it can no longer compile: such a test runs itself in a process of its own."""
+    test = f"{__file__}::{request.node.name}"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "campaign or not campaign", test]
+    done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Memory that is never read: for what is only compiled."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
+def test_outer_modules_compile_for_hopper(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding and the head of Llama-3.1-8B, whose pages are seen as one layer of 4 MiB."""
+    if ALONE not in os.environ:
+        run_alone(request)
+        return
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernels = {}
+    for name in ("gather", "shrink", "expand"):
+        module = importlib.import_module(f"loramux.kernels.lora_{name}")
+        kernels[name] = CompiledForHopper(getattr(module, f"{name}_kernel"))
+        monkeypatch.setattr(module, f"{name}_kernel", kernels[name])
+    geometry = PageGeometry(32, 8, 128, 2, 2)
+    raw = tensor(9, 32, geometry.page_bytes, dtype=torch.uint8)
+    pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry).flat
+    tables = AdapterTables(tensor(64, 128), tensor(64, 1, 2, 2), tensor(64, 1, 2), tensor(64, 1, 2).float())
+    segments = Segments(tensor(64), tensor(17), tensor(16), 64)
+    embedding = ModuleGroup((0,), 128256, (4096,), (0,), is_embedding=True)
+    head = ModuleGroup((1,), 4096, (128256,), (0,))
+    gpu = importlib.import_module("loramux.kernels.gpu").GpuLora(pool)
+    hidden, logits = tensor(64, 4096, dtype=torch.bfloat16), tensor(64, 128256, dtype=torch.bfloat16)
+    planes = gpu.lora_planes(embedding, 64, segments)
+    gpu.lora_gather(tensor(64), 0, embedding, tables, segments, planes)
+    gpu.lora_expand(planes, 0, embedding, tables, segments, hidden)
+    planes = gpu.lora_planes(head, 64, segments)
+    gpu.lora_shrink(hidden, 0, head, tables, segments, planes)
+    gpu.lora_expand(planes, 0, head, tables, segments, logits)
+    assert "ld.global" in kernels["gather"].compiled.asm["ptx"]
+    for name in ("shrink", "expand"):
+        assert "mma.sync" in kernels[name].compiled.asm["ptx"]
+
+
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
     ("num_tokens", "num_segments", "pdl"),
@@ -398,22 +428,18 @@ def test_compiles_for_hopper(
 ) -> None:
     """The interpreter accepts what the compiler does not. The shapes are q/k/v of Llama-3.1-8B."""
     if ALONE not in os.environ:
-        # Once a process has interpreted, it can no longer compile: this test runs itself in a process of its own.
-        test = f"{__file__}::{request.node.name}"
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
-        done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+        run_alone(request)
         return
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     lora_shrink = importlib.import_module("loramux.kernels.lora_shrink")
     lora_expand = importlib.import_module("loramux.kernels.lora_expand")
     shrink_kernel = CompiledForHopper(lora_shrink.shrink_kernel)
+    lora_gather = importlib.import_module("loramux.kernels.lora_gather")
     expand_kernel = CompiledForHopper(lora_expand.expand_kernel)
+    gather_kernel = CompiledForHopper(lora_gather.gather_kernel)
     monkeypatch.setattr(lora_shrink, "shrink_kernel", shrink_kernel)
     monkeypatch.setattr(lora_expand, "expand_kernel", expand_kernel)
-
-    def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    monkeypatch.setattr(lora_gather, "gather_kernel", gather_kernel)
 
     geometry = PageGeometry(32, 8, 128, 2, 2)
     E = geometry.adapter_elements
@@ -428,6 +454,9 @@ def test_compiles_for_hopper(
     x, y = (tensor(num_tokens, width, dtype=torch.bfloat16) for width in (4096, 6144))
     lora_shrink.lora_shrink(pool, x, 3, group, tables, segments, planes, pdl=pdl)
     lora_expand.lora_expand(pool, planes, 3, group, tables, segments, y, pdl=pdl)
+    embedding = ModuleGroup((0,), 128256, (4096,), (0,), is_embedding=True)
+    lora_gather.lora_gather(pool, tensor(num_tokens), 3, embedding, tables, segments, planes[:1, :, :1])
+    assert "ld.global" in gather_kernel.compiled.asm["ptx"]
     for kernel, call in ((shrink_kernel, "launch_dependents"), (expand_kernel, "wait")):
         ptx = kernel.compiled.asm["ptx"]
         assert kernel.compiled.metadata.launch_pdl == (pdl and kernel is expand_kernel)

@@ -7,7 +7,8 @@ import time
 
 from loramux.engine import process
 from loramux.engine.batch import Batch
-from loramux.engine.direct_executor import DirectExecutor, FinishedStep
+from loramux.engine.direct_executor import DirectExecutor
+from loramux.engine.sampler import FinishedStep
 
 HANGING_TOKEN = 666
 submit = DirectExecutor.submit

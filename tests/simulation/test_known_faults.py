@@ -90,7 +90,7 @@ def test_an_unload_after_several_answers_to_one_request_comes_to_its_end(end: st
     simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a"))
     if end == "is aborted":
         for choice in range(4):
-            simulation.engine.abort(Abort(sequence_id=f"choice{choice}"))
+            simulation.engine.abort(b"gateway", Abort(sequence_id=f"choice{choice}"))
     simulation.run()
     assert stats_of(simulation).num_adapter_pages == 0
     assert not simulation.engine.has_work

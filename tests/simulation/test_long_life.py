@@ -45,7 +45,7 @@ class Life:
         if rng.random() < 0.45:
             self._ask(f"s{number}")
         if self.adds and rng.random() < 0.08:
-            engine.abort(Abort(sequence_id=rng.choice(list(self.adds)), keep=rng.choice([None, 0, 3])))
+            engine.abort(b"gateway", Abort(sequence_id=rng.choice(list(self.adds)), keep=rng.choice([None, 0, 3])))
         if rng.random() < 0.03:
             digest, deadline = rng.choice(list(self.names)), rng.choice([None, 5.0])
             engine.unload(b"gateway", Unload(call_id=f"u{number}", digest=digest, deadline_s=deadline))
@@ -120,7 +120,7 @@ class Life:
         add = self.adds[name]
         limit = min(self.extended[name] + self.rng.randint(1, 30), 300 - len(add.prompt))
         self.extended[name] = max(self.extended[name], limit)
-        self.simulation.engine.extend(Extend(sequence_id=name, max_tokens=limit))
+        self.simulation.engine.extend(b"gateway", Extend(sequence_id=name, max_tokens=limit))
 
     def _step(self) -> None:
         self.simulation.engine.step()

@@ -1,0 +1,81 @@
+"""What an engine has done since it started, and how it stands."""
+
+from __future__ import annotations
+
+from loramux.engine.adapter_pool import AdapterPhase, AdapterPool
+from loramux.engine.batch import ScheduledSequence
+from loramux.engine.messages import ResidentAdapter, Stats
+from loramux.engine.page_pool import PageOwner, PagePool
+from loramux.engine.prefix_cache import PrefixCache
+from loramux.engine.scheduler import Scheduler
+
+
+class EngineStats:
+    """Counts steps; the rest of `Stats`, which says what each figure means, is read from the parts when it is asked."""
+
+    def __init__(self, pages: PagePool, adapters: AdapterPool, prefixes: PrefixCache, scheduler: Scheduler) -> None:
+        self._pages = pages
+        self._adapters = adapters
+        self._prefixes = prefixes
+        self._scheduler = scheduler
+        self._num_steps = 0
+        self._num_mixed_steps = 0
+        self._max_adapters_in_step = 0
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+        self._recomputed_tokens = 0
+
+    def count_step(self, scheduled: list[ScheduledSequence]) -> None:
+        """Count a step, before its sequences are moved on."""
+        self._num_steps += 1
+        num_adapters = len({item.sequence.slot for item in scheduled if item.sequence.slot >= 0})
+        self._num_mixed_steps += num_adapters > 1
+        self._max_adapters_in_step = max(self._max_adapters_in_step, num_adapters)
+        for item in scheduled:
+            sequence = item.sequence
+            begin, end = sequence.num_computed, sequence.num_computed + item.num_tokens
+            if begin == sequence.num_reached >= sequence.num_prompt:
+                # An answer that goes on: the way of most, most of the time.
+                continue
+            if not sequence.has_run:
+                self._cached_tokens += sequence.num_cached
+            self._recomputed_tokens += max(0, min(end, sequence.num_reached) - begin)
+            self._prompt_tokens += max(0, min(end, sequence.num_prompt) - max(begin, sequence.num_reached))
+
+    def count_completion_tokens(self, num_tokens: int) -> None:
+        self._completion_tokens += num_tokens
+
+    def snapshot(self, call_id: str) -> Stats:
+        resident = [entry for entry in self._adapters.entries() if entry.phase is AdapterPhase.RESIDENT]
+        return Stats(
+            call_id=call_id,
+            num_steps=self._num_steps,
+            num_running=len(self._scheduler.running),
+            num_waiting=self._scheduler.queue.num_waiting,
+            num_pages=self._pages.num_pages,
+            num_free_pages=self._pages.num_free,
+            num_kv_pages=self._pages.num_owned(PageOwner.KV),
+            num_adapter_pages=self._pages.num_owned(PageOwner.ADAPTER),
+            num_prefix_pages=len(self._prefixes),
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            cached_tokens=self._cached_tokens,
+            recomputed_tokens=self._recomputed_tokens,
+            num_adapter_loads=self._adapters.num_loads,
+            num_adapter_evictions=self._adapters.num_evictions,
+            num_preemptions=self._scheduler.num_preemptions,
+            mixed_steps=self._num_mixed_steps,
+            max_adapters_in_step=self._max_adapters_in_step,
+            adapters=tuple(
+                ResidentAdapter(
+                    digest=entry.digest,
+                    slot=entry.slot,
+                    num_pages=entry.num_pages,
+                    # A pin is one of the pool's users.
+                    num_users=entry.num_users - entry.is_pinned,
+                    is_pinned=entry.is_pinned,
+                )
+                for entry in resident
+            ),
+        )

@@ -1,0 +1,49 @@
+"""The sequences that have not ended, by gateway and by adapter."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from loramux.engine.sequence import Sequence
+
+
+class LiveSequences:
+    """A sequence is found by its gateway and the id that the gateway gave it: two gateways may use the same id."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[bytes, str], Sequence] = {}
+        # Dictionaries for their order: who is ended first must not depend on addresses.
+        self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that are there now, in order of arrival; the caller may end them meanwhile."""
+        return iter(list(self._by_key.values()))
+
+    def add(self, sequence: Sequence) -> None:
+        key = sequence.owner, sequence.sequence_id
+        assert key not in self._by_key
+        self._by_key[key] = sequence
+        if sequence.add.digest is not None:
+            self._by_digest[sequence.add.digest][sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._by_key[sequence.owner, sequence.sequence_id]
+        digest = sequence.add.digest
+        if digest is not None:
+            del self._by_digest[digest][sequence]
+            if not self._by_digest[digest]:
+                del self._by_digest[digest]
+
+    def find(self, owner: bytes, sequence_id: str) -> Sequence | None:
+        return self._by_key.get((owner, sequence_id))
+
+    def wants(self, digest: str) -> bool:
+        """Whether any of them needs the adapter."""
+        return digest in self._by_digest
+
+    def of_digest(self, digest: str) -> list[Sequence]:
+        return list(self._by_digest.get(digest, ()))

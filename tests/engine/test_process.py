@@ -1,0 +1,112 @@
+"""The engine's loop behind its socket, over the simulated device."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import zmq
+
+from loramux.engine.messages import (
+    AdapterState,
+    Credit,
+    EngineReady,
+    Finished,
+    FromEngine,
+    Pin,
+    Rejected,
+    StatsRequest,
+    StepOutput,
+    ToEngine,
+)
+from loramux.engine.process import EngineServer
+from loramux.engine.step_record import StepRecord
+from tests.engine.conftest import Simulation, simulate_engine
+
+READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu", dtype="float32")
+
+
+class Gateway:
+    """One gateway's end of the socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self._socket.connect(f"ipc://{path}")
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+
+    def send(self, message: ToEngine) -> None:
+        self.send_raw(msgspec.msgpack.encode(message))
+
+    def send_raw(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> FromEngine:
+        return self._decoder.decode(self._socket.recv())
+
+
+@pytest.fixture
+def simulation() -> Simulation:
+    return simulate_engine(adapters={"a": 2})
+
+
+@pytest.fixture
+def served(simulation: Simulation, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
+    """Two gateways of an engine whose loop runs on a thread."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.bind(f"ipc://{tmp_path / 'engine'}")
+    wake_read, wake_write = os.pipe()
+    ended = threading.Event()
+    record = StepRecord(StepRecord.new_file(max_sequences=4))
+    assembled = SimpleNamespace(engine=simulation.engine, ready=READY)
+    server = EngineServer(assembled, socket, wake_read, record, ended)  # type: ignore[arg-type]
+    loop = threading.Thread(target=server.serve)
+    loop.start()
+    yield Gateway(context, tmp_path / "engine"), Gateway(context, tmp_path / "engine")
+    ended.set()
+    os.write(wake_write, b"\0")
+    loop.join()
+    context.destroy(linger=0)
+    os.close(wake_read)
+    os.close(wake_write)
+
+
+def test_a_message_that_cannot_be_read_is_rejected_and_disturbs_nobody(
+    served: tuple[Gateway, Gateway], simulation: Simulation
+) -> None:
+    broken, sound = served
+    for frames in ((b"\xc1",), (b"",), (b"\x81", b"\xa4type"), (msgspec.msgpack.encode({"type": "Nonsense"}),)):
+        broken.send_raw(*frames)
+    assert broken.receive() == READY
+    for _ in range(4):
+        rejected = broken.receive()
+        assert isinstance(rejected, Rejected)
+        assert "could not be read" in rejected.message
+    add = simulation.make_add("s", (1, 2, 3), 4)
+    sound.send(Credit(count=10))
+    sound.send(add)
+    assert sound.receive() == READY
+    outputs = [sound.receive() for _ in range(4)]
+    tokens = [token for one in outputs if isinstance(one, StepOutput) for token in one.outputs[0].token_ids]
+    assert tokens == simulation.expected(add)
+    assert isinstance(sound.receive(), Finished)
+
+
+def test_an_adapter_is_pinned_over_the_socket(served: tuple[Gateway, Gateway]) -> None:
+    gateway, _ = served
+    gateway.send(Credit(count=1))
+    gateway.send(Pin(call_id="p", digest="a"))
+    assert gateway.receive() == READY
+    answer = gateway.receive()
+    assert isinstance(answer, AdapterState)
+    assert (answer.call_id, answer.state, answer.num_pages) == ("p", "resident", 2)
+    gateway.send(StatsRequest(call_id="s"))
+    stats = gateway.receive()
+    assert [(one.digest, one.is_pinned) for one in getattr(stats, "adapters", ())] == [("a", True)]
