@@ -59,7 +59,11 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
             max_model_len=settings.max_model_len,
             max_batch_tokens=settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device],
             max_sequences=settings.max_sequences or DEFAULT_SEQUENCES[device],
+            max_waiting_tokens=settings.max_waiting_tokens,
+            max_waiting_s=settings.max_waiting_s,
             max_resident_adapters=settings.max_resident_adapters,
+            max_pinned_share=settings.max_pinned_share,
+            eviction_policy=settings.eviction_policy,
             disk_tier_bytes=int(settings.disk_tier_bytes),
             host_tier_bytes=int(settings.host_tier_bytes),
         )

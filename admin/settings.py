@@ -101,7 +101,11 @@ class Settings(DataSettings):
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     max_sequences: Annotated[int, Field(ge=1)] | None = None
+    max_waiting_tokens: Annotated[int, Field(ge=1)] = 1 << 22
+    max_waiting_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 300.0
     max_resident_adapters: Annotated[int, Field(ge=1)] = 256
+    max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    eviction_policy: Literal["lru", "greedy_dual"] = "lru"
     num_threads: Annotated[int, Field(ge=1)] | None = None
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
 from loramux.admin.serve import read_model
 from loramux.admin.settings import Settings
+from loramux.engine.config import EngineConfig
 from loramux.migrations.database import Database
 from loramux.platform.scripted_engine import ScriptedEngine
 
@@ -21,6 +23,31 @@ def assembling(model: Path, tmp_path: Path, **given: str) -> AbstractContextMana
     settings = Settings(model=model, data_dir=tmp_path, **given)  # type: ignore[arg-type]
     decoder, config = read_model(settings)
     return assemble(settings, DataDirectory(tmp_path), decoder, config, ScriptedEngine(), is_loopback=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_waiting_tokens", 1000),
+        ("max_waiting_s", 12.5),
+        ("max_resident_adapters", 7),
+        ("max_pinned_share", 0.25),
+        ("eviction_policy", "greedy_dual"),
+        ("max_batch_tokens", 96),
+        ("max_sequences", 3),
+    ],
+)
+def test_what_an_operator_sets_reaches_the_engine(demo_base: Path, tmp_path: Path, name: str, value: Any) -> None:
+    default = read_model(Settings(model=demo_base, data_dir=tmp_path))[1]
+    config = read_model(Settings(model=demo_base, data_dir=tmp_path, **{name: value}))[1]
+    assert getattr(config, name) == value != getattr(default, name)
+
+
+def test_an_operator_and_an_engine_begin_with_the_same_defaults(demo_base: Path, tmp_path: Path) -> None:
+    config = read_model(Settings(model=demo_base, data_dir=tmp_path))[1]
+    plain = EngineConfig(model_dir="", blob_url="", cache_dir="")
+    for name in ("max_waiting_tokens", "max_waiting_s", "max_pinned_share", "eviction_policy", "max_sequences"):
+        assert getattr(config, name) == getattr(plain, name)
 
 
 def test_an_empty_database_is_filled(demo_base: Path, tmp_path: Path, database_url: str) -> None:
