@@ -112,4 +112,5 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 def pack_target(model: ModelConfig, dtype: str) -> PackTarget:
     """What adapters must be packed for, so that an engine of this dtype can load them."""
-    return PackTarget(modules=model.modules, geometry=model.geometry(ITEMSIZE[dtype], ITEMSIZE[dtype]), dtype=dtype)
+    geometry = model.geometry(ITEMSIZE[dtype], ITEMSIZE[dtype])
+    return PackTarget(modules=model.modules, geometry=geometry, dtype=dtype, outer_modules=model.outer_modules)

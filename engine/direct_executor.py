@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from loramux.engine.batch import Batch, StepInputs
-from loramux.engine.model import Decoder
+from loramux.engine.batch import Batch, OuterSlots, StepInputs
+from loramux.engine.model import Decoder, HeadAdapters
 from loramux.engine.sampler import FinishedStep, sample
 from loramux.engine.slot_tables import SlotTables
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import AttentionBatch
+from loramux.kernels.tables import AttentionBatch, Segments
 
 
 class DirectExecutor:
@@ -27,10 +29,13 @@ class DirectExecutor:
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""
-        hidden = self._decoder.hidden(self._inputs(batch), self._kernels, self._tables.device)
-        return self._decoder.logits(hidden)
+        tables = self._tables.device
+        outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
+        hidden = self._decoder.hidden(self._inputs(batch, outer), self._kernels, tables)
+        head = None if outer is None else HeadAdapters(self._kernels, tables, self._segments(outer.head))
+        return self._decoder.logits(hidden, head)
 
-    def _inputs(self, batch: Batch) -> StepInputs:
+    def _inputs(self, batch: Batch, outer: OuterSlots | None) -> StepInputs:
         return StepInputs(
             tokens=torch.from_numpy(batch.tokens),
             positions=torch.from_numpy(batch.positions),
@@ -42,8 +47,10 @@ class DirectExecutor:
                 kv_slots=torch.from_numpy(batch.kv_slots),
                 max_q=batch.max_q,
             ),
-            segments=build_segments(
-                batch.slots, self._kernels.segment_rows, max(1, self._tables.max_rank(batch.slots))
-            ),
+            segments=self._segments(batch.slots),
             sample_rows=torch.from_numpy(batch.sample_rows),
+            embedding_segments=None if outer is None else self._segments(outer.embedding),
         )
+
+    def _segments(self, slots: npt.NDArray[np.int32]) -> Segments:
+        return build_segments(slots, self._kernels.segment_rows, max(1, self._tables.max_rank(slots)))

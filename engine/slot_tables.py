@@ -47,7 +47,8 @@ class SlotTables:
         self._host = tables(page_table, shape, self._host_outer)
         self._factors = np.array(outer_factors, np.float32)
         self.device = self._host
-        self._copied = [(table, table) for table in _tensors(self._host)]
+        # Pairs of a staged table and the device's.
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         if accelerator.device.type != "cpu":
             self.device = _on(accelerator.device, self._host)
             self._copied = list(zip(_tensors(self._host), _tensors(self.device), strict=True))
@@ -71,8 +72,7 @@ class SlotTables:
             self._has_outer[slot] = layout.outer_ranks > 0
         self._max_ranks[slot] = layout.max_rank
         for staged, table in self._copied:
-            if table is not staged:
-                table[slot].copy_(staged[slot], non_blocking=True)
+            table[slot].copy_(staged[slot], non_blocking=True)
 
     def max_rank(self, slots: npt.NDArray[np.int32]) -> int:
         """The highest rank among the adapters in `slots`, where -1 is none; 0 without any."""
