@@ -11,10 +11,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm clean
+.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-peers clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(WARM) ## Make the virtual environment (PYTHON=python3.11 CONSTRAINTS=constraints.txt)
 
@@ -71,6 +71,9 @@ bench-flood: $(WARM) ## Measure what polite accounts see of one that floods (ARG
 
 bench-cold-storm: $(WARM) ## Measure what running streams see of 200 adapters that come at once (ARGS='--help' for settings)
 	$(VENV)/bin/python -m benchmarks.cold_storm $(ARGS)
+
+bench-peers: $(WARM) ## Measure loramux beside peft, vLLM and llama-server over HTTP (benchmarks/peers/README.md)
+	$(VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

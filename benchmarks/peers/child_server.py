@@ -1,0 +1,118 @@
+"""A server in a child process on loopback: started, waited for with a deadline, and ended with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from benchmarks.peers.system import SystemFailed
+
+HOST = "127.0.0.1"
+POLL_S = 0.2
+STOP_S = 30.0
+KILLED_S = 30.0
+LOG_LINES = 15
+DROPPED = ("LORAMUX_", "OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "LLAMA_")
+
+
+class ChildServer:
+    """One process group of our own; the only one that `stop` touches."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, url: str, timeout_s: float) -> None:
+        """Poll `url` until it answers 200; raises SystemFailed when the process ends or time is up."""
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            while True:
+                self.check()
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(url).status_code == 200:
+                        return
+                if time.monotonic() > deadline:
+                    raise self.failed(f"is not ready after {timeout_s:.0f} s")
+                time.sleep(POLL_S)
+
+    def check(self) -> None:
+        """Raises SystemFailed if the process has ended."""
+        code = self._process.poll()
+        if code is not None:
+            raise self.failed(f"ended with exit code {code}")
+
+    def failed(self, what: str) -> SystemFailed:
+        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return SystemFailed(f"{self.name} {what}; the end of {self._log}:\n" + "\n".join(lines))
+
+    def stop(self) -> None:
+        """Ask the server to end, then end whatever of its group is still there."""
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_S)
+        finally:
+            # Even where the wait is broken off. The leader's number names the group until the last of it has gone.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        deadline = time.monotonic() + KILLED_S
+        while _is_group_running(self._process.pid):
+            if time.monotonic() > deadline:
+                raise SystemFailed(f"{self.name} does not end: processes of group {self._process.pid} are still there")
+            time.sleep(POLL_S / 10)
+
+
+@contextlib.contextmanager
+def child_server(name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[ChildServer]:
+    server = ChildServer(name, command, environment, log)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _is_group_running(group: int) -> bool:
+    """Whether a process of the group is more than a zombie, which holds nothing any more."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name may hold spaces and brackets; behind it are state, parent and group.
+            state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(found) == group and state != "Z":
+                return True
+    return False
+
+
+def server_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables without those that would change how a server runs.
+
+    Settings of loramux are among them, since it refuses unknown ones such as those that name peers; and threads are
+    every server's own affair.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
+    return kept | dict(extra)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,57 @@
+"""All questions of a piece of work at once over HTTP, timed from the first byte sent to the last answer read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from benchmarks.peers.system import SystemFailed
+from benchmarks.peers.workload import Question, Work
+
+Document = dict[str, Any]
+
+TIMEOUT_S = 3600.0
+"""A slow peer on a large model takes minutes; one that hangs still ends."""
+
+
+def post_all(
+    url: str, bodies: Sequence[Document], headers: Mapping[str, str] | None = None
+) -> tuple[list[Document], float]:
+    """Each body's answer, and the seconds for all; raises SystemFailed for an answer that is no success."""
+    return asyncio.run(_post_all(url, bodies, headers or {}))
+
+
+async def _post_all(url: str, bodies: Sequence[Document], headers: Mapping[str, str]) -> tuple[list[Document], float]:
+    limits = httpx.Limits(max_connections=len(bodies))
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, headers=headers, trust_env=False) as client:
+        started = time.perf_counter()
+        try:
+            responses = await asyncio.gather(*(client.post(url, json=body) for body in bodies))
+        except httpx.HTTPError as error:
+            raise SystemFailed(f"{url} broke off: {error!r}") from error
+        seconds = time.perf_counter() - started
+    for response in responses:
+        if not response.is_success:
+            raise SystemFailed(f"{url} answers {response.status_code}: {response.text[:500]}")
+    return [response.json() for response in responses], seconds
+
+
+def completion_body(question: Question, num_output: int, model: str) -> Document:
+    """A greedy call of `/v1/completions` with token ids, as vLLM and loramux take it."""
+    return {
+        "model": model,
+        "prompt": list(question.prompt),
+        "max_tokens": num_output,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+
+
+def require_lengths(name: str, lengths: Sequence[int], work: Work) -> None:
+    """Throughput counts tokens that were asked for: an answer of another length would make it up."""
+    if any(length != work.num_output for length in lengths):
+        raise SystemFailed(f"{name} answered {sorted(set(lengths))} tokens where {work.num_output} were asked for")

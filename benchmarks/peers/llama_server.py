@@ -1,0 +1,164 @@
+"""llama.cpp's llama-server, on files that its own scripts convert."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, server_environment
+from benchmarks.peers.http_questions import Document, post_all, require_lengths
+from benchmarks.peers.model_files import ModelFiles
+from benchmarks.peers.system import Peer, Running, System, SystemFailed, missing_peer
+from benchmarks.peers.workload import MAX_TOKENS, PEER_KINDS, Answers, Question, Work
+
+NAME = "llama-server"
+SERVER_VARIABLE = "LORAMUX_PEER_LLAMA_SERVER"
+SCRIPTS_VARIABLE = "LORAMUX_PEER_LLAMA_SCRIPTS"
+PYTHON_VARIABLE = "LORAMUX_PEER_LLAMA_PYTHON"
+ADVICE = (
+    f"set {SERVER_VARIABLE} to the built llama-server, {SCRIPTS_VARIABLE} to the folder of convert_hf_to_gguf.py and "
+    f"{PYTHON_VARIABLE} to a python that has its requirements"
+)
+BASE_SCRIPT, LORA_SCRIPT = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
+OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+START_S = 300.0
+FLOAT32 = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
+"""By default K and V are float16, and its flash attention rounds more than the distance of near-tied logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaFiles:
+    """A built server with its converters."""
+
+    server: Path
+    scripts: Path
+    python: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaServer:
+    server: ChildServer
+    url: str
+    adapter_ids: Mapping[str, int]
+
+    def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
+        bodies = [question_body(question, work.num_output, self.adapter_ids) for question in work.questions]
+        documents, seconds = post_all(f"{self.url}/completion", bodies)
+        require_lengths(NAME, [document["tokens_predicted"] for document in documents], work)
+        return Answers(seconds, tuple(tuple(document["tokens"]) for document in documents) if needs_token_ids else None)
+
+
+def question_body(question: Question, num_output: int, adapter_ids: Mapping[str, int]) -> Document:
+    """Adapters that a question does not name are off; an empty list would not switch off those of a question before."""
+    lora = {"id": 0, "scale": 0.0} if question.adapter is None else {"id": adapter_ids[question.adapter], "scale": 1.0}
+    return {
+        "prompt": list(question.prompt),
+        "n_predict": num_output,
+        "temperature": 0.0,
+        "top_k": 1,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "return_tokens": True,
+        "lora": [lora],
+    }
+
+
+def llama_command(
+    found: LlamaFiles, files: ModelFiles, outtype: str, threads: int, port: int, is_check: bool
+) -> list[str]:
+    """As many slots as requests come at once, each with room for the longest of them."""
+    adapters = ",".join(str(lora_file(files, name, outtype)) for name in files.adapters)
+    slots = files.num_adapters
+    command = [
+        *(str(found.server), "--model", str(base_file(files, outtype)), "--host", HOST, "--port", str(port)),
+        *("--lora", adapters, "--lora-init-without-apply", "--parallel", str(slots)),
+        *("--ctx-size", str(slots * MAX_TOKENS), "--threads", str(threads), "--threads-batch", str(threads)),
+    ]
+    return [*command, *FLOAT32] if is_check else command
+
+
+def base_file(files: ModelFiles, outtype: str) -> Path:
+    return files.directory / "gguf" / f"base-{outtype}.gguf"
+
+
+def lora_file(files: ModelFiles, name: str, outtype: str) -> Path:
+    return files.directory / "gguf" / f"{name}-{outtype}.gguf"
+
+
+def convert(found: LlamaFiles, files: ModelFiles, outtype: str) -> None:
+    """Convert what is not there yet; raises SystemFailed with what the script said last."""
+    base = base_file(files, outtype)
+    if not base.exists():
+        base.parent.mkdir(exist_ok=True)
+        _run_script(found, BASE_SCRIPT, base, outtype, str(files.base))
+    missing = [name for name in files.adapters if not lora_file(files, name, outtype).exists()]
+
+    def convert_one(name: str) -> None:
+        arguments = ("--base", str(files.base), str(files.adapters[name]))
+        _run_script(found, LORA_SCRIPT, lora_file(files, name, outtype), outtype, *arguments)
+
+    # A script's time goes into importing torch: several at once use all cores.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(convert_one, missing))
+
+
+def _run_script(found: LlamaFiles, script: str, out: Path, outtype: str, *arguments: str) -> None:
+    part = out.with_suffix(".part")
+    command = [str(found.python), str(found.scripts / script), "--outtype", outtype, "--outfile", str(part), *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, env=server_environment({}), check=False)
+    if ran.returncode != 0:
+        last = "\n".join(ran.stderr.splitlines()[-10:])
+        raise SystemFailed(f"{script} failed ({PYTHON_VARIABLE} names the python that runs it):\n{last}")
+    # Renamed only once whole, so that a run that was stopped leaves nothing half written.
+    part.rename(out)
+
+
+@contextlib.contextmanager
+def open_llama(
+    found: LlamaFiles,
+    dtype: str,
+    threads: int,
+    logs: Path,
+    say: Callable[[str], None],
+    files: ModelFiles,
+    is_check: bool,
+) -> Iterator[Running]:
+    outtype = OUTTYPES[dtype]
+    if not lora_file(files, "a0", outtype).exists():
+        say(f"  converting the {outtype} files of llama.cpp once: minutes")
+    convert(found, files, outtype)
+    port = free_port()
+    command = llama_command(found, files, outtype, threads, port, is_check)
+    with child_server(NAME, command, server_environment({}), logs / f"llama-server-{outtype}.log") as server:
+        url = f"http://{HOST}:{port}"
+        server.wait_until_ready(f"{url}/health", START_S)
+        yield LlamaServer(server, url, {name: index for index, name in enumerate(files.adapters)})
+
+
+def find_llama(variables: Mapping[str, str], threads: int, logs: Path, say: Callable[[str], None]) -> Peer:
+    if not (variables.get(SERVER_VARIABLE) and variables.get(SCRIPTS_VARIABLE)):
+        return missing_peer(NAME, ADVICE)
+    found = LlamaFiles(
+        Path(variables[SERVER_VARIABLE]).absolute(),
+        Path(variables[SCRIPTS_VARIABLE]).absolute(),
+        Path(variables.get(PYTHON_VARIABLE) or sys.executable).absolute(),
+    )
+    absent = [str(path) for path in (found.server, found.python) if not os.access(path, os.X_OK)]
+    absent += [str(found.scripts / name) for name in (BASE_SCRIPT, LORA_SCRIPT) if not (found.scripts / name).is_file()]
+    if absent:
+        return missing_peer(NAME, f"there is no {' and no '.join(absent)}: {ADVICE}")
+    shown = subprocess.run([str(found.server), "--version"], capture_output=True, text=True, check=False)
+    lines = (shown.stdout + shown.stderr).splitlines()
+    version = next((line.removeprefix("version: ") for line in lines if line.startswith("version: ")), "unknown")
+    systems = {
+        dtype: System(NAME, dtype, PEER_KINDS, partial(open_llama, found, dtype, threads, logs, say))
+        for dtype in OUTTYPES
+    }
+    return Peer(NAME, version, tuple(systems.values()), systems["float32"])

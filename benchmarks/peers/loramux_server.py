@@ -1,0 +1,86 @@
+"""`loramux serve` with every adapter pushed over the admin REST, called like any OpenAI server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, server_environment
+from benchmarks.peers.http_questions import completion_body, post_all, require_lengths
+from benchmarks.peers.model_files import ModelFiles
+from benchmarks.peers.system import LORAMUX, Running, System
+from benchmarks.peers.vocabulary import token_ids_of
+from benchmarks.peers.workload import KINDS, Answers, Work
+from loramux.admin.client import AdminClient
+from loramux.admin.push import push_adapter
+
+TENANT = "bench"
+BASE_NAME = "base"
+START_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoramuxServer:
+    server: ChildServer
+    url: str
+    api_key: str
+    models: Mapping[str, str]
+    """What a call names for each adapter."""
+
+    def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
+        bodies = [
+            completion_body(question, work.num_output, self.models[question.adapter] if question.adapter else BASE_NAME)
+            | ({"logprobs": 0} if needs_token_ids else {})
+            for question in work.questions
+        ]
+        headers = {"authorization": f"Bearer {self.api_key}"}
+        documents, seconds = post_all(f"{self.url}/v1/completions", bodies, headers)
+        require_lengths(LORAMUX, [document["usage"]["completion_tokens"] for document in documents], work)
+        if not needs_token_ids:
+            return Answers(seconds, None)
+        spelled = [document["choices"][0]["logprobs"]["tokens"] for document in documents]
+        return Answers(seconds, tuple(tuple(token_ids_of(tokens)) for tokens in spelled))
+
+
+def loramux_command(files: ModelFiles, data_dir: Path, dtype: str, port: int, admin_port: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "loramux.admin.cli", "serve", "--model", str(files.base), "--data-dir", str(data_dir)),
+        *("--host", HOST, "--port", str(port), "--admin-port", str(admin_port)),
+        *("--dtype", dtype, "--device", "cpu", "--served-name", BASE_NAME),
+    ]
+
+
+@contextlib.contextmanager
+def open_loramux(dtype: str, threads: int, logs: Path, files: ModelFiles, is_check: bool) -> Iterator[Running]:
+    port, admin_port, admin_key = free_port(), free_port(), secrets.token_urlsafe(32)
+    environment = server_environment(
+        {
+            "LORAMUX_ADMIN_KEY": admin_key,
+            "LORAMUX_NUM_THREADS": str(threads),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+    )
+    with tempfile.TemporaryDirectory(prefix="loramux-peers-") as folder:
+        command = loramux_command(files, Path(folder), dtype, port, admin_port)
+        with child_server(LORAMUX, command, environment, logs / f"loramux-{dtype}.log") as server:
+            admin_url = f"http://{HOST}:{admin_port}"
+            server.wait_until_ready(f"{admin_url}/health/ready", START_S)
+            with AdminClient(admin_url, admin_key) as client:
+                client.post("tenants", {"slug": TENANT})
+                api_key = client.post("api_keys", {"tenant": TENANT, "name": "bench"})["secret"]
+                directories = files.adapters | files.attention_adapters
+                models = {
+                    name: push_adapter(client, directory, TENANT, name).model for name, directory in directories.items()
+                }
+            yield LoramuxServer(server, f"http://{HOST}:{port}", api_key, models)
+
+
+def loramux_system(dtype: str, threads: int, logs: Path) -> System:
+    return System(LORAMUX, dtype, KINDS, partial(open_loramux, dtype, threads, logs))

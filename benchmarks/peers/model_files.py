@@ -1,0 +1,77 @@
+"""One random model and its adapters on disk, as every system reads them; made once into a scratch folder."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.peers.vocabulary import write_tokenizer
+from benchmarks.random_model import SHAPES, Shape, load_peft, make_base
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A base with PEFT adapters `a0`, `a1`, ... on all seven linears, and the same ones cut down to q/k/v/o as
+    `attention0`, `attention1`, ..."""
+
+    directory: Path
+    shape: Shape
+    num_adapters: int
+    rank: int
+
+    @property
+    def base(self) -> Path:
+        return self.directory / "base"
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """By name, all seven linears."""
+        return {f"a{index}": self._adapter(f"a{index}") for index in range(self.num_adapters)}
+
+    @property
+    def attention_adapters(self) -> dict[str, Path]:
+        names = [f"attention{index}" for index in range(self.num_adapters)]
+        return {name: self._adapter(name) for name in names}
+
+    def _adapter(self, name: str) -> Path:
+        return self.directory / "adapters" / name
+
+
+def make_model_files(scratch: Path, size: str, num_adapters: int, rank: int) -> ModelFiles:
+    """Write what is not there yet; those of an earlier run are used again."""
+    files = ModelFiles(
+        scratch.absolute() / f"{size}-{num_adapters}-adapters-rank{rank}", SHAPES[size], num_adapters, rank
+    )
+    made = files.directory / "made"
+    if made.exists():
+        return files
+    # What a run that was stopped has left behind is not to be trusted.
+    shutil.rmtree(files.directory, ignore_errors=True)
+    make_base(files.shape, files.base)
+    write_tokenizer(files.base, files.shape.vocab_size)
+    model = load_peft(files.base, num_adapters, rank, torch.bfloat16)
+    model.save_pretrained(files.directory / "adapters")
+    del model
+    gc.collect()
+    for whole, cut in zip(files.adapters.values(), files.attention_adapters.values(), strict=True):
+        _cut_to_attention(whole, cut)
+    made.touch()
+    return files
+
+
+def _cut_to_attention(whole: Path, cut: Path) -> None:
+    cut.mkdir()
+    tensors = load_file(whole / TENSORS)
+    kept = {name: tensor for name, tensor in tensors.items() if any(module in name for module in ATTENTION)}
+    save_file(kept, cut / TENSORS, metadata={"format": "pt"})
+    config = json.loads((whole / CONFIG).read_text())
+    (cut / CONFIG).write_text(json.dumps(config | {"target_modules": list(ATTENTION)}, indent=2) + "\n")

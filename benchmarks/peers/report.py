@@ -1,0 +1,125 @@
+"""The measured cells as tables, as a document and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.machine import BUSY_SHARE
+from benchmarks.peers.agreement import Agreement
+from benchmarks.peers.figures import Cell, Ratio, ratios, tokens_per_second
+from benchmarks.peers.measurement import Measurement
+from benchmarks.peers.picture import draw_bars
+from benchmarks.peers.system import LORAMUX, Peer
+from benchmarks.peers.workload import KINDS, Load
+
+
+def speed_table(speeds: Mapping[Cell, float], loads: Sequence[Load], peers: Sequence[Peer]) -> Table:
+    """A row for each system and dtype; one for each peer that is not there, with how to bring it in."""
+    table = Table(title="output tokens/s, median")
+    table.add_column("system")
+    columns = [(load, kind) for load in loads for kind in KINDS]
+    for load, kind in columns:
+        table.add_column(f"{load} {kind}", justify="right")
+    for system in dict.fromkeys(cell.system for cell in speeds):
+        cells = [Cell(system, load, kind) for load, kind in columns]
+        table.add_row(system.label, *(f"{speeds[cell]:.1f}" if cell in speeds else "-" for cell in cells))
+    for peer in peers:
+        if peer.missing is not None:
+            table.add_row(f"{peer.name}, not found", *("-" for _ in columns))
+    return table
+
+
+def ratio_table(found: Sequence[Ratio]) -> Table:
+    table = Table(title=f"{LORAMUX} beside its targets")
+    for heading in ("load", "figure", "over", "value", "target", ""):
+        table.add_column(heading, justify="right" if heading in ("value", "target") else "left")
+    for ratio in found:
+        verdict = {True: "[green]met[/green]", False: "[red]missed[/red]", None: ""}[ratio.is_met]
+        table.add_row(str(ratio.load), ratio.name, ratio.against, shown(ratio, ratio.value), _target(ratio), verdict)
+    return table
+
+
+def shown(ratio: Ratio, value: float | None) -> str:
+    """An overhead as a share, a ratio as a factor."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if ratio.is_ceiling else f"{value:.2f}x"
+
+
+def _target(ratio: Ratio) -> str:
+    if ratio.target is None:
+        return "none"
+    return f"{'<=' if ratio.is_ceiling else '>='} {shown(ratio, ratio.target)}"
+
+
+def notes(peers: Sequence[Peer], agreements: Mapping[str, Agreement], measurement: Measurement) -> list[str]:
+    """What a reader has to know beside the figures."""
+    found = [f"{peer.name}: not found; {peer.missing}" for peer in peers if peer.missing is not None]
+    found += [
+        f"{name}: not all of its float32 answers are those of peft: {agreement}"
+        for name, agreement in agreements.items()
+        if not agreement.is_whole
+    ]
+    found += [f"{label}: {message}" for label, message in measurement.failures.items()]
+    busiest = max(measurement.busy_shares, default=0.0)
+    if busiest > BUSY_SHARE:
+        # Systems whose threads spin at barriers suffer most from a neighbour, so that ratios do not hold either.
+        found.append(
+            f"the machine was up to {busiest:.0%} busy with other things: no target is met or missed by this run"
+        )
+    return found
+
+
+def document(
+    peers: Sequence[Peer], agreements: Mapping[str, Agreement], measurement: Measurement, loads: Sequence[Load]
+) -> dict[str, Any]:
+    speeds = tokens_per_second(measurement.samples, measurement.files.num_adapters)
+    return {
+        "systems": {peer.name: {"version": peer.version, "missing": peer.missing} for peer in peers},
+        "check": {
+            name: {"equal": dict(agreement.equal), "answers": dict(agreement.num_answers)}
+            for name, agreement in agreements.items()
+        },
+        "failures": measurement.failures,
+        "busy_share_before_sessions": measurement.busy_shares,
+        "trials": [_cell(cell, seconds) for cell, seconds in measurement.trials.items()],
+        "cells": [
+            _cell(cell, seconds) | {"tokens_per_second": round(speeds[cell], 2)}
+            for cell, seconds in measurement.samples.items()
+        ],
+        "ratios": [
+            {
+                "load": str(ratio.load),
+                "name": ratio.name,
+                "over": ratio.against,
+                "value": None if ratio.value is None else round(ratio.value, 3),
+                "target": ratio.target,
+                "is_met": ratio.is_met,
+            }
+            for ratio in ratios(speeds, loads)
+        ],
+    }
+
+
+def _cell(cell: Cell, seconds: Sequence[float]) -> dict[str, Any]:
+    return {
+        "system": cell.system.name,
+        "dtype": cell.system.dtype,
+        "setting": cell.system.setting,
+        "load": str(cell.load),
+        "kind": cell.kind,
+        "seconds": [round(value, 3) for value in seconds],
+    }
+
+
+def picture(title: str, speeds: Mapping[Cell, float]) -> str:
+    """Each system in the dtype that is its fastest at that load and kind."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for cell, speed in speeds.items():
+        bars = panels.setdefault(f"prompt/output {cell.load}, tokens/s", {}).setdefault(cell.kind, {})
+        bars[cell.system.name] = max(speed, bars.get(cell.system.name, 0.0))
+    names = sorted({cell.system.name for cell in speeds}, key=lambda name: (name != LORAMUX, name))
+    return draw_bars(title, panels, names)

