@@ -1,15 +1,14 @@
-"""Which adapters are resident: loading, pinning by running sequences, and LRU eviction of idle ones."""
+"""Which adapters are resident: loading, pinning by running sequences, and room for those that come."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
+from loramux.engine.adapter_loading import AdapterLoader, Copied, Fetched, LoadFailed
 from loramux.engine.eviction import AFTER_ALL, Evictable, Reclaimer
 from loramux.engine.page_pool import PageOwner, PagePool
-from loramux.kernels.layout import AdapterLayout
 
 COPY_COST = 0.5
 """What copying one page of an adapter takes, beside computing one of K and V: a guess, for policies that ask."""
@@ -65,49 +64,6 @@ class AdapterEntry:
 
     def evict(self) -> None:
         self.pool.forget(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A packed file is in memory: its layout, and a hold on it that `copy` consumes."""
-
-    digest: str
-    layout: AdapterLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """An adapter's pages are filled."""
-
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
-    digest: str
-    message: str
-
-
-LoadEvent = Fetched | Copied | LoadFailed
-
-
-class AdapterLoader(Protocol):
-    """Does the slow part of loading elsewhere; its events are collected by the engine thread between steps."""
-
-    def fetch(self, digest: str) -> None:
-        """Begin to bring the packed file into memory; ends with Fetched or LoadFailed."""
-
-    def copy(self, digest: str, pages: list[int]) -> None:
-        """Begin to copy the fetched file into pages; ends with Copied or LoadFailed."""
-
-    def publish(self, digest: str, slot: int, pages: list[int]) -> None:
-        """Write the slot's tables, now, on the engine thread; releases the hold on the fetched file."""
-
-    def drop(self, digest: str) -> None:
-        """Release the hold on a fetched file that will not be copied."""
-
-    def events(self) -> list[LoadEvent]:
-        """What has happened since the last call, in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,15 +81,17 @@ class Scheduler:
         scheduled: dict[Sequence, ScheduledSequence] = {}
         self._is_short, self._short_of_pages = False, None
         kept = None
+        rows = [(one, one.num_pending) for one in self.running if not one.is_chosen_out]
         # Sorting is stable: decode rows first, each group in order of admission.
-        for sequence in sorted(self.running, key=lambda one: one.num_pending > 1):
+        rows.sort(key=lambda row: row[1] > 1)
+        for sequence, num_pending in rows:
             if budget == 0 or len(scheduled) == self._limits.max_sequences:
                 break
-            if sequence.state is not SequenceState.RUNNING or sequence.is_chosen_out:
+            if sequence.state is not SequenceState.RUNNING:
                 continue
-            if sequence.num_pending > 1 and kept is None:
+            if num_pending > 1 and kept is None:
                 kept = self._kept_for_new(budget)
-            num_tokens = min(sequence.num_pending, budget - (kept or 0))
+            num_tokens = min(num_pending, budget - (kept or 0))
             if num_tokens == 0:
                 break
             if not self._grow(sequence, num_tokens, scheduled):
@@ -98,11 +100,13 @@ class Scheduler:
             budget -= num_tokens
         # A step that had to preempt admits nobody: the victim would take its pages straight back.
         if self.num_preemptions == num_preemptions and not self._is_short:
-            is_midway = any(item.num_tokens < item.sequence.num_pending for item in scheduled.values())
+            items = scheduled.values() if kept is not None else ()
+            is_midway = any(item.num_tokens < item.sequence.num_pending for item in items)
             for item in self._admit(budget, is_midway):
                 scheduled[item.sequence] = item
                 budget -= item.num_tokens
-            self._fill_up(scheduled, budget)
+            if is_midway:
+                self._fill_up(scheduled, budget)
         return sorted(scheduled.values(), key=lambda item: (item.sequence.slot, item.sequence.arrival))
 
     def take_unfit(self) -> list[Sequence]:

@@ -93,12 +93,12 @@ class Sequence:
     @property
     def num_chosen(self) -> int:
         """New tokens, committed or in flight."""
-        return self.num_tokens - len(self.add.prompt)
+        return len(self.tokens) + self.num_in_flight - len(self.add.prompt)
 
     @property
     def num_pending(self) -> int:
         """Tokens whose K and V are still to be computed; 1 in steady decode."""
-        return self.num_tokens - self.num_computed
+        return len(self.tokens) + self.num_in_flight - self.num_computed
 
     @property
     def num_reserved(self) -> int:
@@ -108,4 +108,4 @@ class Sequence:
     @property
     def is_chosen_out(self) -> bool:
         """Whether its last token is in flight or committed, so that no further step may hold it."""
-        return self.num_chosen >= self.add.max_tokens
+        return len(self.tokens) + self.num_in_flight >= len(self.add.prompt) + self.add.max_tokens

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
+from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.batch import Batch
 from loramux.engine.messages import SamplingParams
 from loramux.engine.sampler import FinishedStep, SampledToken, sample
@@ -84,7 +85,7 @@ class SimulatedExecutor:
     def _write(self, batch: Batch) -> list[int]:
         """Compute each row's state from the one before it in its context and store it where the batch says."""
         pages, kv_slots = batch.pages.tolist(), batch.kv_slots.tolist()
-        cu_q, seq_lens = batch.cu_q.tolist(), batch.seq_lens.tolist()
+        cu_q, seq_lens, slots = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.slots.tolist()
         # A token that was not finite has no number; its sequence ends without another look at this row.
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
@@ -94,7 +95,7 @@ class SimulatedExecutor:
                 position = seq_lens[index] - num_rows + row
                 before = self._states[self._place(pages, page_start, position - 1)] if position else 0
                 assert before != UNWRITTEN, f"position {position - 1} was never written"
-                salt = _salt(self._loader.digest_of_slot(int(batch.slots[cu_q[index] + row])))
+                salt = _salt(self._loader.digest_of_slot(slots[cu_q[index] + row]))
                 state = _next_state(before, tokens[cu_q[index] + row], position, salt)
                 self._states[kv_slots[cu_q[index] + row]] = state
                 written.append(state)
@@ -112,6 +113,7 @@ def _next_state(before: int, token: int, position: int, salt: int) -> int:
     return (before * 31 + token + position + salt) % 2_147_483_647
 
 
+@functools.cache
 def _salt(digest: str | None) -> int:
     """Stands for an adapter's weights."""
     return 0 if digest is None else sum(digest.encode())

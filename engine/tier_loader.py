@@ -12,7 +12,7 @@ import torch
 from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.packing import PackedAdapter
 from loramux.engine.accelerator import Accelerator, Fence
-from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
+from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.slot_tables import SlotTables
 from loramux.kernels.tables import PoolViews
 

@@ -13,7 +13,7 @@ from loramux.adapter_store.errors import AdapterUnavailable
 from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.target import PackTarget
 from loramux.engine.accelerator import Fence, HostAccelerator
-from loramux.engine.adapter_pool import Copied, Fetched, LoadEvent, LoadFailed
+from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.pool_memory import allocate_pool
 from loramux.engine.slot_tables import SlotTables
 from loramux.engine.tier_loader import TierLoader
