@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,7 @@ from loramux.engine.sequence import Sequence
 from loramux.kernels.tables import AttentionBatch, Segments
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """`num_tokens` tokens of a sequence, from position `sequence.num_computed` on, run in this step."""
 
     sequence: Sequence

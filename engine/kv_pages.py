@@ -69,7 +69,7 @@ class KvPages:
 
         A page may be offered as soon as the step that fills it is submitted: whoever reads it runs in a later one.
         """
-        if sequence.is_tainted:
+        if sequence.is_tainted or not sequence.add.isolation_key:
             return
         num_full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
         if num_full == len(sequence.shared_pages):

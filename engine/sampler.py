@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,7 @@ NUM_LIKELIEST = 1024
 """Tokens that top_k, top_p and min_p look at before they sort the whole vocabulary."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """What decides one token: the settings, the stream's seed, and how many tokens the sequence chose before.
 
     `edits` are the sequence's, where its settings ask for any: see `logit_edits`.
@@ -41,8 +41,7 @@ class SamplingRow:
         return {*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_token_ids)}
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The choice for one row. `token_id` is None when the row's logits are not finite."""
 
     token_id: int | None
