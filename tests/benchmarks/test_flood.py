@@ -45,6 +45,7 @@ def run(main: Callable[[Sequence[str]], int], scratch: Path, *arguments: str) ->
     return main([*COMMON, "--scratch", str(scratch), *arguments])
 
 
+@pytest.mark.campaign
 def test_a_flood_leaves_figures_of_polite_requests(
     scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_flood_leaves_figures_of_polite_requests(
     assert "target 1.25" in capsys.readouterr().out
 
 
+@pytest.mark.campaign
 def test_a_storm_loads_new_adapters_beside_resident_streams(
     scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

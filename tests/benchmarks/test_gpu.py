@@ -150,6 +150,7 @@ def test_checks_pass_and_find_what_is_wrong(tmp_path: Path) -> None:
     assert not wrong["gather + bmm"]["is_failure"]
 
 
+@pytest.mark.campaign
 @needs_loops
 def test_every_part_can_be_timed_but_no_wrong_engine(tmp_path: Path) -> None:
     done = run_interpreted(REHEARSAL, tmp_path)
