@@ -36,10 +36,7 @@ from benchmarks.flood_setting import (
     check,
     common_workload,
     leave,
-    lengths,
     longest,
-    open_console,
-    open_files,
     require_sound,
     say_disturbed,
     traffic_of,
@@ -48,6 +45,7 @@ from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import require_idle
 from benchmarks.s_lora_adapters import AdapterFiles
 from benchmarks.s_lora_engine import OpenEngine, PoolPlan, open_engine
+from benchmarks.s_lora_setting import lengths, open_console, open_files
 from benchmarks.s_lora_workload import Lengths
 from loramux.engine.messages import Load
 

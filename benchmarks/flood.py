@@ -30,8 +30,6 @@ from benchmarks.flood_setting import (
     common_workload,
     leave,
     longest,
-    open_console,
-    open_files,
     require_sound,
     say_disturbed,
     traffic_of,
@@ -40,6 +38,7 @@ from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import require_idle
 from benchmarks.s_lora_adapters import AdapterFiles
 from benchmarks.s_lora_engine import OpenEngine, PoolPlan, open_engine
+from benchmarks.s_lora_setting import open_console, open_files
 from benchmarks.s_lora_workload import Lengths, draw_arrivals
 from loramux.engine.messages import Add
 

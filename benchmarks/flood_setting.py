@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,13 @@ from rich.console import Console
 from benchmarks.flood_figures import Comparison
 from benchmarks.flood_run import Observed
 from benchmarks.machine import busy_share, describe
-from benchmarks.s_lora_adapters import AdapterFiles, make_adapters
-from benchmarks.s_lora_check import NUM_ADAPTERS, answer_alone, check_mixed, pairs_of, roomy_plan, small_plan
-from benchmarks.s_lora_engine import DISK_BYTES, open_engine
+from benchmarks.s_lora_adapters import AdapterFiles
+from benchmarks.s_lora_setting import add_engine, check_answers, lengths, name_of_base
 from benchmarks.s_lora_traffic import Traffic
 from benchmarks.s_lora_workload import Lengths
 
-FOLDER = Path(__file__).parent
-DEMO_BASE = FOLDER.parent / "admin" / "demo" / "base"
-DTYPES = ("bfloat16", "float32")
 WHOLE_SHARE = 0.95
 """Of a core: below, others took part of it."""
-
-MIN_COLUMNS = 132
-"""What the tables need where the output is no terminal."""
 
 
 def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) -> None:
@@ -36,30 +29,9 @@ def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) 
     add("--repeats", type=int, default=repeats, help="rounds; in each, every way has a window")
     add("--input", type=lengths, default=Lengths(8, 32), metavar="LO-HI", help="prompt tokens in [LO, HI)")
     add("--output", type=lengths, default=outputs, metavar="LO-HI", help="new tokens in [LO, HI)")
-    add("--base", type=Path, default=DEMO_BASE, help="the base model's directory")
-    add("--rank", type=int, default=8)
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="of weights, K and V and adapters while measuring")
     add("--threads", type=int, default=1, help="of a step; another core is left to those that load adapters")
-    add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="where adapters are kept between runs")
-    add("--out", type=Path, help="write the figures as JSON")
     add("--plot", type=Path, help="draw the tails, FILE.svg")
-    add("--allow-busy", action="store_true", help="measure on a busy machine")
-
-
-def open_console() -> Console:
-    console = Console()
-    if not console.is_terminal:
-        console.width = MIN_COLUMNS
-    return console
-
-
-def open_files(arguments: argparse.Namespace, num_adapters: int, console: Console) -> AdapterFiles:
-    """At least so many adapters, packed and on disk."""
-    count = max(num_adapters, NUM_ADAPTERS)
-    files = make_adapters(arguments.scratch, arguments.base, count, arguments.rank, console.print)
-    files.pack(files.digests[:NUM_ADAPTERS], "float32", DISK_BYTES, console.print)
-    files.pack(files.digests[:count], arguments.dtype, DISK_BYTES, console.print)
-    return files
+    add_engine(parser)
 
 
 def traffic_of(arguments: argparse.Namespace, files: AdapterFiles) -> Traffic:
@@ -76,12 +48,7 @@ def traffic_of(arguments: argparse.Namespace, files: AdapterFiles) -> Traffic:
 
 def check(arguments: argparse.Namespace, files: AdapterFiles) -> dict[str, Any]:
     """What was compared; raises CheckError where an adapter answers otherwise in an evicting batch than alone."""
-    traffic, digests = traffic_of(arguments, files), files.digests[:NUM_ADAPTERS]
-    pairs = pairs_of(traffic, digests)
-    with open_engine(arguments.base, files, roomy_plan(), "float32", "lru", arguments.threads) as engine:
-        expected = answer_alone(engine, pairs)
-    with open_engine(arguments.base, files, small_plan(), "float32", "lru", arguments.threads) as engine:
-        return asdict(check_mixed(engine, traffic, digests, pairs, expected))
+    return check_answers(arguments, files, traffic_of(arguments, files), ("lru",))["lru"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +96,7 @@ def say_disturbed(observed: Observed, console: Console) -> None:
 
 def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
-        "base": arguments.base.name if arguments.base != DEMO_BASE else "the demo's",
+        "base": name_of_base(arguments.base),
         "dtype": arguments.dtype,
         "threads": arguments.threads,
         "rank": arguments.rank,
@@ -138,13 +105,6 @@ def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
         "seconds": arguments.seconds,
         "repeats": arguments.repeats,
     }
-
-
-def lengths(text: str) -> Lengths:
-    shortest, end = (int(part) for part in text.split("-"))
-    if not 0 < shortest < end:
-        raise ValueError(text)
-    return Lengths(shortest, end)
 
 
 def longest(drawn: Lengths) -> Lengths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -28,12 +29,16 @@ def busy_share(seconds: float = 2.0) -> float:
     return 1.0 - (later_idle - idle) / max(1, later_total - total)
 
 
-def require_idle(force: bool) -> float:
+def add_allow_busy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allow-busy", action="store_true", help="measure on a machine that is busy with other things")
+
+
+def require_idle(is_busy_allowed: bool) -> float:
     """Stop a measurement that other processes would spoil; returns the busy share that was seen."""
     share = busy_share()
-    if share > BUSY_SHARE and not force:
+    if share > BUSY_SHARE and not is_busy_allowed:
         raise SystemExit(
-            f"the machine is {share:.0%} busy: stop what else runs, or pass --force to measure all the same"
+            f"the machine is {share:.0%} busy: stop what else runs, or pass --allow-busy to measure all the same"
         )
     return share
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import peft_ways
-from benchmarks.machine import busy_share, describe, require_idle
+from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES, load_peft, make_base
 from loramux.adapter_store.canonical import write_canonical
 from loramux.adapter_store.packing import PackedAdapter, pack
@@ -195,14 +195,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each loramux way; the median counts")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--skip-float32", action="store_true", help="do not time peft in float32")
-    parser.add_argument("--force", action="store_true", help="measure on a busy machine")
+    add_allow_busy(parser)
     parser.add_argument("--save", type=Path, help="write the figures as JSON, for benchmarks/results/")
     arguments = parser.parse_args()
     # peft asks transformers 5 by old names; that is not what is measured here.
     warnings.filterwarnings("ignore", category=FutureWarning)
     console = Console()
     machine = describe()
-    busy_before = require_idle(arguments.force)
+    busy_before = require_idle(arguments.allow_busy)
     with peft_ways.quiet_transformers():
         ways, workload = measure(arguments, console)
     speed = {way.name: way.tokens_per_second for way in ways}

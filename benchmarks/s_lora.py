@@ -20,20 +20,16 @@ from rich.console import Console
 
 from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import busy_share, describe, require_idle
-from benchmarks.s_lora_adapters import AdapterFiles, make_adapters
-from benchmarks.s_lora_check import NUM_ADAPTERS, answer_alone, check_mixed, pairs_of, roomy_plan, small_plan
-from benchmarks.s_lora_engine import DISK_BYTES, OpenEngine, PoolPlan, open_engine
+from benchmarks.s_lora_adapters import AdapterFiles
+from benchmarks.s_lora_engine import OpenEngine, PoolPlan, open_engine
 from benchmarks.s_lora_figures import Figures, Goal, latency_figures, throughput_figures
 from benchmarks.s_lora_plot import draw_plot
 from benchmarks.s_lora_report import Case, summaries, tables
 from benchmarks.s_lora_run import Arrival, drive
+from benchmarks.s_lora_setting import add_engine, check_answers, lengths, name_of_base, open_console, open_files
 from benchmarks.s_lora_traffic import Traffic
 from benchmarks.s_lora_workload import Lengths
 from loramux.engine.eviction import POLICIES
-
-FOLDER = Path(__file__).parent
-DEMO_BASE = FOLDER.parent / "admin" / "demo" / "base"
-DTYPES = ("bfloat16", "float32")
 
 SATURATED = 1.5
 """The rate for throughput, over capacity."""
@@ -52,9 +48,6 @@ CAPACITY_BATCHES = 64
 
 CAPACITY_S = 5.0
 """The longest window to find it in."""
-
-MIN_COLUMNS = 132
-"""What the tables need where the output is no terminal."""
 
 
 class Measurement:
@@ -83,18 +76,6 @@ class Measurement:
 
     def open(self, plan: PoolPlan, dtype: str, policy: str) -> Any:
         return open_engine(self.arguments.base, self.files, plan, dtype, policy, self.arguments.threads)
-
-    def check(self) -> dict[str, Any]:
-        """What was compared for each policy; raises CheckError where an answer is wrong."""
-        digests = self.files.digests[:NUM_ADAPTERS]
-        pairs = pairs_of(self.traffic, digests)
-        with self.open(roomy_plan(), "float32", self.arguments.policy[0]) as engine:
-            expected = answer_alone(engine, pairs)
-        found = {}
-        for policy in self.arguments.policy:
-            with self.open(small_plan(), "float32", policy) as engine:
-                found[policy] = asdict(check_mixed(engine, self.traffic, digests, pairs, expected))
-        return found
 
     def capacity(self) -> float:
         """Requests a second that the first policy answers with the fewest adapters when many are queued at once."""
@@ -177,20 +158,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--alpha", type=float, default=1.0, help="popularity: 1 is uniform, less is steeper (numpy.random.power)")
     add("--cv", type=float, default=1.0, help="coefficient of variation of the time between arrivals")
     add("--rate", type=_rate, default=None, help="requests/s for latencies; auto: 70 %% of capacity")
-    add("--input", type=_lengths, default=Lengths(8, 128), metavar="LO-HI", help="prompt tokens in [LO, HI)")
-    add("--output", type=_lengths, default=Lengths(8, 128), metavar="LO-HI", help="new tokens in [LO, HI)")
+    add("--input", type=lengths, default=Lengths(8, 128), metavar="LO-HI", help="prompt tokens in [LO, HI)")
+    add("--output", type=lengths, default=Lengths(8, 128), metavar="LO-HI", help="new tokens in [LO, HI)")
     add("--prefix", type=int, default=0, help="further prompt tokens, the same for an adapter's requests")
     add("--shares", choices=("adapter", "one"), default="adapter", help="an account an adapter, or one for all")
     add("--policy", type=_policies, default=list(POLICIES), help=",".join(POLICIES))
     add("--slo", type=_goal, default=Goal(1.0, 0.05), metavar="TTFT,TPOT", help="seconds, for goodput")
-    add("--base", type=Path, default=DEMO_BASE, help="the base model's directory")
-    add("--rank", type=int, default=8)
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="of weights, K and V and adapters while measuring")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="where adapters are kept between runs")
-    add("--out", type=Path, help="write the figures as JSON")
     add("--plot", type=Path, help="draw throughput over adapters, FILE.svg")
-    add("--busy", "--force", dest="busy", action="store_true", help="measure on a busy machine")
+    add_engine(parser)
     arguments = parser.parse_args(argv)
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         parser.error("--plot draws SVG only: name a file that ends in .svg")
@@ -201,18 +177,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    console = Console()
-    if not console.is_terminal:
-        console.width = MIN_COLUMNS
+    console = open_console()
     machine = describe()
-    busy_before = require_idle(arguments.busy)
-    count = max(*arguments.adapters, NUM_ADAPTERS)
-    files = make_adapters(arguments.scratch, arguments.base, count, arguments.rank, console.print)
-    files.pack(files.digests[:NUM_ADAPTERS], "float32", DISK_BYTES, console.print)
-    files.pack(files.digests[: max(arguments.adapters)], arguments.dtype, DISK_BYTES, console.print)
+    busy_before = require_idle(arguments.allow_busy)
+    files = open_files(arguments, max(arguments.adapters), console)
     measurement = Measurement(arguments, files)
     try:
-        checked = measurement.check()
+        checked = check_answers(arguments, files, measurement.traffic, arguments.policy)
         for policy, one in checked.items():
             console.print(
                 f"checked, {policy}: {one['num_tokens']} float32 tokens alone and in an evicting batch are equal, "
@@ -256,7 +227,7 @@ def _workload(measurement: Measurement) -> dict[str, Any]:
     arguments, plan = measurement.arguments, measurement.plan
     pages = measurement.files.num_pages(arguments.dtype)
     return {
-        "base": arguments.base.name if arguments.base != DEMO_BASE else "the demo's",
+        "base": name_of_base(arguments.base),
         "dtype": arguments.dtype,
         "threads": arguments.threads,
         "rank": arguments.rank,
@@ -281,13 +252,6 @@ def _numbers(text: str) -> list[int]:
 
 def _rate(text: str) -> float | None:
     return None if text == "auto" else float(text)
-
-
-def _lengths(text: str) -> Lengths:
-    shortest, end = (int(part) for part in text.split("-"))
-    if not 0 < shortest < end:
-        raise ValueError(text)
-    return Lengths(shortest, end)
 
 
 def _goal(text: str) -> Goal:

@@ -95,13 +95,13 @@ class AdapterPool:
         self._reclaimer = reclaimer
         reclaimer.waited_for = self
         self._entries: dict[str, AdapterEntry] = {}
-        self.num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._placing: list[AdapterEntry] = []
         # As of the last poll.
         self._demand = Demand()
         self.on_residency: Callable[[str, bool], None] = lambda digest, is_resident: None
         """Called when an adapter has become resident, and when it no longer is."""
+        self.num_slots = num_slots
         self.num_pinned_pages = 0
         self.num_loads = 0
         self.num_evictions = 0

@@ -31,10 +31,11 @@ class SchedulerLimits:
 class Scheduler:
     """Waiting and running sequences of one engine.
 
-    Decode rows come first, then chunks of prompts that are running, then new sequences in the order of their turns. A
-    sequence whose adapter is still loading is passed over; it blocks nobody. When no page is left for a running
-    sequence, another gives its pages back and is computed again later: the one of the lowest priority, then of the
-    share that was served most, then the youngest.
+    Decode rows come first, then chunks of prompts that are running, then new sequences in the order of their turns, for
+    which prompts under way leave a part of the step: what fits into it does not wait for them. A sequence whose adapter
+    is still loading is passed over; it blocks nobody. When no page is left for a running sequence, another gives its
+    pages back and is computed again later: the one of the lowest priority, then of the share that was served most, then
+    the youngest.
     """
 
     def __init__(self, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from benchmarks.machine import busy_share, describe, require_idle
+from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.peers.agreement import LEAST_SHARE, Agreement, CheckFailed, answers_of, compare, require_effect
 from benchmarks.peers.figures import ratios, tokens_per_second
 from benchmarks.peers.in_process import find_peft
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=_positive, default=len(os.sched_getaffinity(0)))
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of loramux; auto would say bfloat16")
     add("--check-only", action="store_true", help="compare the answers and time nothing")
-    add("--allow-busy", "--force", dest="allow_busy", action="store_true", help="measure on a busy machine")
+    add_allow_busy(parser)
     add("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="models and logs, kept between runs")
     add("--out", type=Path, help="write the figures as JSON")
     add("--plot", type=Path, help="draw them, FILE.svg; beside --out if not given")

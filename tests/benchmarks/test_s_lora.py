@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import s_lora, s_lora_check
+from benchmarks import s_lora, s_lora_check, s_lora_setting
 from benchmarks.s_lora_figures import Goal, latency_figures, median_of
 from benchmarks.s_lora_plot import draw_plot
 from benchmarks.s_lora_run import Journey, Snapshot, Window
@@ -28,7 +28,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(scratch: Path, *arguments: str) -> int:
     """One tiny run on one thread, on a machine that may be busy with other tests."""
-    tiny = ["--threads", "1", "--seconds", "0.5", "--pool-adapters", "4", "--host-adapters", "6", "--busy"]
+    tiny = ["--threads", "1", "--seconds", "0.5", "--pool-adapters", "4", "--host-adapters", "6", "--allow-busy"]
     lengths = ["--max-sequences", "8", "--input", "8-24", "--output", "4-12"]
     return s_lora.main([*tiny, *lengths, "--adapters", "5,20", "--scratch", str(scratch), *arguments])
 
@@ -80,7 +80,7 @@ def test_nothing_is_measured_where_an_answer_is_wrong(
         names = list(answers)
         return dict(zip(names, [answers[name] for name in reversed(names)], strict=True))
 
-    monkeypatch.setattr(s_lora, "answer_alone", exchanged)
+    monkeypatch.setattr(s_lora_setting, "answer_alone", exchanged)
     out = tmp_path / "s_lora.json"
     assert run(scratch, "--policy", "greedy_dual", "--out", str(out)) == 1
     assert not out.exists()
