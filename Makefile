@@ -7,8 +7,9 @@ READY := $(VENV)/.ready
 WARM := $(VENV)/.warm
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Idle OpenMP threads sleep instead of spinning against whatever else runs on the cores.
+# Idle OpenMP threads spin for a moment and then sleep, as in the engine process, since others use the cores too.
 export OMP_WAIT_POLICY ?= passive
+export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-peers clean

@@ -11,6 +11,7 @@ import torch
 
 from loramux.kernels.compiled import cache_directory
 from loramux.kernels.cpu import CpuKernels
+from loramux.kernels.cpu_linear import PackedLinear
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews
@@ -59,6 +60,7 @@ def warm(dtype: torch.dtype) -> None:
     kernels.rotary(heads, heads.clone(), torch.ones(3, HEAD_DIM // 2), torch.zeros(3, HEAD_DIM // 2))
     kernels.silu_and_mul(x)
     kernels.gelu_and_mul(x)
+    PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
 
 
 def main() -> None:

@@ -22,6 +22,13 @@ ENGINE_COMMAND = (sys.executable, "-m", "loramux.engine.process")
 KILL_WAIT_S = 2.0
 """How long a killed process may take to be gone. One that a driver holds in the kernel never is."""
 
+THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
+"""Idle kernel threads spin for about 0.2 ms, then sleep (GNU OpenMP).
+
+A step has dozens of parallel regions with less than that between them, and waking a thread takes 0.1 ms. Threads that
+spin for ever would take the cores from the gateway, and from each other whenever one waits for a time slice.
+"""
+
 log = structlog.get_logger()
 
 
@@ -129,10 +136,8 @@ def _signal_name(number: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    # Idle threads that spin would take the cores from the gateway and the kernel's other threads beside them: with a
-    # busy neighbour, a parallel region then waits for a time slice.
     return {
-        "OMP_WAIT_POLICY": "passive",
+        **THREADS_ENVIRONMENT,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }

@@ -15,8 +15,9 @@ from sqlalchemy import create_engine, text
 
 from loramux.migrations.database import Database
 
-# Before torch is imported: idle OpenMP threads sleep, as in the engine process.
+# Before torch is imported: idle OpenMP threads sleep after a moment, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 DEMO_BASE = Path(__file__).parent.parent / "admin" / "demo" / "base"
 
