@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from loramux.kernels.compiled import helper, kernel
 from loramux.kernels.cpu_arrays import array, rows_of
-from loramux.kernels.cpu_row_block import PANEL, add_row_block
+from loramux.kernels.cpu_blocks import PANEL, add_panel
 from loramux.kernels.cpu_vectors import floats_at
 
 BLOCK_INPUTS = 256
@@ -79,31 +79,31 @@ def _panels(weight: torch.Tensor) -> torch.Tensor:
 
 
 @helper
-def _multiply_rows(
-    x: int, x_step: int, num_rows: int, panels: Any, first: int, size: int, y: int, y_step: int
-) -> None:
+def _multiply_rows(x: int, x_step: int, num_rows: int, panels: Any, first: int, size: int, y: int, y_step: int) -> None:
     """All rows times `size` inputs of one panel, in blocks; a remainder of 7 or 8 rows is cut in halves."""
     t = 0
     while t < num_rows:
         rest = num_rows - t
-        x_t, y_t = x + t * x_step, y + t * y_step
+        x0, y0 = x + t * x_step, y + t * y_step
+        x1, x2, x3, x4, x5 = x0 + x_step, x0 + 2 * x_step, x0 + 3 * x_step, x0 + 4 * x_step, x0 + 5 * x_step
+        y1, y2, y3, y4, y5 = y0 + y_step, y0 + 2 * y_step, y0 + 3 * y_step, y0 + 4 * y_step, y0 + 5 * y_step
         if rest == 6 or rest > 8:
-            add_row_block(6, x_t, x_step, panels, first, size, y_t, y_step)
+            add_panel((x0, x1, x2, x3, x4, x5), panels, first, size, (y0, y1, y2, y3, y4, y5))
             t += 6
         elif rest == 5:
-            add_row_block(5, x_t, x_step, panels, first, size, y_t, y_step)
+            add_panel((x0, x1, x2, x3, x4), panels, first, size, (y0, y1, y2, y3, y4))
             t += 5
         elif rest >= 4:
-            add_row_block(4, x_t, x_step, panels, first, size, y_t, y_step)
+            add_panel((x0, x1, x2, x3), panels, first, size, (y0, y1, y2, y3))
             t += 4
         elif rest == 3:
-            add_row_block(3, x_t, x_step, panels, first, size, y_t, y_step)
+            add_panel((x0, x1, x2), panels, first, size, (y0, y1, y2))
             t += 3
         elif rest == 2:
-            add_row_block(2, x_t, x_step, panels, first, size, y_t, y_step)
+            add_panel((x0, x1), panels, first, size, (y0, y1))
             t += 2
         else:
-            add_row_block(1, x_t, x_step, panels, first, size, y_t, y_step)
+            add_panel((x0,), panels, first, size, (y0,))
             t += 1
 
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from numba import prange
 
 from loramux.kernels.compiled import helper, kernel
-from loramux.kernels.cpu_vectors import LANES, floats_at, load, multiply_add, store, total, widen, zeros
+from loramux.kernels.cpu_blocks import PANEL, add_ranks, dots
+from loramux.kernels.cpu_vectors import LANES, floats_at, widen
 from loramux.kernels.layout import PageGeometry, row_layout
 from loramux.kernels.tables import ModuleGroup
 
@@ -24,6 +25,9 @@ the first output column."""
 
 RANKS = 4
 """Ranks that one pass over the activations serves."""
+
+RANK_BLOCK = 64
+"""Ranks whose parts of an output are summed before they are added to it."""
 
 READ_COST = 3
 """What fetching and widening a piece of adapter costs, in rows multiplied with it."""
@@ -44,62 +48,6 @@ def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int
 
 
 @helper
-def _dot(x: Any, i: int, pool: Any, a: int, length: int) -> Any:
-    whole = length - length % LANES
-    lanes = zeros()
-    for e in range(0, whole, LANES):
-        lanes = multiply_add(load(x, i + e), load(pool, a + e), lanes)
-    rest = np.float32(0)
-    for e in range(whole, length):
-        rest += x[i + e] * widen(pool[a + e])
-    return total(lanes) + rest
-
-
-@helper
-def _dot_4_ranks(x: Any, i: int, pool: Any, a: Any, length: int) -> Any:
-    a0, a1, a2, a3 = a
-    whole = length - length % LANES
-    sum0, sum1, sum2, sum3 = zeros(), zeros(), zeros(), zeros()
-    for e in range(0, whole, LANES):
-        lanes = load(x, i + e)
-        sum0 = multiply_add(lanes, load(pool, a0 + e), sum0)
-        sum1 = multiply_add(lanes, load(pool, a1 + e), sum1)
-        sum2 = multiply_add(lanes, load(pool, a2 + e), sum2)
-        sum3 = multiply_add(lanes, load(pool, a3 + e), sum3)
-    rest0, rest1, rest2, rest3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-    for e in range(whole, length):
-        rest0 += x[i + e] * widen(pool[a0 + e])
-        rest1 += x[i + e] * widen(pool[a1 + e])
-        rest2 += x[i + e] * widen(pool[a2 + e])
-        rest3 += x[i + e] * widen(pool[a3 + e])
-    return total(sum0) + rest0, total(sum1) + rest1, total(sum2) + rest2, total(sum3) + rest3
-
-
-@helper
-def _add(y: Any, i: int, v: Any, pool: Any, b: int, length: int) -> None:
-    whole = length - length % LANES
-    for e in range(0, whole, LANES):
-        store(y, i + e, multiply_add(v, load(pool, b + e), load(y, i + e)))
-    for e in range(whole, length):
-        y[i + e] += v * widen(pool[b + e])
-
-
-@helper
-def _add_4_ranks(y: Any, i: int, v0: Any, v1: Any, v2: Any, v3: Any, pool: Any, b: Any, length: int) -> None:
-    b0, b1, b2, b3 = b
-    whole = length - length % LANES
-    for e in range(0, whole, LANES):
-        lanes = multiply_add(v0, load(pool, b0 + e), load(y, i + e))
-        lanes = multiply_add(v1, load(pool, b1 + e), lanes)
-        lanes = multiply_add(v2, load(pool, b2 + e), lanes)
-        store(y, i + e, multiply_add(v3, load(pool, b3 + e), lanes))
-    for e in range(whole, length):
-        even = v0 * widen(pool[b0 + e]) + v2 * widen(pool[b2 + e])
-        odd = v1 * widen(pool[b1 + e]) + v3 * widen(pool[b3 + e])
-        y[i + e] += even + odd
-
-
-@helper
 def place(pool: Any, layer: int, pages: Any, e: int) -> int:
     """The index in the flat pool `[P, L, E]` of element `e` of the stream that lies in `pages`."""
     page_elements = np.int64(pool.shape[2])
@@ -107,14 +55,71 @@ def place(pool: Any, layer: int, pages: Any, e: int) -> int:
 
 
 @helper
-def _4_places(pool: Any, layer: int, pages: Any, e: int, padded_len: int) -> Any:
-    """The places of the same piece of four successive rows."""
-    return (
-        place(pool, layer, pages, e),
-        place(pool, layer, pages, e + padded_len),
-        place(pool, layer, pages, e + 2 * padded_len),
-        place(pool, layer, pages, e + 3 * padded_len),
-    )
+def _shrink_rows(x: Any, planes: Any, pool: Any, a: Any, length: int, is_first: bool) -> None:
+    """`planes[r][c] = x[r] · pool[a[c] : a[c] + length]`, added to what is there unless it `is_first`."""
+    whole = length - length % LANES
+    found = dots(x, pool, a, whole)
+    for r in range(len(x)):
+        row, plane = floats_at(x[r]), floats_at(planes[r])
+        for c in range(len(a)):
+            value = found[r * len(a) + c]
+            for e in range(whole, length):
+                value += row[e] * widen(pool[a[c] + e])
+            plane[c] = value if is_first else plane[c] + value
+
+
+@helper
+def _shrink_segment(
+    x: int, x_step: int, planes: int, plane_step: int, rows: Any, begin: int, end: int,
+    pool: Any, a: Any, length: int, is_first: bool,
+) -> None:  # fmt: skip
+    """All rows of a segment times the same pieces of A's rows."""
+    j = begin
+    while j < end:
+        t = np.int64(rows[j])
+        if end - j >= 3:
+            t1, t2 = np.int64(rows[j + 1]), np.int64(rows[j + 2])
+            x_rows = (x + t * x_step, x + t1 * x_step, x + t2 * x_step)
+            plane_rows = (planes + t * plane_step, planes + t1 * plane_step, planes + t2 * plane_step)
+            _shrink_rows(x_rows, plane_rows, pool, a, length, is_first)
+            j += 3
+        else:
+            _shrink_rows((x + t * x_step,), (planes + t * plane_step,), pool, a, length, is_first)
+            j += 1
+
+
+@helper
+def _expand_segment(
+    planes: int, plane_step: int, y: int, y_step: int, rows: Any, begin: int, end: int,
+    pool: Any, places: Any, num_ranks: int, factor: Any, length: int,
+) -> None:  # fmt: skip
+    """Add `num_ranks` ranks' parts to `length` columns of all rows of a segment."""
+    whole = length - length % PANEL
+    j = begin
+    while j < end:
+        t = np.int64(rows[j])
+        v, o = planes + t * plane_step, y + t * y_step
+        if end - j >= 4:
+            t1, t2, t3 = np.int64(rows[j + 1]), np.int64(rows[j + 2]), np.int64(rows[j + 3])
+            v1, v2, v3 = planes + t1 * plane_step, planes + t2 * plane_step, planes + t3 * plane_step
+            o1, o2, o3 = y + t1 * y_step, y + t2 * y_step, y + t3 * y_step
+            for e in range(0, whole, PANEL):
+                b = 4 * e
+                add_ranks((v, v1, v2, v3), pool, places, e, num_ranks, factor, (o + b, o1 + b, o2 + b, o3 + b))
+            taken = 4
+        else:
+            for e in range(0, whole, PANEL):
+                add_ranks((v,), pool, places, e, num_ranks, factor, (o + 4 * e,))
+            taken = 1
+        for i in range(j, j + taken):
+            row = floats_at(y + np.int64(rows[i]) * y_step)
+            plane = floats_at(planes + np.int64(rows[i]) * plane_step)
+            for e in range(whole, length):
+                value = np.float32(0)
+                for r in range(num_ranks):
+                    value += plane[r] * widen(pool[places[r] + e])
+                row[e] += factor * value
+        j += taken
 
 
 @helper
@@ -161,7 +166,7 @@ def _shrink_share(
     starts: Any,
     slots: Any,
 ) -> None:
-    x, planes, flat_pool = floats_at(x_address), floats_at(planes_address), pool.reshape(-1)
+    flat_pool = pool.reshape(-1)
     cursor = 0
     for s in range(slots.shape[0]):
         pages = page_table[slots[s]]
@@ -175,25 +180,25 @@ def _shrink_share(
             for r in range(first * RANKS, min(last * RANKS, slot_rank), RANKS):
                 for begin in range(0, row_len, chunk_len):
                     length = min(chunk_len, row_len - begin)
+                    x = x_address + 4 * begin
+                    planes = planes_address + 4 * (i * module_stride + r)
                     e = offset + r * padded_len + begin
+                    a = place(pool, layer, pages, e)
                     if r + RANKS <= slot_rank:
-                        a = _4_places(pool, layer, pages, e, padded_len)
-                        for j in range(starts[s], starts[s + 1]):
-                            t = np.int64(rows[j])
-                            v0, v1, v2, v3 = _dot_4_ranks(x, t * x_stride + begin, flat_pool, a, length)
-                            p = t * row_stride + i * module_stride + r
-                            if begin > 0:
-                                v0, v1 = v0 + planes[p], v1 + planes[p + 1]
-                                v2, v3 = v2 + planes[p + 2], v3 + planes[p + 3]
-                            planes[p], planes[p + 1], planes[p + 2], planes[p + 3] = v0, v1, v2, v3
+                        a1 = place(pool, layer, pages, e + padded_len)
+                        a2 = place(pool, layer, pages, e + 2 * padded_len)
+                        a3 = place(pool, layer, pages, e + 3 * padded_len)
+                        _shrink_segment(
+                            x, 4 * x_stride, planes, 4 * row_stride, rows, starts[s], starts[s + 1],
+                            flat_pool, (a, a1, a2, a3), length, begin == 0,
+                        )  # fmt: skip
                     else:
                         for k in range(slot_rank - r):
-                            a_k = place(pool, layer, pages, e + k * padded_len)
-                            for j in range(starts[s], starts[s + 1]):
-                                t = np.int64(rows[j])
-                                v = _dot(x, t * x_stride + begin, flat_pool, a_k, length)
-                                p = t * row_stride + i * module_stride + r + k
-                                planes[p] = v + planes[p] if begin > 0 else v
+                            a = place(pool, layer, pages, e + k * padded_len)
+                            _shrink_segment(
+                                x, 4 * x_stride, planes + 4 * k, 4 * row_stride, rows, starts[s], starts[s + 1],
+                                flat_pool, (a,), length, begin == 0,
+                            )  # fmt: skip
 
 
 @kernel
@@ -272,7 +277,8 @@ def _expand_share(
     starts: Any,
     slots: Any,
 ) -> None:
-    y, planes, flat_pool = floats_at(y_address), floats_at(planes_address), pool.reshape(-1)
+    flat_pool = pool.reshape(-1)
+    places = np.empty(RANK_BLOCK, np.int64)
     cursor = 0
     for s in range(slots.shape[0]):
         pages = page_table[slots[s]]
@@ -286,23 +292,17 @@ def _expand_share(
             cursor += count * cost
             offset = np.int64(off[slots[s], layer, plan[i, MODULE], 1])
             factor = scale[slots[s], layer, plan[i, MODULE]]
-            whole_ranks = slot_rank - slot_rank % RANKS
             for begin in range(first * chunk_len, min(last * chunk_len, width), chunk_len):
                 length = min(chunk_len, width - begin)
-                for r in range(0, whole_ranks, RANKS):
-                    b = _4_places(pool, layer, pages, offset + r * padded_len + begin, padded_len)
-                    for j in range(starts[s], starts[s + 1]):
-                        t = np.int64(rows[j])
-                        p = t * row_stride + i * module_stride + r
-                        v0, v1 = factor * planes[p], factor * planes[p + 1]
-                        v2, v3 = factor * planes[p + 2], factor * planes[p + 3]
-                        _add_4_ranks(y, t * y_stride + plan[i, COLUMN] + begin, v0, v1, v2, v3, flat_pool, b, length)
-                for r in range(whole_ranks, slot_rank):
-                    b_r = place(pool, layer, pages, offset + r * padded_len + begin)
-                    for j in range(starts[s], starts[s + 1]):
-                        t = np.int64(rows[j])
-                        v = factor * planes[t * row_stride + i * module_stride + r]
-                        _add(y, t * y_stride + plan[i, COLUMN] + begin, v, flat_pool, b_r, length)
+                for r in range(0, slot_rank, RANK_BLOCK):
+                    num_ranks = min(RANK_BLOCK, slot_rank - r)
+                    for k in range(num_ranks):
+                        places[k] = place(pool, layer, pages, offset + (r + k) * padded_len + begin)
+                    _expand_segment(
+                        planes_address + 4 * (i * module_stride + r), 4 * row_stride,
+                        y_address + 4 * (plan[i, COLUMN] + begin), 4 * y_stride, rows, starts[s], starts[s + 1],
+                        flat_pool, places, num_ranks, factor, length,
+                    )  # fmt: skip
 
 
 @kernel

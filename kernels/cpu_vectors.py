@@ -100,23 +100,6 @@ def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def total(typing_context: Any, value: Any) -> Any:
-    """The sum of the eight lanes."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rest = args[0]
-        width = LANES
-        while width > 1:
-            width //= 2
-            low = ir.Constant(ir.VectorType(_INT, width), list(range(width)))
-            high = ir.Constant(ir.VectorType(_INT, width), list(range(width, 2 * width)))
-            rest = builder.fadd(builder.shuffle_vector(rest, rest, low), builder.shuffle_vector(rest, rest, high))
-        return builder.extract_element(rest, ir.Constant(_INT, 0))
-
-    return types.float32(_lanes), generate
-
-
-@intrinsic
 def float_bits(typing_context: Any, value: Any) -> Any:
     """The bits of a float32, as int32."""
 
