@@ -14,6 +14,9 @@ from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segmen
 SEGMENT_ROWS = 64
 """Rows of a segment: a chunk of so many rows stays in the second-level cache while an adapter piece passes over it."""
 
+MAX_VIEWS = 64
+"""Shapes of planes that are kept: those of a step come again in each layer, and mostly in the next step."""
+
 
 class CpuLora:
     """Shrink, gather and expand over one page pool in host memory.
@@ -32,16 +35,23 @@ class CpuLora:
         self._adapter = array(pool.adapter, pool.adapter.dtype)  # [P, L, E]
         self._plans: dict[ModuleGroup, npt.NDArray[np.int64]] = {}
         self._scratch = torch.empty(0)
+        self._planes: dict[tuple[int, int, int], torch.Tensor] = {}
         self._tables: AdapterTables | None = None
         self._segments: Segments | None = None
 
     def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
         shape = (num_tokens, len(group.modules), segments.max_rank)
-        size = shape[0] * shape[1] * shape[2]
-        # Fresh memory would cost a page fault each 4 KiB, in every linear of every layer.
-        if self._scratch.shape[0] < size:
-            self._scratch = torch.empty(size)
-        return self._scratch[:size].view(shape)
+        planes = self._planes.get(shape)
+        if planes is None:
+            size = shape[0] * shape[1] * shape[2]
+            # Fresh memory would cost a page fault each 4 KiB, in every linear of every layer.
+            if self._scratch.shape[0] < size:
+                self._scratch = torch.empty(size)
+                self._planes.clear()
+            if len(self._planes) == MAX_VIEWS:
+                self._planes.clear()
+            planes = self._planes[shape] = self._scratch[:size].view(shape)
+        return planes
 
     def lora_shrink(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types  # type: ignore[attr-defined]
+from numba import types
 from numba.core import cgutils
 from numba.np.arrayobj import make_array
 

@@ -295,7 +295,7 @@ def _expand_share(
             for begin in range(first * chunk_len, min(last * chunk_len, width), chunk_len):
                 length = min(chunk_len, width - begin)
                 for r in range(0, slot_rank, RANK_BLOCK):
-                    num_ranks = min(RANK_BLOCK, slot_rank - r)
+                    num_ranks = RANK_BLOCK if slot_rank - r > RANK_BLOCK else slot_rank - r
                     for k in range(num_ranks):
                         places[k] = place(pool, layer, pages, offset + (r + k) * padded_len + begin)
                     _expand_segment(
