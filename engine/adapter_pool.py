@@ -178,13 +178,11 @@ class AdapterPool:
             match event:
                 case Fetched(layout=layout):
                     entry.num_pages = layout.num_pages
-                    if layout.num_pages > self._pages.num_pages:
+                    if not self._fits_beside_pins(entry):
                         self._loader.drop(entry.digest)
-                        self._fail(entry, "the adapter is larger than the whole page pool")
-                        settled.append(entry)
-                    elif not self._fits_beside_pins(entry):
-                        self._loader.drop(entry.digest)
-                        self._fail(entry, "the adapter is larger than what pinned adapters leave of the page pool")
+                        is_ever = layout.num_pages <= self._pages.num_pages
+                        room = "what pinned adapters leave of the page pool" if is_ever else "the whole page pool"
+                        self._fail(entry, f"the adapter is larger than {room}")
                         settled.append(entry)
                     else:
                         entry.phase = AdapterPhase.PLACING

@@ -65,6 +65,8 @@ class Backend:
 
 def open_backend(device: str) -> Backend:
     """The parts for `cpu` or `cuda`; raises DeviceNotUsable when there is no such device."""
+    # Loader threads hold the interpreter's lock for shorter stretches: the thread that submits steps waits for it.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
         return Backend(
             accelerator=HostAccelerator(),
@@ -80,8 +82,6 @@ def open_backend(device: str) -> Backend:
     # A CPU needs no triton.
     from loramux.kernels.sampling import sample_tokens
 
-    # Loader threads hold the interpreter's lock for shorter stretches: the thread that submits steps waits for it.
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
     return Backend(
         accelerator=accelerator,
