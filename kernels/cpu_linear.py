@@ -48,6 +48,7 @@ class PackedLinear:
                 self._bias = functional.pad(bias.detach().float(), (0, -self.out_features % PANEL))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == self.in_features
         if self._blocked is not None:
             return torch.ops.mkldnn._linear_pointwise(
                 x.to(torch.bfloat16), self._blocked, self._bias, "none", [], ""

@@ -152,7 +152,14 @@ STEPS = {
 """Rows of the graph, then context lengths, query rows and slots of four sequences, step after step."""
 
 
-@pytest.mark.parametrize(("num_tokens", "steps"), STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize(
+    ("num_tokens", "steps"),
+    # Mixed steps take the interpreter a quarter of a minute.
+    [
+        pytest.param(*step, id=name, marks=pytest.mark.campaign if name == "mixed" else ())
+        for name, step in STEPS.items()
+    ],
+)
 def test_a_replayed_step_follows_its_tensors(
     num_tokens: int,
     steps: list[tuple[list[int], list[int], list[int]]],

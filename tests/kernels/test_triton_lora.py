@@ -416,7 +416,10 @@ def test_outer_modules_compile_for_hopper(
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
     ("num_tokens", "num_segments", "pdl"),
-    [pytest.param(64, 64, True, id="decode"), pytest.param(2048, 130, False, id="prefill")],
+    [
+        pytest.param(64, 64, True, id="decode"),
+        pytest.param(2048, 130, False, id="prefill", marks=pytest.mark.campaign),
+    ],
 )
 def test_compiles_for_hopper(
     num_tokens: int,
