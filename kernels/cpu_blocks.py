@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.np.arrayobj import make_array
 
 from loramux.kernels.compiled import intrinsic
-from loramux.kernels.cpu_vectors import LANES
+from loramux.kernels.cpu_vectors import LANES, emit_load, emit_multiply_add, emit_splat
 
 PANEL = 16
 """Outputs of `add_panel` and `add_ranks`: two AVX2 registers or one of AVX-512 for each row."""
@@ -27,7 +27,6 @@ PANEL = 16
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
-_CONTRACT = ("contract",)
 
 Emit = Callable[[Any], Any]
 
@@ -44,7 +43,7 @@ def add_panel(typing_context: Any, x: Any, weights: Any, first: Any, size: Any, 
         panel = builder.gep(make_array(weights)(context, builder, array).data, [first])
 
         def lanes_at(k: Any) -> Any:
-            return _load(builder, builder.gep(panel, [builder.mul(k, _LONG(PANEL))]), weights.dtype, PANEL)
+            return emit_load(builder, builder.gep(panel, [builder.mul(k, _LONG(PANEL))]), weights.dtype, PANEL)
 
         y_rows = _pointers(builder, y, ir.VectorType(_FLOAT, PANEL))
         before = [builder.load(row, align=4) for row in y_rows]
@@ -70,13 +69,13 @@ def add_ranks(
         place = make_array(places)(context, builder, places_array).data
 
         def lanes_at(k: Any) -> Any:
-            return _load(builder, builder.gep(start, [builder.load(builder.gep(place, [k]))]), weights.dtype, PANEL)
+            return emit_load(builder, builder.gep(start, [builder.load(builder.gep(place, [k]))]), weights.dtype, PANEL)
 
         y_rows = _pointers(builder, y, ir.VectorType(_FLOAT, PANEL))
         zeros = [ir.Constant(ir.VectorType(_FLOAT, PANEL), [0.0] * PANEL) for _ in y_rows]
-        factors = _everywhere(builder, factor, PANEL)
+        factors = emit_splat(builder, factor, PANEL)
         for row, total in zip(y_rows, _sums_of_products(builder, x, lanes_at, size, zeros), strict=True):
-            builder.store(_multiply_add(builder, factors, total, builder.load(row, align=4)), row, align=4)
+            builder.store(emit_multiply_add(builder, factors, total, builder.load(row, align=4)), row, align=4)
         return context.get_dummy_value()
 
     return types.none(x, weights, places, types.int64, types.int64, types.float32, y), generate
@@ -99,9 +98,9 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, size: Any) -> Any:
 
         def step(k: Any, sums: list[Any]) -> list[Any]:
             rows = [builder.load(builder.bitcast(builder.gep(row, [k]), lanes.as_pointer()), align=4) for row in x_rows]
-            values = [_load(builder, builder.gep(column, [k]), weights.dtype, LANES) for column in columns]
+            values = [emit_load(builder, builder.gep(column, [k]), weights.dtype, LANES) for column in columns]
             factors = [(row, value) for row in rows for value in values]
-            return [_multiply_add(builder, *pair, total) for pair, total in zip(factors, sums, strict=True)]
+            return [emit_multiply_add(builder, *pair, total) for pair, total in zip(factors, sums, strict=True)]
 
         totals = _loop(builder, size, LANES, zeros, step)
         result = signature.return_type
@@ -117,7 +116,7 @@ def _sums_of_products(builder: Any, x: Any, lanes_at: Emit, size: Any, before: l
     def step(k: Any, sums: list[Any]) -> list[Any]:
         lanes = lanes_at(k)
         return [
-            _multiply_add(builder, _everywhere(builder, builder.load(builder.gep(row, [k])), PANEL), lanes, total)
+            emit_multiply_add(builder, emit_splat(builder, builder.load(builder.gep(row, [k])), PANEL), lanes, total)
             for row, total in zip(x_rows, sums, strict=True)
         ]
 
@@ -149,24 +148,6 @@ def _loop(
 
 def _pointers(builder: Any, addresses: Any, element: Any) -> list[Any]:
     return [builder.inttoptr(address, element.as_pointer()) for address in cgutils.unpack_tuple(builder, addresses)]
-
-
-def _load(builder: Any, source: Any, dtype: Any, count: int) -> Any:
-    """`count` weights as float32 lanes."""
-    if dtype == types.float32:
-        return builder.load(builder.bitcast(source, ir.VectorType(_FLOAT, count).as_pointer()), align=4)
-    halves = builder.load(builder.bitcast(source, ir.VectorType(ir.IntType(16), count).as_pointer()), align=2)
-    wide = builder.zext(halves, ir.VectorType(_INT, count))
-    return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * count)), ir.VectorType(_FLOAT, count))
-
-
-def _everywhere(builder: Any, scalar: Any, count: int) -> Any:
-    first = builder.insert_element(ir.Constant(ir.VectorType(_FLOAT, count), ir.Undefined), scalar, _INT(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_INT, count), [0] * count))
-
-
-def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
 
 
 def _total(builder: Any, lanes: Any) -> Any:

@@ -42,14 +42,28 @@ class _LanesModel(models.PrimitiveModel):
 _lanes = _Lanes()
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
-    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES))
+def emit_splat(builder: Any, scalar: Any, count: int = LANES) -> Any:
+    """A float32 in each of `count` lanes."""
+    first = builder.insert_element(ir.Constant(ir.VectorType(_FLOAT, count), ir.Undefined), scalar, _INT(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_INT, count), [0] * count))
 
 
-def _element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, element: Any) -> Any:
-    data = make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), ir.VectorType(element, LANES).as_pointer())
+def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any:
+    """`count` elements as float32 lanes: float32 themselves, or the bfloat16 that the bits of uint16 are."""
+    if dtype == types.float32:
+        return builder.load(builder.bitcast(pointer, ir.VectorType(_FLOAT, count).as_pointer()), align=4)
+    halves = builder.load(builder.bitcast(pointer, ir.VectorType(ir.IntType(16), count).as_pointer()), align=2)
+    wide = builder.zext(halves, ir.VectorType(_INT, count))
+    return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * count)), ir.VectorType(_FLOAT, count))
+
+
+def emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c` of lanes, in one instruction where the CPU has it."""
+    return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
+
+
+def _element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    return builder.gep(make_array(array_type)(context, builder, array).data, [index])
 
 
 @intrinsic
@@ -67,12 +81,7 @@ def load(typing_context: Any, array: Any, index: Any) -> Any:
     """Lanes `array[index:index + 8]` of a contiguous array, without a check of bounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if array.dtype == types.float32:
-            pointer = _element_pointer(context, builder, array, args[0], args[1], _FLOAT)
-            return builder.load(pointer, align=4)
-        pointer = _element_pointer(context, builder, array, args[0], args[1], ir.IntType(16))
-        wide = builder.zext(builder.load(pointer, align=2), ir.VectorType(_INT, LANES))
-        return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), _VECTOR)
+        return emit_load(builder, _element_pointer(context, builder, array, args[0], args[1]), array.dtype)
 
     return _lanes(array, types.intp), generate
 
@@ -82,7 +91,8 @@ def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
     """`array[index:index + 8] = value` of a contiguous float32 array, without a check of bounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _element_pointer(context, builder, array, args[0], args[1], _FLOAT), align=4)
+        pointer = _element_pointer(context, builder, array, args[0], args[1])
+        builder.store(args[2], builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.none(array, types.intp, _lanes), generate
@@ -93,8 +103,8 @@ def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """`a * b + c`, where `a` is lanes or a scalar for all lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        factor = args[0] if a == _lanes else _splat(builder, args[0])
-        return builder.fadd(builder.fmul(factor, args[1], flags=_CONTRACT), args[2], flags=_CONTRACT)
+        factor = args[0] if a == _lanes else emit_splat(builder, args[0])
+        return emit_multiply_add(builder, factor, args[1], args[2])
 
     return _lanes(_lanes if a == _lanes else types.float32, _lanes, _lanes), generate
 
