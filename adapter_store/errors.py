@@ -29,6 +29,14 @@ class InvalidName(Refused):
     """An adapter's or alias's name is malformed or reserved."""
 
 
+class InvalidAlias(Refused):
+    """An alias cannot name these versions, or cannot be removed."""
+
+
+class InvalidGrant(Refused):
+    """An adapter cannot be granted to this tenant."""
+
+
 class AdapterExists(StoreError):
     """The tenant already has an adapter of that name."""
 
@@ -47,6 +55,26 @@ class VersionNotFound(StoreError):
 
 class VersionNotReady(StoreError):
     """The version has not passed validation."""
+
+
+class VersionInUse(StoreError):
+    """An alias names the version: move the alias first."""
+
+
+class AliasNotFound(StoreError):
+    """The adapter has no such alias."""
+
+
+class AliasChanged(StoreError):
+    """Somebody else has moved the alias meanwhile."""
+
+
+class NothingToRollBack(StoreError):
+    """The alias has no such earlier revision."""
+
+
+class GrantNotFound(StoreError):
+    """The tenant was not granted the adapter."""
 
 
 class UploadNotFound(StoreError):

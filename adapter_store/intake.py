@@ -8,9 +8,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 
+from loramux.adapter_store.aliases import DEFAULT_WEIGHT, SYSTEM, change_alias
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
-from loramux.adapter_store.records import DEFAULT_ALIAS, AdapterVersion, Upload, UploadFile
-from loramux.adapter_store.registry import is_identifier, lock_adapter, point_alias, select_versions, version_of
+from loramux.adapter_store.records import DEFAULT_ALIAS, AdapterVersion, AliasTarget, Upload, UploadFile
+from loramux.adapter_store.registry import is_identifier, lock_adapter, select_versions, version_of
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_aliases, adapter_versions, uploads
@@ -160,11 +161,13 @@ class Intake:
             }
             if not _change_state(connection, version.id, "validating", facts):
                 return False
-            default = select(adapter_aliases.c.version_id).where(
-                adapter_aliases.c.adapter_id == version.adapter_id, adapter_aliases.c.name == DEFAULT_ALIAS
+            aliases = adapter_aliases.c
+            default = select(aliases.name).where(
+                aliases.adapter_id == version.adapter_id, aliases.name == DEFAULT_ALIAS
             )
             if connection.execute(default).first() is None:
-                point_alias(connection, version.adapter_id, DEFAULT_ALIAS, version.id, now_us)
+                first = [AliasTarget(version.id, version.number, DEFAULT_WEIGHT)]
+                change_alias(connection, version.adapter_id, DEFAULT_ALIAS, first, SYSTEM, "set", now_us)
         return True
 
     def reject(self, version_id: str, report: Mapping[str, Any]) -> bool:

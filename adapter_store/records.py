@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-VersionState = Literal["pending", "validating", "ready", "rejected"]
+VersionState = Literal["pending", "validating", "ready", "rejected", "quarantined", "archived"]
 UploadState = Literal["open", "used"]
+AliasAction = Literal["set", "rollback"]
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -27,6 +28,8 @@ class Adapter:
     tenant_slug: str
     name: str
     created_us: int
+    disabled_us: int | None
+    """Since when it answers no request; None while it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,48 @@ class AdapterVersion:
     report: Mapping[str, Any]
     created_us: int
     ready_us: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AliasTarget:
+    """A version that an alias names; its part of the requests is `weight` out of the sum of the alias's weights."""
+
+    version_id: str
+    number: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name for versions of an adapter, `targets` in the order of their numbers; `revision` counts its changes."""
+
+    name: str
+    revision: int
+    targets: tuple[AliasTarget, ...]
+    updated_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class AliasChange:
+    """What an alias named from one of its revisions on, and the key (or "system") that brought it."""
+
+    id: str
+    name: str
+    revision: int
+    actor: str
+    action: AliasAction
+    targets: tuple[AliasTarget, ...]
+    created_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Another tenant that may call an adapter, and pays for its calls."""
+
+    adapter_id: str
+    tenant_id: str
+    tenant_slug: str
+    created_us: int
 
 
 @dataclass(frozen=True, slots=True)

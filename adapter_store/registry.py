@@ -1,12 +1,13 @@
-"""Which adapters, versions and aliases exist, and which version a name means."""
+"""Which adapters and versions exist, and which version a name means."""
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, exists, insert, literal, select
 from sqlalchemy.exc import IntegrityError
 
 from loramux.adapter_store.errors import (
@@ -14,14 +15,12 @@ from loramux.adapter_store.errors import (
     AdapterNotFound,
     InvalidName,
     TenantNotFound,
-    VersionNotFound,
-    VersionNotReady,
 )
 from loramux.adapter_store.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, tenants
+from loramux.migrations.schema import adapter_alias_targets, adapter_grants, adapter_versions, adapters, tenants
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
@@ -59,7 +58,7 @@ class AdapterRegistry:
                 )
         except IntegrityError:
             raise AdapterExists(f"the tenant already has an adapter {name!r}") from None
-        return Adapter(adapter_id, tenant_id, slug, name, created_us)
+        return Adapter(adapter_id, tenant_id, slug, name, created_us, None)
 
     def get_adapter(self, adapter_id: str) -> Adapter | None:
         if not is_identifier(adapter_id):
@@ -106,35 +105,6 @@ class AdapterRegistry:
             row = connection.execute(query).first()
         return version_of(row) if row else None
 
-    def aliases(self, adapter_id: str) -> dict[str, int]:
-        """The version number that each alias of an adapter names."""
-        query = (
-            select(adapter_aliases.c.name, adapter_versions.c.number)
-            .join(adapter_versions, adapter_versions.c.id == adapter_aliases.c.version_id)
-            .where(adapter_aliases.c.adapter_id == adapter_id)
-            .order_by(adapter_aliases.c.name)
-        )
-        with self.database.read() as connection:
-            return {row.name: row.number for row in connection.execute(query)}
-
-    def set_alias(self, adapter_id: str, name: str, number: int) -> None:
-        """Make an alias name a ready version. Raises InvalidName, AdapterNotFound, VersionNotFound, VersionNotReady."""
-        check_slug(name, "name")
-        with self.database.write() as connection:
-            lock_adapter(connection, adapter_id)
-            version = None
-            if 0 < number <= MAX_VERSION:
-                version = connection.execute(
-                    select(adapter_versions.c.id, adapter_versions.c.state).where(
-                        adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.number == number
-                    )
-                ).first()
-            if version is None:
-                raise VersionNotFound(f"the adapter has no version {number}")
-            if version.state != "ready":
-                raise VersionNotReady(f"version {number} is {version.state}, only a ready version can be served")
-            point_alias(connection, adapter_id, name, version.id, self.database.now_us(connection))
-
     def resolve(
         self,
         tenant_slug: str,
@@ -142,14 +112,19 @@ class AdapterRegistry:
         version: int | None = None,
         digest_prefix: str | None = None,
         alias: str | None = None,
+        caller_id: str | None = None,
+        sticky: str = "",
     ) -> AdapterRef | None:
         """The ready version that a name means: by number, by digest prefix, by alias, else by the default alias.
 
-        A digest prefix has 12 to 64 hexadecimal digits; one that fits two different digests names nothing.
+        A digest prefix has 12 to 64 hexadecimal digits; one that fits two different digests names nothing. Where an
+        alias names several versions, equal `sticky` texts get the same one as long as the weights stay, and a version
+        whose weight grows keeps the texts that it had. With `caller_id`, only what that tenant owns or was granted.
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None
-        query = _select_refs().where(tenants.c.slug == tenant_slug, adapters.c.name == adapter_name)
+        weight: ColumnElement[int] = literal(1)
+        query = _select_versions_in_service()
         if version is not None:
             if not 0 < version <= MAX_VERSION:
                 return None
@@ -164,18 +139,30 @@ class AdapterRegistry:
             wanted = DEFAULT_ALIAS if alias is None else alias
             if not SLUG.fullmatch(wanted):
                 return None
-            query = _join_alias(query, wanted)
+            query, weight = _join_alias(query, wanted), adapter_alias_targets.c.weight
+        query = query.add_columns(weight).where(tenants.c.slug == tenant_slug, adapters.c.name == adapter_name)
+        if caller_id is not None:
+            query = query.where(_may_call(caller_id))
         with self.database.read() as connection:
-            rows = connection.execute(query).all()
-        if not rows or any(row.digest != rows[0].digest for row in rows):
+            found = [(AdapterRef(*row[:-1]), row[-1]) for row in connection.execute(query)]
+        if not found:
             return None
-        return _ref(rows[0])
+        if version is None and digest_prefix is None:
+            return _draw(found, f"{found[0][0].adapter_id}:{wanted}:{sticky}")
+        first = found[0][0]
+        return None if any(ref.digest != first.digest for ref, _ in found) else first
 
     def list_models(self, tenant_id: str) -> list[AdapterRef]:
-        """The version behind the bare name of each of a tenant's adapters, by name."""
-        query = _join_alias(_select_refs().where(adapters.c.tenant_id == tenant_id), DEFAULT_ALIAS)
+        """The heaviest version behind the bare name of each adapter that a tenant may call, its own first, by name."""
+        weight = adapter_alias_targets.c.weight
+        query = _join_alias(_select_versions_in_service(), DEFAULT_ALIAS).where(_may_call(tenant_id))
+        query = query.order_by(
+            tenants.c.id != tenant_id, tenants.c.slug, adapters.c.name, weight, adapter_versions.c.number
+        )
         with self.database.read() as connection:
-            return [_ref(row) for row in connection.execute(query.order_by(adapters.c.name))]
+            # Of an adapter's several versions the last one, which is the heaviest, stays.
+            refs = {row.adapter_id: AdapterRef(*row) for row in connection.execute(query)}
+        return list(refs.values())
 
 
 def is_identifier(text: str) -> bool:
@@ -202,19 +189,6 @@ def lock_adapter(connection: Connection, adapter_id: str) -> None:
         raise AdapterNotFound(f"no adapter {adapter_id!r}")
 
 
-def point_alias(connection: Connection, adapter_id: str, name: str, version_id: str, now_us: int) -> None:
-    """Create or move an alias; the adapter's row must be locked."""
-    changed = connection.execute(
-        update(adapter_aliases)
-        .where(adapter_aliases.c.adapter_id == adapter_id, adapter_aliases.c.name == name)
-        .values(version_id=version_id, updated_us=now_us)
-    )
-    if changed.rowcount == 0:
-        connection.execute(
-            insert(adapter_aliases).values(adapter_id=adapter_id, name=name, version_id=version_id, updated_us=now_us)
-        )
-
-
 def select_versions() -> Select[*tuple[Any, ...]]:
     """The columns that `version_of` reads."""
     columns = adapter_versions.c
@@ -238,21 +212,23 @@ def version_of(row: Row[*tuple[Any, ...]]) -> AdapterVersion:
 
 
 def _select_adapters() -> Select[*tuple[Any, ...]]:
-    return select(adapters.c.id, adapters.c.tenant_id, tenants.c.slug, adapters.c.name, adapters.c.created_us).join(
-        tenants, tenants.c.id == adapters.c.tenant_id
-    )
+    columns = adapters.c
+    return select(
+        columns.id, columns.tenant_id, tenants.c.slug, columns.name, columns.created_us, columns.disabled_us
+    ).join(tenants, tenants.c.id == columns.tenant_id)
 
 
 def _adapter(row: Row[*tuple[Any, ...]]) -> Adapter:
     return Adapter(*row)
 
 
-def _select_refs() -> Select[*tuple[Any, ...]]:
+def _select_versions_in_service() -> Select[*tuple[Any, ...]]:
+    """The columns of an AdapterRef, of versions that may be served."""
     return (
         select(
             tenants.c.id,
             tenants.c.slug,
-            adapters.c.id,
+            adapters.c.id.label("adapter_id"),
             adapters.c.name,
             adapter_versions.c.id,
             adapter_versions.c.number,
@@ -262,15 +238,34 @@ def _select_refs() -> Select[*tuple[Any, ...]]:
         .select_from(adapter_versions)
         .join(adapters, adapters.c.id == adapter_versions.c.adapter_id)
         .join(tenants, tenants.c.id == adapters.c.tenant_id)
-        .where(adapter_versions.c.state == "ready")
+        .where(adapter_versions.c.state == "ready", adapters.c.disabled_us.is_(None))
     )
 
 
 def _join_alias(query: Select[*tuple[Any, ...]], alias: str) -> Select[*tuple[Any, ...]]:
-    return query.join(adapter_aliases, adapter_aliases.c.version_id == adapter_versions.c.id).where(
-        adapter_aliases.c.adapter_id == adapter_versions.c.adapter_id, adapter_aliases.c.name == alias
-    )
+    targets = adapter_alias_targets.c
+    return query.join(
+        adapter_alias_targets, (targets.adapter_id == adapters.c.id) & (targets.version_id == adapter_versions.c.id)
+    ).where(targets.name == alias)
 
 
-def _ref(row: Row[*tuple[Any, ...]]) -> AdapterRef:
-    return AdapterRef(*row)
+def _may_call(tenant_id: str) -> ColumnElement[bool]:
+    grants = adapter_grants.c
+    granted = exists().where(grants.adapter_id == adapters.c.id, grants.tenant_id == tenant_id)
+    return (adapters.c.tenant_id == tenant_id) | granted
+
+
+def _draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
+    """One of the targets, in proportion to their weights, by a hash of `sticky` alone.
+
+    The newest version has the end of the range, so that one whose share grows takes over more and gives back none.
+    """
+    ordered = sorted(targets, key=lambda target: target[0].version)
+    position = int.from_bytes(hashlib.sha256(sticky.encode("utf-8", "surrogatepass")).digest()[:8]) / 2**64
+    total = sum(weight for _, weight in ordered)
+    reached = 0
+    for ref, weight in ordered:
+        reached += weight
+        if position * total < reached:
+            return ref
+    return ordered[-1][0]

@@ -6,13 +6,24 @@ from fastapi import APIRouter, FastAPI
 
 from loramux.adapter_store.errors import StoreError
 from loramux.admin.metrics_route import metrics_router
-from loramux.admin.rest import adapters, api_keys, engine_state, quotas, tenants, uploads, usage, versions
+from loramux.admin.rest import (
+    adapters,
+    aliases,
+    api_keys,
+    engine_state,
+    grants,
+    quotas,
+    tenants,
+    uploads,
+    usage,
+    versions,
+)
 from loramux.admin.services import AdminServices
 from loramux.admin.store_errors import api_error
 from loramux.platform.error_responses import install_error_handling
 from loramux.platform.health import health_router
 
-ROUTERS = (tenants, api_keys, adapters, uploads, versions, quotas, usage, engine_state)
+ROUTERS = (tenants, api_keys, adapters, aliases, grants, uploads, versions, quotas, usage, engine_state)
 
 
 def create_admin_app(services: AdminServices) -> FastAPI:

@@ -12,12 +12,15 @@ from pydantic import SecretStr
 from sqlalchemy import inspect
 from sqlalchemy.exc import SQLAlchemyError
 
+from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.blob_url import open_blob_store
 from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.validator import SubprocessValidator
+from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
@@ -112,6 +115,9 @@ def assemble(
             tenants=tenants,
             api_keys=api_keys,
             registry=registry,
+            aliases=AdapterAliases(database),
+            grants=AdapterGrants(database),
+            version_states=VersionStates(database, registry),
             ingest=ingest,
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),

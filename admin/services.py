@@ -9,8 +9,11 @@ from typing import ParamSpec, TypeVar
 
 import anyio
 
+from loramux.adapter_store.aliases import AdapterAliases
+from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.version_states import VersionStates
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.engine_client import EngineClient
@@ -35,6 +38,9 @@ class AdminServices:
     tenants: Tenants
     api_keys: ApiKeys
     registry: AdapterRegistry
+    aliases: AdapterAliases
+    grants: AdapterGrants
+    version_states: VersionStates
     ingest: Ingest
     quotas: QuotaPolicies
     ledger: Ledger

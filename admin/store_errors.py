@@ -8,19 +8,26 @@ from loramux.adapter_store.errors import (
     AdapterExists,
     AdapterNotFound,
     AdapterUnavailable,
+    AliasChanged,
+    AliasNotFound,
     BlobStoreUnavailable,
+    GrantNotFound,
+    NothingToRollBack,
     Refused,
     TenantNotFound,
     UploadNotFound,
+    VersionInUse,
     VersionNotFound,
     VersionNotReady,
 )
-from loramux.platform.errors import ApiError, Conflict, InvalidRequest, NotFound, Unavailable
+from loramux.platform.errors import ApiError, Conflict, InvalidRequest, NotFound, PreconditionFailed, Unavailable
 
 _NOT_FOUND: Mapping[type[Exception], str] = {
     TenantNotFound: "tenant_not_found",
     AdapterNotFound: "adapter_not_found",
     VersionNotFound: "version_not_found",
+    AliasNotFound: "alias_not_found",
+    GrantNotFound: "grant_not_found",
     UploadNotFound: "upload_not_found",
 }
 RETRY_AFTER_S = 5.0
@@ -34,6 +41,12 @@ def api_error(error: Exception) -> ApiError:
         return Conflict(str(error), code="adapter_exists", param="name")
     if isinstance(error, VersionNotReady):
         return Conflict(str(error), code="version_not_ready", param="version")
+    if isinstance(error, VersionInUse):
+        return Conflict(str(error), code="version_in_use", param="version")
+    if isinstance(error, NothingToRollBack):
+        return Conflict(str(error), code="nothing_to_roll_back", param="revision")
+    if isinstance(error, AliasChanged):
+        return PreconditionFailed(str(error), param="If-Match")
     if isinstance(error, AdapterUnavailable | BlobStoreUnavailable):
         # Which bucket at which address is the operator's affair, who reads it in the log.
         return Unavailable(

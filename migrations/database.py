@@ -71,10 +71,10 @@ class Database:
             return int(connection.execute(select(epoch)).scalar_one())
         return time.time_ns() // 1000
 
-    def upgrade(self) -> None:
-        """Bring the schema to the newest version; safe to call on a current one."""
+    def upgrade(self, revision: str = "head") -> None:
+        """Bring the schema to the newest version, or to one on the way there; safe to call on a current one."""
         with _mend(self._url):
-            command.upgrade(self._alembic_config(), "head")
+            command.upgrade(self._alembic_config(), revision)
 
     def check_schema(self) -> None:
         """Raise DatabaseError unless the database is reachable and its schema is the one this code was written for."""

@@ -8,6 +8,7 @@ from sqlalchemy import (
     CheckConstraint,
     Column,
     ForeignKey,
+    ForeignKeyConstraint,
     Index,
     Integer,
     LargeBinary,
@@ -67,7 +68,10 @@ adapters = Table(
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     Column("name", NAME, nullable=False),
     Column("created_us", BigInteger, nullable=False),
+    # A disabled adapter answers no new request; nothing of it is lost.
+    Column("disabled_us", BigInteger, nullable=True),
     UniqueConstraint("tenant_id", "name"),
+    Index("ix_adapters_tenant_id_id", "tenant_id", "id"),
 )
 
 adapter_versions = Table(
@@ -83,13 +87,21 @@ adapter_versions = Table(
     Column("num_pages", Integer, nullable=True),
     Column("canonical_bytes", BigInteger, nullable=True),
     Column("upload_id", ID, nullable=False),
+    # SHA-256 over the checksums of the uploaded files: identical bytes are one version.
+    Column("files_sha256", String(64), nullable=True),
+    # Which server validates it, and until when it must say so again.
+    Column("claimed_by", ID, nullable=True),
+    Column("claim_expires_us", BigInteger, nullable=True),
     # What validation found: the normalised configuration, checks, or the error with its code and parameter.
     Column("report", JSON, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("ready_us", BigInteger, nullable=True),
     UniqueConstraint("adapter_id", "number"),
     Index("ix_adapter_versions_digest", "digest"),
-    CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected')", name="state"),
+    Index("ix_adapter_versions_adapter_id_id", "adapter_id", "id"),
+    Index("ix_adapter_versions_adapter_id_files", "adapter_id", "files_sha256"),
+    Index("ix_adapter_versions_state_id", "state", "id"),
+    CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected', 'quarantined', 'archived')", name="state"),
 )
 
 adapter_aliases = Table(
@@ -97,8 +109,49 @@ adapter_aliases = Table(
     metadata,
     Column("adapter_id", ID, ForeignKey("adapters.id"), primary_key=True),
     Column("name", NAME, primary_key=True),
-    Column("version_id", ID, ForeignKey("adapter_versions.id"), nullable=False),
+    # Counts the alias's changes; the history has a row for each.
+    Column("revision", Integer, nullable=False),
     Column("updated_us", BigInteger, nullable=False),
+)
+
+adapter_alias_targets = Table(
+    "adapter_alias_targets",
+    metadata,
+    Column("adapter_id", ID, primary_key=True),
+    Column("name", NAME, primary_key=True),
+    Column("version_id", ID, ForeignKey("adapter_versions.id"), primary_key=True),
+    # Its part of the requests, out of the sum of the alias's weights.
+    Column("weight", Integer, nullable=False),
+    ForeignKeyConstraint(["adapter_id", "name"], ["adapter_aliases.adapter_id", "adapter_aliases.name"]),
+    Index("ix_adapter_alias_targets_version_id", "version_id"),
+    CheckConstraint("weight > 0", name="weight"),
+)
+
+adapter_alias_history = Table(
+    "adapter_alias_history",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("adapter_id", ID, ForeignKey("adapters.id"), nullable=False),
+    Column("name", NAME, nullable=False),
+    Column("revision", Integer, nullable=False),
+    # What brought the change: an identifier of a key, or "system".
+    Column("actor", ID, nullable=False),
+    Column("action", String(16), nullable=False),
+    # [{"version_id", "number", "weight"}] that the alias names from here on.
+    Column("targets", JSON, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    UniqueConstraint("adapter_id", "name", "revision"),
+    CheckConstraint("action IN ('set', 'rollback')", name="action"),
+)
+
+adapter_grants = Table(
+    "adapter_grants",
+    metadata,
+    Column("adapter_id", ID, ForeignKey("adapters.id"), primary_key=True),
+    # The tenant that may call the adapter, and pays for its calls.
+    Column("tenant_id", ID, ForeignKey("tenants.id"), primary_key=True),
+    Column("created_us", BigInteger, nullable=False),
+    Index("ix_adapter_grants_tenant_id", "tenant_id"),
 )
 
 uploads = Table(
@@ -109,8 +162,11 @@ uploads = Table(
     # [{"name", "size", "sha256"}], as the client declared them.
     Column("files", JSON, nullable=False),
     Column("state", String(16), nullable=False),
+    # Where an operator has the files taken from, instead of sending them.
+    Column("source_url", String(1200), nullable=True),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=False),
+    Index("ix_uploads_state_expires", "state", "expires_us"),
     CheckConstraint("state IN ('open', 'used')", name="state"),
 )
 

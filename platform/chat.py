@@ -23,7 +23,7 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent, ChatRequest)
     body.check()
-    target = await resolve(services, caller, body.model)
+    target = await resolve(services, caller, body)
 
     def tokenise() -> Prompts:
         messages = [_message(message) for message in body.messages]

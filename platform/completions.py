@@ -25,7 +25,7 @@ async def create_completion(request: Request, caller: Caller, services: Services
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent, CompletionRequest)
     body.check()
-    target = await resolve(services, caller, body.model)
+    target = await resolve(services, caller, body)
 
     def tokenise() -> Prompts:
         return tuple(

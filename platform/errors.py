@@ -94,6 +94,14 @@ class Conflict(ApiError):
     code = "conflict"
 
 
+class PreconditionFailed(ApiError):
+    """What was to be changed is no longer what the caller saw."""
+
+    status = 412
+    type = "invalid_request_error"
+    code = "precondition_failed"
+
+
 class PayloadTooLarge(ApiError):
     """The body is larger than this server reads."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 
 from loramux.adapter_store.records import AdapterRef
@@ -71,8 +72,11 @@ class ModelResolver:
         self._registry = registry
         self.served_name = served_name
 
-    def resolve(self, principal: Principal, name: str) -> ResolvedModel:
-        """Raises ModelNotFound, InvalidRequest, or PermissionDenied for a key that may not infer at all."""
+    def resolve(self, principal: Principal, name: str, sticky: str | None = None) -> ResolvedModel:
+        """Where a name means several versions, equal `sticky` texts get the same one, and None any of them.
+
+        Raises ModelNotFound, InvalidRequest, or PermissionDenied for a key that may not infer at all.
+        """
         require_inference(principal)
         if name == self.served_name:
             if "base" not in principal.scopes:
@@ -81,14 +85,14 @@ class ModelResolver:
         parsed = parse_adapter_name(name)
         if parsed is None or "adapters" not in principal.scopes or principal.tenant_slug is None:
             raise ModelNotFound(name)
-        if parsed.tenant not in (None, principal.tenant_slug):
-            raise ModelNotFound(name)
         adapter = self._registry.resolve(
-            principal.tenant_slug,
+            parsed.tenant or principal.tenant_slug,
             parsed.adapter,
             version=parsed.version,
             digest_prefix=parsed.digest_prefix,
             alias=parsed.alias,
+            caller_id=principal.tenant_id,
+            sticky=secrets.token_hex(8) if sticky is None else f"{principal.tenant_id}:{sticky}",
         )
         if adapter is None:
             raise ModelNotFound(name)

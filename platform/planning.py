@@ -26,11 +26,14 @@ class Target:
     share: Share
 
 
-async def resolve(services: GatewayServices, principal: Principal, name: str) -> Target:
-    """Raises ModelNotFound and PermissionDenied."""
+async def resolve(services: GatewayServices, principal: Principal, body: GenerationRequest) -> Target:
+    """The model of a request; its `user` keeps a version of an alias that names several.
+
+    Raises ModelNotFound and PermissionDenied.
+    """
 
     def read() -> Target:
-        model = services.resolver.resolve(principal, name)
+        model = services.resolver.resolve(principal, body.model, body.user)
         assert principal.tenant_id is not None
         return Target(principal.tenant_id, model, services.tenants.share(principal.tenant_id))
 

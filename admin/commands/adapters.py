@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,7 @@ from loramux.admin.commands.options import AnyTenant, AsJson, Tenant
 from loramux.admin.commands.output import REFUSED, connected, fail, print_json, print_table, shown_time
 
 if TYPE_CHECKING:
+    from loramux.admin.client import Document
     from loramux.admin.push import Progress
 
 app = typer.Typer(no_args_is_help=True, help="Push and list adapters.")
@@ -55,12 +56,24 @@ def list_adapters(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
             (
                 adapter["model"],
                 adapter["id"],
-                " ".join(f"{alias}={number}" for alias, number in adapter["aliases"].items()) or None,
+                shown_aliases(adapter),
                 shown_time(adapter["created_at"]),
             )
             for adapter in adapters
         ],
     )
+
+
+def shown_aliases(adapter: Document) -> str | None:
+    """`default=3 beta=3(90%)+4(10%)`: the versions of each alias, where there are several with their parts."""
+    return " ".join(f"{name}={shown_targets(targets)}" for name, targets in adapter["aliases"].items()) or None
+
+
+def shown_targets(targets: Sequence[Document]) -> str:
+    if len(targets) == 1:
+        return str(targets[0]["version"])
+    total = sum(target["weight"] for target in targets)
+    return "+".join(f"{target['version']}({target['weight'] / total:.0%})" for target in targets)
 
 
 @contextmanager

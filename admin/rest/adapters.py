@@ -1,14 +1,15 @@
-"""`/adapters`: adapters, and the aliases that name their versions."""
+"""`/adapters`: adapters, and taking them out of service."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from loramux.adapter_store.records import Adapter
+from loramux.adapter_store.records import Adapter, Alias, AliasTarget
 from loramux.admin.rest.access import Caller, Reader, Services, Writer, find_tenant, tenant_filter
-from loramux.admin.rest.bodies import AliasTarget, NewAdapter, read_json
+from loramux.admin.rest.bodies import NewAdapter, read_json
 from loramux.admin.rest.listing import (
     After,
     Before,
@@ -18,6 +19,7 @@ from loramux.admin.rest.listing import (
     list_document,
     seconds,
 )
+from loramux.admin.rest.service import drain
 from loramux.admin.services import AdminServices
 from loramux.migrations.paging import Page
 from loramux.platform.errors import InvalidRequest, NotFound
@@ -52,7 +54,7 @@ async def list_adapters(
     else:
         found = await services.call(services.registry.find_adapter, tenant_id, name)
         page = Page(() if found is None else (found,), False)
-    aliases = await services.call(lambda: {a.id: services.registry.aliases(a.id) for a in page.data})
+    aliases = await services.call(services.aliases.of, [adapter.id for adapter in page.data])
     return list_document(page, lambda adapter: describe_adapter(adapter, aliases[adapter.id]))
 
 
@@ -60,23 +62,23 @@ async def list_adapters(
 async def get_adapter(adapter_id: str, services: Services, caller: Reader) -> Document:
     """One adapter with the versions that its aliases name."""
     adapter = await find_adapter(services, caller, adapter_id)
-    return describe_adapter(adapter, await services.call(services.registry.aliases, adapter.id))
+    return await _described(services, adapter)
 
 
-@router.get("/{adapter_id}/aliases")
-async def list_aliases(adapter_id: str, services: Services, caller: Reader) -> Document:
-    """The version that each alias names."""
+@router.post("/{adapter_id}/disable")
+async def disable_adapter(adapter_id: str, services: Services, caller: Writer) -> Document:
+    """Answer no new request for the adapter; running ones finish. Nothing is deleted: see `enable`."""
     adapter = await find_adapter(services, caller, adapter_id)
-    return {"object": "aliases", "data": await services.call(services.registry.aliases, adapter.id)}
+    disabled = await services.call(services.version_states.set_disabled, adapter.id, True)
+    is_drained = await drain(services, await services.call(services.version_states.unserved_digests, adapter.id))
+    return {**await _described(services, disabled), "drained": is_drained}
 
 
-@router.put("/{adapter_id}/aliases/{name}")
-async def set_alias(adapter_id: str, name: str, request: Request, services: Services, caller: Writer) -> Document:
-    """Point an alias at a ready version; running requests finish on the old one."""
+@router.post("/{adapter_id}/enable")
+async def enable_adapter(adapter_id: str, services: Services, caller: Writer) -> Document:
+    """Answer requests again, with the versions and aliases that there were."""
     adapter = await find_adapter(services, caller, adapter_id)
-    body = await read_json(request, AliasTarget)
-    await services.call(services.registry.set_alias, adapter.id, name, body.version)
-    return {"object": "alias", "adapter_id": adapter.id, "name": name, "version": body.version}
+    return await _described(services, await services.call(services.version_states.set_disabled, adapter.id, False))
 
 
 async def find_adapter(services: AdminServices, caller: Caller, adapter_id: str) -> Adapter:
@@ -87,7 +89,15 @@ async def find_adapter(services: AdminServices, caller: Caller, adapter_id: str)
     return adapter
 
 
-def describe_adapter(adapter: Adapter, aliases: dict[str, int]) -> Document:
+async def _described(services: AdminServices, adapter: Adapter) -> Document:
+    return describe_adapter(adapter, (await services.call(services.aliases.of, [adapter.id]))[adapter.id])
+
+
+def describe_targets(targets: Sequence[AliasTarget]) -> list[Document]:
+    return [{"version": target.number, "weight": target.weight} for target in targets]
+
+
+def describe_adapter(adapter: Adapter, aliases: Mapping[str, Alias]) -> Document:
     return {
         "id": adapter.id,
         "object": "adapter",
@@ -95,6 +105,7 @@ def describe_adapter(adapter: Adapter, aliases: dict[str, int]) -> Document:
         "tenant": adapter.tenant_slug,
         "name": adapter.name,
         "model": f"{adapter.tenant_slug}/{adapter.name}",
-        "aliases": aliases,
+        "state": "active" if adapter.disabled_us is None else "disabled",
+        "aliases": {name: describe_targets(alias.targets) for name, alias in aliases.items()},
         "created_at": seconds(adapter.created_us),
     }

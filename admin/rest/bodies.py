@@ -7,6 +7,8 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
+from loramux.adapter_store.aliases import DEFAULT_WEIGHT
+from loramux.platform.errors import InvalidRequest
 from loramux.platform.request_body import parse_body, read_body
 
 MAX_BODY_BYTES = 64 * 1024
@@ -51,8 +53,36 @@ class NewVersion(_Body):
     upload_id: str
 
 
-class AliasTarget(_Body):
+class WeightedVersion(_Body):
     version: int
+    weight: int = 100
+
+
+class AliasTargets(_Body):
+    """Either one `version` or several `targets`; `warm` loads them into the engine before the alias moves."""
+
+    version: int | None = None
+    targets: list[WeightedVersion] | None = Field(default=None, max_length=64)
+    warm: bool = True
+
+    def weights(self) -> dict[int, int]:
+        """The weights by version number; raises InvalidRequest."""
+        if (self.version is None) == (self.targets is None):
+            raise InvalidRequest("give either version or targets", param="targets")
+        if self.targets is None:
+            assert self.version is not None
+            return {self.version: DEFAULT_WEIGHT}
+        weights = {target.version: target.weight for target in self.targets}
+        if len(weights) < len(self.targets):
+            raise InvalidRequest("a version is named twice", param="targets", code="invalid_targets")
+        return weights
+
+
+class Rollback(_Body):
+    """`revision` is by default the one before the present."""
+
+    revision: int | None = None
+    warm: bool = True
 
 
 class QuotaLimit(_Body):
@@ -67,3 +97,8 @@ class QuotaLimit(_Body):
 async def read_json(request: Request, kind: type[B]) -> B:
     """The request's body as one of the kinds above; called only once the caller is known to be allowed."""
     return parse_body(await read_body(request, MAX_BODY_BYTES), kind)
+
+
+async def read_optional_json(request: Request, kind: type[B]) -> B:
+    """The same where every field has a default, so that a request without a body means all of them."""
+    return parse_body(await read_body(request, MAX_BODY_BYTES) or b"{}", kind)

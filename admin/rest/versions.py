@@ -6,13 +6,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 
-from loramux.adapter_store.records import AdapterVersion
+from loramux.adapter_store.records import AdapterVersion, VersionState
 from loramux.adapter_store.registry import MAX_VERSION
-from loramux.admin.rest.access import Reader, Services, Writer
+from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewVersion, read_json
 from loramux.admin.rest.listing import After, Before, Document, Limit, list_document, seconds
+from loramux.admin.rest.service import drain
 from loramux.admin.rest.uploads import find_upload
+from loramux.admin.services import AdminServices
 from loramux.platform.errors import NotFound
 
 router = APIRouter(prefix="/adapters/{adapter_id}/versions")
@@ -52,6 +54,35 @@ async def get_version(adapter_id: str, number: Number, services: Services, calle
     if version is None:
         raise NotFound("there is no such version", code="version_not_found")
     return describe_version(version)
+
+
+@router.post("/{number}/archive")
+async def archive_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> Document:
+    """Take a version out of service that no alias names; running requests finish. See `restore`."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    return await _withdraw(services, await services.call(services.version_states.archive, adapter.id, number))
+
+
+@router.post("/{number}/quarantine")
+async def quarantine_version(adapter_id: str, number: Number, services: Services, caller: PlatformAdmin) -> Document:
+    """Take a version out of service at once, whatever names it; aliases go on with their other versions."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    return await _withdraw(services, await services.call(services.version_states.quarantine, adapter.id, number))
+
+
+@router.post("/{number}/restore")
+async def restore_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> Document:
+    """Put an archived version back into service; a quarantined one needs a platform administrator."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    states: tuple[VersionState, ...] = ("archived",)
+    if caller.principal.is_platform_admin:
+        states = ("archived", "quarantined")
+    return describe_version(await services.call(services.version_states.restore, adapter.id, number, states))
+
+
+async def _withdraw(services: AdminServices, version: AdapterVersion) -> Document:
+    unserved = await services.call(services.version_states.unserved_digests, version.adapter_id, version.number)
+    return {**describe_version(version), "drained": await drain(services, unserved)}
 
 
 def describe_version(version: AdapterVersion) -> Document:

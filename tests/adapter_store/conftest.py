@@ -17,9 +17,12 @@ from sqlalchemy import insert
 from loramux.adapter_store.blob_url import open_blob_store
 from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
 from loramux.adapter_store.canonical import write_canonical
+from loramux.adapter_store.intake import Intake
 from loramux.adapter_store.memory_blobs import MemoryBlobStore
 from loramux.adapter_store.packed_file import write_packed
 from loramux.adapter_store.packing import PackedAdapter, pack
+from loramux.adapter_store.records import CONFIG_FILE, TENSORS_FILE, AdapterVersion, UploadFile
+from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation import validate_files
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -27,6 +30,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import tenants
 
+HOUR_US = 3_600_000_000
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_LAYERS, VOCAB_SIZE = 32, 4, 2, 8, 48, 2, 70
 
 MODULES = (
@@ -255,6 +259,34 @@ def make_tenant(database: Database) -> Callable[[str], str]:
         return tenant_id
 
     return make
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Adds versions to an adapter without any bytes."""
+
+    intake: Intake
+
+    def add(self, adapter_id: str, mark: str, is_ready: bool = True, digest: str | None = None) -> AdapterVersion:
+        files = [UploadFile(name, 1, mark * 64) for name in (CONFIG_FILE, TENSORS_FILE)]
+        upload = self.intake.open_upload(adapter_id, files, HOUR_US)
+        version = self.intake.add_version(adapter_id, upload.id).version
+        self.intake.claim(version.id)
+        if is_ready:
+            self.intake.publish(version, digest or mark * 64, 8, 3, 1000, {"max_rank": 8})
+        else:
+            self.intake.reject(version.id, {"error": {"code": "not_finite", "message": "NaN", "param": None}})
+        return self.intake.get_version(version.id)
+
+
+@pytest.fixture
+def registry(database: Database) -> AdapterRegistry:
+    return AdapterRegistry(database, reserved_names=["demo-base"])
+
+
+@pytest.fixture
+def versions(database: Database) -> Versions:
+    return Versions(Intake(database))
 
 
 @dataclass(frozen=True)

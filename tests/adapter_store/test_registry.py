@@ -3,56 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 from sqlalchemy import select
 
+from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.errors import (
     AdapterExists,
-    AdapterNotFound,
     InvalidName,
     TenantNotFound,
-    VersionNotFound,
-    VersionNotReady,
 )
-from loramux.adapter_store.intake import Intake
-from loramux.adapter_store.records import CONFIG_FILE, TENSORS_FILE, AdapterVersion, UploadFile
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import keyset_rows
 from loramux.migrations.schema import adapters
-
-HOUR_US = 3_600_000_000
-
-
-@dataclass(frozen=True)
-class Versions:
-    """Adds versions to an adapter without any bytes."""
-
-    intake: Intake
-
-    def add(self, adapter_id: str, mark: str, is_ready: bool = True, digest: str | None = None) -> AdapterVersion:
-        files = [UploadFile(name, 1, mark * 64) for name in (CONFIG_FILE, TENSORS_FILE)]
-        upload = self.intake.open_upload(adapter_id, files, HOUR_US)
-        version = self.intake.add_version(adapter_id, upload.id).version
-        self.intake.claim(version.id)
-        if is_ready:
-            self.intake.publish(version, digest or mark * 64, 8, 3, 1000, {"max_rank": 8})
-        else:
-            self.intake.reject(version.id, {"error": {"code": "not_finite", "message": "NaN", "param": None}})
-        return self.intake.get_version(version.id)
-
-
-@pytest.fixture
-def registry(database: Database) -> AdapterRegistry:
-    return AdapterRegistry(database, reserved_names=["demo-base"])
-
-
-@pytest.fixture
-def versions(database: Database) -> Versions:
-    return Versions(Intake(database))
+from tests.adapter_store.conftest import Versions
 
 
 def test_an_adapter_is_found_by_id_and_by_name(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> None:
@@ -105,7 +71,6 @@ def test_the_first_ready_version_becomes_the_default(
     assert registry.list_models(acme) == []
     second = versions.add(adapter.id, "b")
     versions.add(adapter.id, "c")
-    assert registry.aliases(adapter.id) == {"default": 2}
     ref = registry.resolve("acme", "support")
     assert ref is not None
     assert (ref.tenant_id, ref.tenant_slug, ref.adapter_id, ref.adapter_name) == (acme, "acme", adapter.id, "support")
@@ -121,7 +86,7 @@ def test_a_name_can_say_which_version(
     versions.add(adapter.id, "b", digest="ab" * 31 + "cd")
     versions.add(adapter.id, "c", digest="ab" * 32)
     versions.add(adapter.id, "d", is_ready=False)
-    registry.set_alias(adapter.id, "canary", 3)
+    AdapterAliases(registry.database).set(adapter.id, "canary", {3: 1})
 
     def resolved(**which: object) -> int | None:
         ref = registry.resolve("acme", "support", **which)  # type: ignore[arg-type]
@@ -140,28 +105,6 @@ def test_a_name_can_say_which_version(
     assert resolved(digest_prefix="ab" * 6) is None, "fits two different digests"
     assert resolved(digest_prefix="ab" * 5) is None, "too short"
     assert resolved(digest_prefix="%" * 12) is None
-
-
-def test_an_alias_moves_only_to_ready_versions(
-    registry: AdapterRegistry, versions: Versions, make_tenant: Callable[[str], str]
-) -> None:
-    adapter = registry.create_adapter(make_tenant("acme"), "support")
-    versions.add(adapter.id, "a")
-    versions.add(adapter.id, "b")
-    versions.add(adapter.id, "c", is_ready=False)
-    registry.set_alias(adapter.id, "default", 2)
-    registry.set_alias(adapter.id, "stable", 1)
-    assert registry.aliases(adapter.id) == {"default": 2, "stable": 1}
-    with pytest.raises(VersionNotReady):
-        registry.set_alias(adapter.id, "default", 3)
-    for number in (4, 0, -1, 2**40):
-        with pytest.raises(VersionNotFound):
-            registry.set_alias(adapter.id, "default", number)
-    with pytest.raises(AdapterNotFound):
-        registry.set_alias(new_id("ada"), "default", 1)
-    with pytest.raises(InvalidName):
-        registry.set_alias(adapter.id, "not a name", 1)
-    assert registry.aliases(adapter.id) == {"default": 2, "stable": 1}
 
 
 def test_versions_are_counted_and_described(

@@ -20,12 +20,15 @@ import pytest
 import structlog
 from safetensors.numpy import save_file
 
+from loramux.adapter_store.aliases import AdapterAliases
+from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.local_blobs import LocalBlobStore
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import SubprocessValidator
+from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.http_servers import HttpServer
 from loramux.admin.listeners import bind, url_of
@@ -87,6 +90,9 @@ def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
             tenants=Tenants(database),
             api_keys=ApiKeys(database, ADMIN_KEY),
             registry=registry,
+            aliases=AdapterAliases(database),
+            grants=AdapterGrants(database),
+            version_states=VersionStates(database, registry),
             ingest=ingest,
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),

@@ -57,7 +57,9 @@ async def test_a_pushed_adapter_becomes_ready_and_default(
     assert len(version["digest"]) == 64
     assert version["error"] is None
     listed = (await http.get("/admin/v1/adapters", params={"tenant": "acme"})).json()
-    assert [(item["model"], item["aliases"]) for item in listed["data"]] == [("acme/support", {"default": 1})]
+    assert [(item["model"], item["aliases"]) for item in listed["data"]] == [
+        ("acme/support", {"default": [{"version": 1, "weight": 100}]})
+    ]
 
 
 async def test_identical_bytes_answer_the_existing_version(
@@ -78,13 +80,13 @@ async def test_an_alias_moves_to_a_ready_version_only(
     await push(http, adapter_id, make_adapter())
     base = f"/admin/v1/adapters/{adapter_id}"
     assert (await http.put(f"{base}/aliases/default", json={"version": 2})).status_code == 200
-    assert (await http.get(f"{base}/aliases")).json()["data"] == {"default": 2}
+    assert (await http.get(f"{base}/aliases/default")).json()["targets"] == [{"version": 2, "weight": 100}]
     rejected = await push(http, adapter_id, make_adapter(config={"use_dora": True}))
     refused = await http.put(f"{base}/aliases/default", json={"version": rejected["number"]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "version_not_ready")
     missing = await http.put(f"{base}/aliases/default", json={"version": 9})
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "version_not_found")
-    assert (await http.get(f"{base}/aliases")).json()["data"] == {"default": 2}
+    assert (await http.get(f"{base}/aliases/default")).json()["targets"] == [{"version": 2, "weight": 100}]
 
 
 def truncated(directory: Path) -> None:
@@ -125,7 +127,7 @@ async def test_a_bad_adapter_is_rejected_with_a_code_and_leaves_no_blob(
     with anyio.fail_after(5):
         while list(admin_side.blobs.list_keys()):  # noqa: ASYNC110 - the worker is a thread
             await anyio.sleep(0.02)
-    assert (await http.get(f"/admin/v1/adapters/{adapter_id}/aliases")).json()["data"] == {}
+    assert (await http.get(f"/admin/v1/adapters/{adapter_id}/aliases")).json()["data"] == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations.database import Database, DatabaseError
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import metadata, tenants
+from loramux.migrations.schema import adapter_alias_history, adapter_alias_targets, metadata, tenants
 
 
 def add_tenant(database: Database, slug: str) -> None:
@@ -142,3 +142,34 @@ def test_a_schema_of_a_newer_version_is_refused(database: Database) -> None:
         database.upgrade()
     with pytest.raises(DatabaseError, match="9999"):
         database.check_schema()
+
+
+def test_aliases_of_before_keep_what_they_name(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade("0001")
+    add_tenant(database, "acme")
+    with database.write() as connection:
+        owner = connection.execute(select(tenants.c.id)).scalar_one()
+        for statement in (
+            f"INSERT INTO adapters (id, tenant_id, name, created_us) VALUES ('ada_1', '{owner}', 'support', 1)",
+            "INSERT INTO adapter_versions (id, adapter_id, number, state, upload_id, report, created_us)"
+            " VALUES ('adv_7', 'ada_1', 7, 'ready', 'upl_1', '{}', 1)",
+            "INSERT INTO adapter_aliases (adapter_id, name, version_id, updated_us)"
+            " VALUES ('ada_1', 'default', 'adv_7', 5), ('ada_1', 'stable', 'adv_7', 6)",
+        ):
+            connection.exec_driver_sql(statement)
+    with pytest.raises(DatabaseError, match="0001"):
+        database.check_schema()
+    database.upgrade()
+    database.check_schema()
+    with database.read() as connection:
+        targets = connection.execute(select(adapter_alias_targets).order_by(adapter_alias_targets.c.name)).all()
+        history = connection.execute(select(adapter_alias_history).order_by(adapter_alias_history.c.name)).all()
+        assert connection.exec_driver_sql("SELECT number, state FROM adapter_versions").all() == [(7, "ready")]
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    assert [tuple(row) for row in targets] == [("ada_1", "default", "adv_7", 100), ("ada_1", "stable", "adv_7", 100)]
+    assert [(row.name, row.revision, row.targets[0]["number"], row.created_us) for row in history] == [
+        ("default", 1, 7, 5),
+        ("stable", 1, 7, 6),
+    ]
+    database.close()

@@ -19,6 +19,8 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 from sqlalchemy import create_engine, delete, insert, text
 
+from loramux.adapter_store.aliases import change_alias
+from loramux.adapter_store.records import AliasTarget
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -171,11 +173,8 @@ class Gateway:
                         ready_us=0,
                     )
                 )
-            connection.execute(
-                insert(schema.adapter_aliases).values(
-                    adapter_id=adapter_id, name="default", version_id=version_id, updated_us=0
-                )
-            )
+            default = [AliasTarget(version_id, versions, 100)]
+            change_alias(connection, adapter_id, "default", default, "system", "set", 0)
 
 
 @pytest.fixture(scope="session")

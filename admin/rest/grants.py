@@ -1,0 +1,53 @@
+"""`/adapters/{id}/grants`: other tenants that may call an adapter, and pay for their calls."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from loramux.adapter_store.records import Grant
+from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer, find_tenant
+from loramux.admin.rest.adapters import find_adapter
+from loramux.admin.rest.listing import Document, seconds
+from loramux.platform.errors import NotFound
+
+router = APIRouter(prefix="/adapters/{adapter_id}/grants")
+
+
+@router.get("")
+async def list_grants(adapter_id: str, services: Services, caller: Reader) -> Document:
+    """The tenants that may call the adapter besides its owner."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    grants = await services.call(services.grants.list, adapter.id)
+    return {"object": "list", "data": [_describe(grant) for grant in grants], "has_more": False}
+
+
+@router.put("/{tenant}")
+async def add_grant(adapter_id: str, tenant: str, services: Services, caller: PlatformAdmin) -> Document:
+    """Let a tenant call the adapter by its full name; the tenant pays for its calls.
+
+    A platform administrator's: to grant is to name other tenants, and a tenant cannot ask here which ones exist.
+    """
+    adapter = await find_adapter(services, caller, adapter_id)
+    granted = await find_tenant(services, caller, tenant)
+    return _describe(await services.call(services.grants.add, adapter, granted.id))
+
+
+@router.delete("/{tenant}", status_code=204)
+async def remove_grant(adapter_id: str, tenant: str, services: Services, caller: Writer) -> Response:
+    """Take a grant back; the tenant's next request gets the same 404 as anybody else's."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    granted = await services.call(services.tenants.get, tenant)
+    if granted is None:
+        raise NotFound("the tenant was not granted the adapter", code="grant_not_found")
+    await services.call(services.grants.remove, adapter.id, granted.id)
+    return Response(status_code=204)
+
+
+def _describe(grant: Grant) -> Document:
+    return {
+        "object": "grant",
+        "adapter_id": grant.adapter_id,
+        "tenant_id": grant.tenant_id,
+        "tenant": grant.tenant_slug,
+        "created_at": seconds(grant.created_us),
+    }
