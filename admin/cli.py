@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from loramux.admin.commands import adapters, database, keys, quotas, serve, tenants, usage
+from loramux.admin.commands import adapters, aliases, database, keys, quotas, serve, tenants, usage
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,6 +19,7 @@ app.add_typer(database.app, name="db")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 app.add_typer(adapters.app, name="adapters")
+app.add_typer(aliases.app, name="aliases")
 app.add_typer(quotas.app, name="quotas")
 app.command("usage")(usage.usage)
 

@@ -139,6 +139,8 @@ class AdminClient:
         return response
 
     def _document(self, response: httpx.Response) -> Document:
+        if response.status_code == 204:
+            return {}
         try:
             document = response.json()
         except ValueError:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loramux.admin.commands.adapter_service import archive, disable, enable, promote, restore, rollback
+from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases, shown_targets
 from loramux.admin.commands.options import AnyTenant, AsJson, Tenant
 from loramux.admin.commands.output import REFUSED, connected, fail, print_json, print_table, shown_time
 
 if TYPE_CHECKING:
-    from loramux.admin.client import Document
     from loramux.admin.push import Progress
 
-app = typer.Typer(no_args_is_help=True, help="Push and list adapters.")
+DEFAULT_ALIAS = "default"
+
+app = typer.Typer(no_args_is_help=True, help="Push adapters, see what there is, and choose which version answers.")
 
 
 @app.command()
@@ -29,17 +32,22 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready."""
+    from loramux.admin.named_adapter import find_named
     from loramux.admin.push import PushRefused, num_bytes_of, push_adapter
 
     try:
         with connected(as_json) as client, _progress(num_bytes_of(directory), as_json) as progress:
             pushed = push_adapter(client, directory, tenant, name, timeout_s, progress)
+            default = find_named(client, pushed.model).document["aliases"].get(DEFAULT_ALIAS, ())
     except PushRefused as error:
         fail(f"rejected ({error.code}): {error.message}", REFUSED, error.envelope() if as_json else None)
     if as_json:
         print_json({"model": pushed.model, "version": pushed.version, "digest": pushed.digest})
     else:
         print(f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.digest[:12]})")
+        if [target["version"] for target in default] != [pushed.version]:
+            still = f"its bare name still means version {shown_targets(default)}" if default else "no name means it yet"
+            print(f"{still}: loramux adapters promote {pushed.model}@{pushed.version}")
 
 
 @app.command("list")
@@ -64,16 +72,35 @@ def list_adapters(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
     )
 
 
-def shown_aliases(adapter: Document) -> str | None:
-    """`default=3 beta=3(90%)+4(10%)`: the versions of each alias, where there are several with their parts."""
-    return " ".join(f"{name}={shown_targets(targets)}" for name, targets in adapter["aliases"].items()) or None
+@app.command()
+def show(
+    model: Annotated[
+        str, typer.Argument(metavar="TENANT/ADAPTER[@VERSION]", help="An adapter, or one of its versions.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show an adapter with its versions, or one version with what validation found."""
+    from loramux.admin.named_adapter import find_named
+
+    with connected(as_json) as client:
+        named = find_named(client, model)
+        if named.version is not None:
+            version = client.get(named.version_path(named.version))
+            print_json(version) if as_json else print_version(named.document, version)
+            return
+        versions = list(client.items(f"{named.path}/versions"))
+    if as_json:
+        print_json({**named.document, "versions": versions})
+    else:
+        print_versions(named.document, versions)
 
 
-def shown_targets(targets: Sequence[Document]) -> str:
-    if len(targets) == 1:
-        return str(targets[0]["version"])
-    total = sum(target["weight"] for target in targets)
-    return "+".join(f"{target['version']}({target['weight'] / total:.0%})" for target in targets)
+app.command()(promote)
+app.command()(rollback)
+app.command()(disable)
+app.command()(enable)
+app.command()(archive)
+app.command()(restore)
 
 
 @contextmanager

@@ -23,3 +23,11 @@ Tenant = Annotated[str, typer.Option("--tenant", help="A tenant's slug or identi
 AnyTenant = Annotated[
     str | None, typer.Option("--tenant", help="Only this tenant, by slug or identifier.", show_default=False)
 ]
+Model = Annotated[str, typer.Argument(metavar="TENANT/ADAPTER", help="The adapter's full name.", show_default=False)]
+VersionedModel = Annotated[
+    str, typer.Argument(metavar="TENANT/ADAPTER@VERSION", help="The version's full name.", show_default=False)
+]
+Alias = Annotated[str, typer.Option("--alias", help="The alias to move or look at.")]
+NoWarm = Annotated[
+    bool, typer.Option("--no-warm", help="Move the alias without loading its versions into the engine first.")
+]

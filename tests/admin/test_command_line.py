@@ -67,6 +67,44 @@ def test_lists_are_tables_or_json(loramux: Run, make_adapter: Callable[..., Path
         assert answer(loramux(*arguments, "--json"))["object"] in ("list", "page")
 
 
+def test_a_version_is_promoted_by_parts_and_rolled_back(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    loramux("tenants", "create", "acme")
+    push = ("--tenant", "acme", "--name", "support")
+    assert "promote" not in loramux("adapters", "push", make_adapter(), *push).stdout
+    assert "loramux adapters promote acme/support@2" in loramux("adapters", "push", make_adapter(), *push).stdout
+    part = loramux("adapters", "promote", "acme/support@2", "--percent", 10)
+    assert part.stdout == "acme/support: default is now 1(90%)+2(10%) (revision 2)\n", part.output
+    more = answer(loramux("adapters", "promote", "acme/support@2", "--percent", 50, "--json"))
+    assert [(target["version"], target["weight"]) for target in more["targets"]] == [(1, 5000), (2, 5000)]
+    assert "default is now 2 (" in loramux("adapters", "promote", "acme/support@2").stdout
+    assert "1(50%)+2(50%)" in loramux("adapters", "rollback", "acme/support").stdout
+    assert "default is now 1 (" in loramux("adapters", "rollback", "acme/support", "--revision", 1).stdout
+    assert loramux("adapters", "promote", "acme/support@2", "--alias", "beta").exit_code == 0
+    assert "beta" in loramux("aliases", "list", "acme/support").stdout
+    history = loramux("aliases", "history", "acme/support").stdout
+    assert re.search(r"6 +1 +rollback", history), history
+    shown = loramux("adapters", "show", "acme/support").stdout
+    assert re.search(r"2 +ready +beta ", shown), shown
+    one = answer(loramux("adapters", "show", "acme/support@2", "--json"))
+    assert (one["number"], one["state"]) == (2, "ready")
+    assert "report max_rank" in loramux("adapters", "show", "acme/support@2").stdout
+    assert loramux("aliases", "delete", "acme/support", "--alias", "beta").exit_code == 0
+    assert loramux("adapters", "archive", "acme/support@2").stdout == "acme/support@2 is archived\n"
+    refused = loramux("adapters", "promote", "acme/support@2", "--json")
+    assert (refused.exit_code, json.loads(refused.stdout)["error"]["code"]) == (1, "version_not_ready")
+    assert loramux("adapters", "restore", "acme/support@2").stdout == "acme/support@2 is ready\n"
+    assert loramux("adapters", "disable", "acme/support").stdout == "acme/support is disabled\n"
+    assert loramux("adapters", "enable", "acme/support").stdout == "acme/support is active\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["support", "acme/support", "acme/support@0", "acme/support@x", "acme//x@1", "a/b@1@2"]
+)
+def test_a_version_has_to_be_named_in_full(loramux: Run, name: str) -> None:
+    refused = loramux("adapters", "archive", name)
+    assert (refused.exit_code, "tenant/adapter@version" in refused.stderr) == (1, True)
+
+
 def test_usage_is_a_table_of_whatever_it_is_grouped_by(loramux: Run, admin_side: Any) -> None:
     tenant = answer(loramux("tenants", "create", "acme", "--json"))
     key = answer(loramux("keys", "create", "--tenant", "acme", "--json"))

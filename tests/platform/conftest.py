@@ -146,8 +146,8 @@ class Gateway:
     def limit(self, metric: str, limit: int) -> None:
         QuotaPolicies(self.database).set(self.tenant.id, metric, limit)
 
-    def add_adapter(self, tenant: str, name: str, versions: int = 1) -> None:
-        """An adapter whose versions are ready; the last is the default."""
+    def add_adapter(self, tenant: str, name: str, versions: int = 1) -> str:
+        """An adapter whose versions are ready; the last is the default. Returns its identifier."""
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
         adapter_id = new_id("ada")
@@ -175,6 +175,7 @@ class Gateway:
                 )
             default = [AliasTarget(version_id, versions, 100)]
             change_alias(connection, adapter_id, "default", default, "system", "set", 0)
+        return adapter_id
 
 
 @pytest.fixture(scope="session")

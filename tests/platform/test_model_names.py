@@ -7,6 +7,10 @@ from typing import Any
 import openai
 import pytest
 
+from loramux.adapter_store.aliases import AdapterAliases
+from loramux.adapter_store.grants import AdapterGrants
+from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.version_states import VersionStates
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.model_names import AdapterName, parse_adapter_name
 
@@ -66,6 +70,63 @@ async def test_an_adapter_is_run_by_digest_and_named_in_header_and_ledger(
     assert add.digest is not None
     await gateway.openai.completions.create(model=f"support@sha256:{add.digest[:12]}", prompt="a", max_tokens=1)
     assert gateway.engine.adds[1].digest == add.digest
+
+
+@pytest.mark.anyio
+async def test_a_user_keeps_its_version_while_an_alias_names_two(gateway: Any) -> None:
+    adapter_id = gateway.add_adapter("acme", "support", versions=2)
+    aliases = AdapterAliases(gateway.database)
+    aliases.set(adapter_id, "default", {1: 50, 2: 50})
+
+    async def version(**fields: str) -> str:
+        answer = await gateway.openai.completions.with_raw_response.create(
+            model="support", prompt="a", max_tokens=1, **fields
+        )
+        return str(answer.headers["x-loramux-adapter"])
+
+    drawn = {user: await version(user=user) for user in map(str, range(16))}
+    assert set(drawn.values()) == {"acme/support@1", "acme/support@2"}
+    assert {user: await version(user=user) for user in drawn} == drawn
+    # Whoever names no user is drawn anew each time: the chance that sixteen times agree is 1 in 32,768.
+    assert len({await version() for _ in range(16)}) == 2
+    assert len({await version(user="one") for _ in range(6)}) == 1
+    aliases.rollback(adapter_id, "default")
+    assert {await version(user=user) for user in drawn} == {"acme/support@2"}
+
+
+@pytest.mark.anyio
+async def test_a_granted_adapter_is_called_and_paid_for_by_the_other_tenant(gateway: Any) -> None:
+    adapter_id = gateway.add_adapter("other", "secret")
+    grants, registry = AdapterGrants(gateway.database), AdapterRegistry(gateway.database)
+    adapter = registry.get_adapter(adapter_id)
+    assert adapter is not None
+    grants.add(adapter, gateway.tenant.id)
+    assert [model.id async for model in gateway.openai.models.list()] == ["base", "other/secret"]
+    await gateway.openai.completions.create(model="other/secret:default", prompt="a", max_tokens=1)
+    [event], [add] = gateway.usage(), gateway.engine.adds
+    assert (event.tenant_id, event.model) == (gateway.tenant.id, "other/secret@1")
+    assert add.share_key == gateway.tenant.id, "the caller's turn and prefix cache, not the owner's"
+    with pytest.raises(openai.NotFoundError):
+        await gateway.openai.completions.create(model="secret", prompt="a", max_tokens=1)
+    grants.remove(adapter_id, gateway.tenant.id)
+    refused = await gateway.http.post("/v1/completions", json={"model": "other/secret", "prompt": "a"})
+    unknown = await gateway.http.post("/v1/completions", json={"model": "other/absent", "prompt": "a"})
+    assert refused.status_code == unknown.status_code == 404
+    assert refused.text.replace("secret", "absent") == unknown.text
+
+
+@pytest.mark.anyio
+async def test_what_is_out_of_service_is_not_found_and_never_the_base(gateway: Any) -> None:
+    adapter_id = gateway.add_adapter("acme", "support", versions=2)
+    registry = AdapterRegistry(gateway.database)
+    states = VersionStates(gateway.database, registry)
+    states.archive(adapter_id, 1)
+    states.quarantine(adapter_id, 2)
+    for name in ("support", "support@1", "support@2", "support:default"):
+        response = await gateway.http.post("/v1/completions", json={"model": name, "prompt": "a"})
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found"), name
+    assert [model.id async for model in gateway.openai.models.list()] == ["base"]
+    assert gateway.engine.adds == []
 
 
 @pytest.mark.anyio

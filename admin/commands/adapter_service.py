@@ -1,0 +1,135 @@
+"""`loramux adapters promote|rollback|disable|enable|archive|restore`: which versions answer requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loramux.admin.commands.adapter_views import shown_targets
+from loramux.admin.commands.options import Alias, AsJson, Model, NoWarm, VersionedModel
+from loramux.admin.commands.output import WRONG_CALL, connected, fail, print_json
+
+if TYPE_CHECKING:
+    from loramux.admin.client import Document
+
+FULL_SHARE = 100
+
+
+def promote(
+    model: VersionedModel,
+    alias: Alias = "default",
+    percent: Annotated[
+        int, typer.Option("--percent", min=1, max=100, help="Part of the requests; what is named now keeps the rest.")
+    ] = FULL_SHARE,
+    no_warm: NoWarm = False,
+    as_json: AsJson = False,
+) -> None:
+    """Point an alias at a version, or give it a part of the alias's requests; running requests finish as they began."""
+    from loramux.admin.client import AdminError, path_part
+    from loramux.admin.named_adapter import find_named
+
+    with connected(as_json) as client:
+        named = find_named(client, model, needs_version=True)
+        assert named.version is not None
+        path = f"{named.path}/aliases/{path_part(alias)}"
+        targets = [{"version": named.version, "weight": FULL_SHARE}]
+        if percent < FULL_SHARE:
+            try:
+                present = client.get(path)["targets"]
+            except AdminError as error:
+                if error.status != 404:
+                    raise
+                fail(f"{model} has no alias {alias} that could keep the rest: leave --percent out", WRONG_CALL)
+            targets = _share_out(present, named.version, percent)
+        changed = client.put(path, {"targets": targets, "warm": not no_warm})
+    _tell(named.document, changed, as_json)
+
+
+def rollback(
+    model: Model,
+    alias: Alias = "default",
+    revision: Annotated[
+        int | None, typer.Option(help="Go back to this one instead of the one before.", show_default=False)
+    ] = None,
+    no_warm: NoWarm = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let an alias name again what it named before; the next rollback undoes it."""
+    from loramux.admin.client import path_part
+    from loramux.admin.named_adapter import find_named
+
+    with connected(as_json) as client:
+        named = find_named(client, model)
+        changed = client.post(
+            f"{named.path}/aliases/{path_part(alias)}/rollback", {"revision": revision, "warm": not no_warm}
+        )
+    _tell(named.document, changed, as_json)
+
+
+def disable(model: Model, as_json: AsJson = False) -> None:
+    """Take an adapter out of service with all its versions; running requests finish, nothing is deleted."""
+    _switch(model, "disable", as_json)
+
+
+def enable(model: Model, as_json: AsJson = False) -> None:
+    """Put a disabled adapter back into service."""
+    _switch(model, "enable", as_json)
+
+
+def archive(model: VersionedModel, as_json: AsJson = False) -> None:
+    """Take one version out of service that no alias names."""
+    _move_version(model, "archive", as_json)
+
+
+def restore(model: VersionedModel, as_json: AsJson = False) -> None:
+    """Put an archived version back into service."""
+    _move_version(model, "restore", as_json)
+
+
+def _switch(model: str, verb: str, as_json: bool) -> None:
+    from loramux.admin.named_adapter import find_named
+
+    with connected(as_json) as client:
+        named = find_named(client, model)
+        answer = client.post(f"{named.path}/{verb}", {})
+    if as_json:
+        print_json(answer)
+    else:
+        print(f"{answer['model']} is {answer['state']}{_draining(answer)}")
+
+
+def _move_version(model: str, verb: str, as_json: bool) -> None:
+    from loramux.admin.named_adapter import find_named
+
+    with connected(as_json) as client:
+        named = find_named(client, model, needs_version=True)
+        assert named.version is not None
+        answer = client.post(f"{named.version_path(named.version)}/{verb}", {})
+    if as_json:
+        print_json(answer)
+    else:
+        print(f"{named.document['model']}@{answer['number']} is {answer['state']}{_draining(answer)}")
+
+
+def _draining(answer: Document) -> str:
+    return "" if answer.get("drained", True) else "; running requests still finish on it"
+
+
+def _share_out(present: list[Document], version: int, percent: int) -> list[Document]:
+    """`percent` for the version; the others keep their proportions to each other in hundredths of what is left."""
+    others = [target for target in present if target["version"] != version]
+    total = sum(target["weight"] for target in others)
+    if not others:
+        return [{"version": version, "weight": FULL_SHARE}]
+    rest = FULL_SHARE * (FULL_SHARE - percent)
+    weights = [{"version": target["version"], "weight": max(1, target["weight"] * rest // total)} for target in others]
+    return [*weights, {"version": version, "weight": FULL_SHARE * percent}]
+
+
+def _tell(adapter: Document, alias: Document, as_json: bool) -> None:
+    if as_json:
+        print_json(alias)
+    else:
+        shown = shown_targets(alias["targets"])
+        print(f"{adapter['model']}: {alias['name']} is now {shown} (revision {alias['revision']})")

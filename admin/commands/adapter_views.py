@@ -1,0 +1,65 @@
+"""What the verbs about adapters print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from loramux.admin.commands.output import print_table, shown_time
+
+if TYPE_CHECKING:
+    from loramux.admin.client import Document
+
+
+def shown_aliases(adapter: Document) -> str | None:
+    """`default=3 beta=3(90%)+4(10%)`: the versions of each alias, where there are several with their parts."""
+    return " ".join(f"{name}={shown_targets(targets)}" for name, targets in adapter["aliases"].items()) or None
+
+
+def shown_targets(targets: Sequence[Document]) -> str:
+    if len(targets) == 1:
+        return str(targets[0]["version"])
+    total = sum(target["weight"] for target in targets)
+    return "+".join(f"{target['version']}({target['weight'] / total:.0%})" for target in targets)
+
+
+def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
+    """An adapter with its versions, newest first."""
+    print(f"{adapter['model']} ({adapter['id']}, {adapter['state']})")
+    print_table(
+        ("version", "state", "aliases", "rank", "pages", "bytes", "digest", "created", "error"),
+        [
+            (
+                version["number"],
+                version["state"],
+                " ".join(_naming(adapter, version["number"])) or None,
+                version["max_rank"],
+                version["num_pages"],
+                version["size"],
+                version["digest"] and version["digest"][:12],
+                shown_time(version["created_at"]),
+                version["error"] and version["error"]["code"],
+            )
+            for version in versions
+        ],
+    )
+
+
+def print_version(adapter: Document, version: Document) -> None:
+    """One version with everything that validation found."""
+    print(f"{adapter['model']}@{version['number']} ({version['id']}, {version['state']})")
+    rows: list[tuple[str, object]] = [(name, version[name]) for name in ("digest", "max_rank", "num_pages", "size")]
+    rows.append(("aliases", " ".join(_naming(adapter, version["number"])) or None))
+    rows += [("created", shown_time(version["created_at"])), ("ready", shown_time(version["ready_at"]))]
+    if version["error"]:
+        rows += [(f"error {name}", version["error"][name]) for name in ("code", "message", "param")]
+    rows += [
+        (f"report {name}", value) for name, value in version["report"].items() if not isinstance(value, list | dict)
+    ]
+    print_table(("fact", "value"), rows)
+
+
+def _naming(adapter: Document, number: int) -> list[str]:
+    return [
+        name for name, targets in adapter["aliases"].items() if any(target["version"] == number for target in targets)
+    ]
