@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, exists, insert, literal, select
+from sqlalchemy import Connection, Row, Select, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from loramux.adapter_store.errors import (
@@ -17,10 +16,11 @@ from loramux.adapter_store.errors import (
     TenantNotFound,
 )
 from loramux.adapter_store.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion
+from loramux.adapter_store.resolution import Suffix, default_models, draw, versions_named
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.migrations.schema import adapter_alias_targets, adapter_grants, adapter_versions, adapters, tenants
+from loramux.migrations.schema import adapter_versions, adapters, tenants
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
@@ -123,46 +123,37 @@ class AdapterRegistry:
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None
-        weight: ColumnElement[int] = literal(1)
-        query = _select_versions_in_service()
+        suffix: Suffix
+        wanted: int | str
         if version is not None:
-            if not 0 < version <= MAX_VERSION:
-                return None
-            query = query.where(adapter_versions.c.number == version)
+            suffix, wanted, is_name = "number", version, 0 < version <= MAX_VERSION
         elif digest_prefix is not None:
-            if not DIGEST_PREFIX.fullmatch(digest_prefix):
-                return None
-            query = query.where(adapter_versions.c.digest.startswith(digest_prefix)).order_by(
-                adapter_versions.c.number.desc()
-            )
+            suffix, wanted, is_name = "digest", digest_prefix, bool(DIGEST_PREFIX.fullmatch(digest_prefix))
         else:
-            wanted = DEFAULT_ALIAS if alias is None else alias
-            if not SLUG.fullmatch(wanted):
-                return None
-            query, weight = _join_alias(query, wanted), adapter_alias_targets.c.weight
-        query = query.add_columns(weight).where(tenants.c.slug == tenant_slug, adapters.c.name == adapter_name)
+            suffix, wanted = "alias", DEFAULT_ALIAS if alias is None else alias
+            is_name = bool(SLUG.fullmatch(wanted))
+        if not is_name:
+            return None
+        parameters: dict[str, object] = {"tenant": tenant_slug, "adapter": adapter_name, "wanted": wanted}
+        if suffix == "digest":
+            # Behind every hexadecimal digit comes "g", in any collation.
+            parameters["end"] = f"{wanted}g"
         if caller_id is not None:
-            query = query.where(_may_call(caller_id))
-        with self.database.read() as connection:
-            found = [(AdapterRef(*row[:-1]), row[-1]) for row in connection.execute(query)]
+            parameters["caller_id"] = caller_id
+        rows = self.database.query(versions_named(suffix, caller_id is not None), parameters)
+        found = [(AdapterRef(*row[:-1]), row[-1]) for row in rows]
         if not found:
             return None
-        if version is None and digest_prefix is None:
-            return _draw(found, f"{found[0][0].adapter_id}:{wanted}:{sticky}")
-        first = found[0][0]
-        return None if any(ref.digest != first.digest for ref, _ in found) else first
+        newest = found[0][0]
+        if suffix == "alias":
+            return draw(found, f"{newest.adapter_id}:{wanted}:{sticky}")
+        return None if any(ref.digest != newest.digest for ref, _ in found) else newest
 
     def list_models(self, tenant_id: str) -> list[AdapterRef]:
         """The heaviest version behind the bare name of each adapter that a tenant may call, its own first, by name."""
-        weight = adapter_alias_targets.c.weight
-        query = _join_alias(_select_versions_in_service(), DEFAULT_ALIAS).where(_may_call(tenant_id))
-        query = query.order_by(
-            tenants.c.id != tenant_id, tenants.c.slug, adapters.c.name, weight, adapter_versions.c.number
-        )
-        with self.database.read() as connection:
-            # Of an adapter's several versions the last one, which is the heaviest, stays.
-            refs = {row.adapter_id: AdapterRef(*row) for row in connection.execute(query)}
-        return list(refs.values())
+        rows = self.database.query(default_models(), {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS})
+        # Of an adapter's several versions the last one, which is the heaviest, stays.
+        return list({row.adapter_id: AdapterRef(*row) for row in rows}.values())
 
 
 def is_identifier(text: str) -> bool:
@@ -220,52 +211,3 @@ def _select_adapters() -> Select[*tuple[Any, ...]]:
 
 def _adapter(row: Row[*tuple[Any, ...]]) -> Adapter:
     return Adapter(*row)
-
-
-def _select_versions_in_service() -> Select[*tuple[Any, ...]]:
-    """The columns of an AdapterRef, of versions that may be served."""
-    return (
-        select(
-            tenants.c.id,
-            tenants.c.slug,
-            adapters.c.id.label("adapter_id"),
-            adapters.c.name,
-            adapter_versions.c.id,
-            adapter_versions.c.number,
-            adapter_versions.c.digest,
-            adapter_versions.c.max_rank,
-        )
-        .select_from(adapter_versions)
-        .join(adapters, adapters.c.id == adapter_versions.c.adapter_id)
-        .join(tenants, tenants.c.id == adapters.c.tenant_id)
-        .where(adapter_versions.c.state == "ready", adapters.c.disabled_us.is_(None))
-    )
-
-
-def _join_alias(query: Select[*tuple[Any, ...]], alias: str) -> Select[*tuple[Any, ...]]:
-    targets = adapter_alias_targets.c
-    return query.join(
-        adapter_alias_targets, (targets.adapter_id == adapters.c.id) & (targets.version_id == adapter_versions.c.id)
-    ).where(targets.name == alias)
-
-
-def _may_call(tenant_id: str) -> ColumnElement[bool]:
-    grants = adapter_grants.c
-    granted = exists().where(grants.adapter_id == adapters.c.id, grants.tenant_id == tenant_id)
-    return (adapters.c.tenant_id == tenant_id) | granted
-
-
-def _draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
-    """One of the targets, in proportion to their weights, by a hash of `sticky` alone.
-
-    The newest version has the end of the range, so that one whose share grows takes over more and gives back none.
-    """
-    ordered = sorted(targets, key=lambda target: target[0].version)
-    position = int.from_bytes(hashlib.sha256(sticky.encode("utf-8", "surrogatepass")).digest()[:8]) / 2**64
-    total = sum(weight for _, weight in ordered)
-    reached = 0
-    for ref, weight in ordered:
-        reached += weight
-        if position * total < reached:
-            return ref
-    return ordered[-1][0]

@@ -16,6 +16,7 @@ from sqlalchemy import (
     String,
     Table,
     UniqueConstraint,
+    text,
 )
 
 metadata = MetaData(
@@ -100,7 +101,8 @@ adapter_versions = Table(
     Index("ix_adapter_versions_digest", "digest"),
     Index("ix_adapter_versions_adapter_id_id", "adapter_id", "id"),
     Index("ix_adapter_versions_adapter_id_files", "adapter_id", "files_sha256"),
-    Index("ix_adapter_versions_state_id", "state", "id"),
+    # The few that are on their way: an index over all of them would mislead PostgreSQL while it has no statistics.
+    Index("ix_adapter_versions_state_id", "state", "id", postgresql_where=text("state IN ('pending', 'validating')")),
     CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected', 'quarantined', 'archived')", name="state"),
 )
 

@@ -32,7 +32,12 @@ def upgrade() -> None:
         batch.create_check_constraint(op.f("ck_adapter_versions_state"), _STATES)
         batch.create_index("ix_adapter_versions_adapter_id_id", ["adapter_id", "id"], unique=False)
         batch.create_index("ix_adapter_versions_adapter_id_files", ["adapter_id", "files_sha256"], unique=False)
-        batch.create_index("ix_adapter_versions_state_id", ["state", "id"], unique=False)
+        batch.create_index(
+            "ix_adapter_versions_state_id",
+            ["state", "id"],
+            unique=False,
+            postgresql_where=sa.text("state IN ('pending', 'validating')"),
+        )
     _create_tables()
     _insert_aliases(aliases)
 
