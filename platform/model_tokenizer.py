@@ -12,6 +12,9 @@ from loramux.platform.chat_template import ChatTemplate, ModelFilesError
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.token_bytes import TokenBytes
 
+MAX_SHORT = 4 * 1024
+"""Characters whose tokenising takes less time than handing it to another thread."""
+
 
 class ModelTokenizer:
     """The tokenizer and chat template of a Hugging Face directory. Safe to call from several threads."""
@@ -73,6 +76,8 @@ class ModelTokenizer:
         return self._bytes.in_text(token_id)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        if len(text) <= MAX_SHORT:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         # A batch of one: only for a batch does the library let other threads, and so the event loop, run meanwhile.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)

@@ -14,6 +14,9 @@ from loramux.platform.principals import Principal
 from loramux.platform.services import GatewayServices
 from loramux.platform.tenants import Share
 
+MAX_TOKENISED_AT_ONCE = 4 * 1024
+"""Bytes that are tokenised in less than a millisecond; more would hold up every other request."""
+
 Prompts = tuple[tuple[int, ...], ...]
 
 
@@ -35,8 +38,12 @@ async def resolve(services: GatewayServices, principal: Principal, body: Generat
     def read() -> Target:
         model = services.resolver.resolve(principal, body.model, body.user)
         assert principal.tenant_id is not None
-        return Target(principal.tenant_id, model, services.tenants.share(principal.tenant_id))
+        share = services.tenants.recent_share(principal.tenant_id) or services.tenants.share(principal.tenant_id)
+        return Target(principal.tenant_id, model, share)
 
+    # The base is found without the database, and so is a share that was read a moment ago: no thread is needed.
+    if body.model == services.resolver.served_name and services.tenants.recent_share(principal.tenant_id or ""):
+        return read()
     return await services.call(read)
 
 
@@ -50,17 +57,21 @@ async def make_plan(
     endpoint: str,
     prompt_param: str,
     num_prompts: int,
+    num_bytes: int,
     tokenise: Callable[[], Prompts],
     max_tokens: int | None,
     default_max_tokens: int | None,
     num_logprobs: int | None,
 ) -> Plan:
-    """Tokenise and check; `default_max_tokens` None is the remaining context. Raises InvalidRequest."""
+    """Tokenise and check; `default_max_tokens` None is the remaining context. Raises InvalidRequest.
+
+    `num_bytes` is the length of the body that holds the prompts.
+    """
     n = body.num_choices
     if num_prompts * n > services.settings.max_choices:
         raise InvalidRequest(f"prompts times n may be at most {services.settings.max_choices}", param="n")
     sampling = body.sampling(num_logprobs, services.model.vocab_size)
-    prompts = await services.compute(tokenise)
+    prompts = tokenise() if num_bytes <= MAX_TOKENISED_AT_ONCE else await services.compute(tokenise)
     max_tokens = _max_tokens(services.max_model_len, prompts, prompt_param, max_tokens, default_max_tokens)
     # The engine holds each choice as a sequence with a prompt of its own.
     if n * sum(len(prompt) + max_tokens for prompt in prompts) > services.settings.max_request_tokens:

@@ -125,11 +125,6 @@ class QuotaPolicies:
         return QuotaPolicy(policy.id, policy.tenant_id, policy.metric, limit, burst, policy.created_us, now_us)
 
 
-def lock_policies(connection: Connection, tenant_id: str) -> tuple[QuotaPolicy, ...]:
-    """The tenant's policies, locked in id order, so that two transactions never wait for each other."""
-    return tuple(policy_of(row) for row in connection.execute(_of(tenant_id)))
-
-
 def policy_of(row: Row[Any]) -> QuotaPolicy:
     return QuotaPolicy(
         id=row.id,

@@ -62,3 +62,20 @@ class Settlement:
     cached_tokens: int = 0
     first_token_us: int | None = None
     has_run: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """The end of a reservation. With `lease_expires_us`, only while its lease is still that one: a recovery."""
+
+    request_id: str
+    settlement: Settlement
+    state: str = "settled"
+    lease_expires_us: int | None = None
+
+
+Operation = ReservationRequest | Closing
+"""What a commit takes: a reservation to open, or one to close."""
+
+Outcome = Reservation | bool | Exception
+"""A Reservation, or the refusal; of a Closing whether it was this one that closed it, or a LookupError."""

@@ -12,9 +12,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from loramux.platform.admission import RECOVERED, Admission
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.generation import Generation, Plan
+from loramux.platform.group_commit import GroupCommit
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
-from loramux.platform.reservations import Checkpoint, Reservation, ReservationRequest, Settlement
+from loramux.platform.reservations import Checkpoint, Closing, Reservation, ReservationRequest, Settlement
 
 SETTLE_DELAYS_S = (0.2, 1.0, 3.0)
 """Waits between attempts to settle; after the last, the reservation is recovered when its lease has expired."""
@@ -36,6 +37,7 @@ class RunningRequests:
     def __init__(
         self,
         admission: Admission,
+        commit: GroupCommit,
         engine: EngineClient,
         tokenizer: ModelTokenizer,
         metrics: GatewayMetrics,
@@ -43,6 +45,7 @@ class RunningRequests:
         clock: Callable[[], int],
     ) -> None:
         self._admission = admission
+        self._commit = commit
         self._engine = engine
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -69,7 +72,7 @@ class RunningRequests:
             reserved_tokens=plan.reserved_tokens,
         )
         # Shielded: a reservation that commits while its client leaves must still be settled by someone.
-        reserving = asyncio.ensure_future(self._call(self._admission.reserve, request))
+        reserving = self._commit.submit(request)
         try:
             reservation: Reservation = await asyncio.shield(reserving)
         except asyncio.CancelledError:
@@ -127,7 +130,7 @@ class RunningRequests:
 
     async def _charge(self, request_id: str, settlement: Settlement) -> bool:
         """Whether it is `settlement` that was charged: False where the request had been recovered before."""
-        if await self._call(self._admission.settle, request_id, settlement):
+        if await self._commit.submit(Closing(request_id=request_id, settlement=settlement)):
             return True
         charged: Settlement = await self._call(self._admission.charged, request_id)
         if charged.status != RECOVERED:

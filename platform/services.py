@@ -14,6 +14,7 @@ from loramux.migrations.database import Database
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.engine_client import EngineClient
+from loramux.platform.group_commit import GroupCommit
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_names import ModelResolver
 from loramux.platform.model_tokenizer import ModelTokenizer
@@ -60,6 +61,7 @@ class GatewayServices:
     api_keys: ApiKeys
     resolver: ModelResolver
     running: RunningRequests
+    commit: GroupCommit
     engine: EngineClient
     tokenizer: ModelTokenizer
     model: ModelInfo
@@ -84,8 +86,10 @@ class GatewayServices:
     ) -> GatewayServices:
         """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`."""
         metrics = metrics if metrics is not None else GatewayMetrics()
+        admission = Admission(database)
+        commit = GroupCommit(admission)
         running = RunningRequests(
-            Admission(database), engine, tokenizer, metrics, partial(call_on, executor), database.now_us
+            admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us
         )
         return GatewayServices(
             database=database,
@@ -93,6 +97,7 @@ class GatewayServices:
             api_keys=api_keys,
             resolver=ModelResolver(registry, model.served_name),
             running=running,
+            commit=commit,
             engine=engine,
             tokenizer=tokenizer,
             model=model,
@@ -103,7 +108,8 @@ class GatewayServices:
         )
 
     def close(self) -> None:
-        """End the threads that compute; what they have begun is finished, what waits for them is not begun."""
+        """End the threads: what waits to be committed is; what computes is finished, what waits for it is not begun."""
+        self.commit.close()
         self.compute_executor.shutdown(cancel_futures=True)
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -19,6 +19,8 @@ from loramux.platform.errors import Conflict, InvalidRequest
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_DISPLAY_NAME = 200
+MAX_SHARES = 10_000
+MAX_STALE_US = 5_000_000
 
 
 class TenantExists(Conflict):
@@ -59,6 +61,8 @@ class Tenants:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        # By tenant, with the time of reading; one entry is replaced as a whole, so that threads need no lock.
+        self._shares: dict[str, tuple[int, Share]] = {}
 
     def create(self, slug: str, display_name: str | None = None) -> Tenant:
         """Make an active tenant; raises InvalidSlug and TenantExists."""
@@ -111,7 +115,17 @@ class Tenants:
         with self._database.read() as connection:
             row = connection.execute(query).one()
         isolation_key = hmac.digest(row.isolation_secret, b"loramux prefix cache", "sha256")
-        return Share(key=tenant_id, weight=row.weight, isolation_key=isolation_key)
+        share = Share(key=tenant_id, weight=row.weight, isolation_key=isolation_key)
+        if len(self._shares) >= MAX_SHARES:
+            self._shares.clear()
+        self._shares[tenant_id] = (self._database.now_us(), share)
+        return share
+
+    def recent_share(self, tenant_id: str) -> Share | None:
+        """The tenant's share, where it was read within the last five seconds. Does not block."""
+        read_us, share = self._shares.get(tenant_id, (0, None))
+        # A clock that went back must not make an entry live longer.
+        return share if 0 <= self._database.now_us() - read_us < MAX_STALE_US else None
 
 
 def _tenant(row: Row[Any]) -> Tenant:

@@ -15,6 +15,7 @@ from sqlalchemy import select
 from loramux.migrations import schema
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.openai_requests import MAX_MESSAGES, MAX_PROMPTS, ChatRequest, CompletionRequest
+from loramux.platform.planning import MAX_TOKENISED_AT_ONCE
 from loramux.platform.request_body import MAX_PARSED_AT_ONCE, parse_body_on
 from loramux.platform.services import GatewaySettings
 
@@ -287,9 +288,9 @@ async def test_sql_and_health_do_not_wait_behind_prompts(gateway: Any, monkeypat
         return encode(*arguments)
 
     monkeypatch.setattr(ModelTokenizer, "encode", slow)
-    body = {"model": "base", "prompt": "Hello", "max_tokens": 1}
-    # More than the shared threads.
-    asking = [asyncio.create_task(gateway.http.post(TEXT, json=body)) for _ in range(8)]
+    # A body of this length is tokenised on a thread; more of them than there are such threads.
+    body = json.dumps({"model": "base", "prompt": "Hello", "max_tokens": 1}) + " " * MAX_TOKENISED_AT_ONCE
+    asking = [asyncio.create_task(gateway.http.post(TEXT, content=body)) for _ in range(8)]
     await asyncio.sleep(0.3)
     try:
         async with asyncio.timeout(10):

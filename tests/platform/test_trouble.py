@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from loramux.migrations import schema
 from loramux.platform import generation, running
+from loramux.platform.reservations import Closing
 from loramux.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
@@ -308,21 +309,22 @@ async def test_the_usage_of_a_mixed_load_adds_up(gateway_on_each: Any) -> None:
 # Databases in trouble
 
 
-class FailingSettle:
-    """An admission whose settlements fail a few times."""
+def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int, *, is_answer_lost: bool) -> None:
+    """Let commits of settlements fail a few times: before anything is done, or with only the answer lost."""
+    admission = gateway.services.commit._admission
+    commit, left = admission.commit, [failures]
 
-    def __init__(self, admission: Any, failures: int) -> None:
-        self._admission = admission
-        self._failures = failures
-
-    def settle(self, *arguments: Any) -> bool:
-        self._failures -= 1
-        if self._failures >= 0:
+    def failing(operations: Any) -> Any:
+        is_failing = left[0] > 0 and any(isinstance(operation, Closing) for operation in operations)
+        left[0] -= is_failing
+        if is_failing and not is_answer_lost:
             raise OperationalError("INSERT", {}, Exception("disk full"))
-        return bool(self._admission.settle(*arguments))
+        outcomes = commit(operations)
+        if is_failing:
+            raise OperationalError("COMMIT", {}, Exception("connection reset"))
+        return outcomes
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._admission, name)
+    monkeypatch.setattr(admission, "commit", failing)
 
 
 @pytest.mark.parametrize("failures", [1, 3, 9], ids=["once", "thrice", "for good"])
@@ -330,9 +332,7 @@ async def test_a_settlement_that_fails_is_tried_again_and_the_answer_still_ends_
     gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     monkeypatch.setattr(running, "SETTLE_DELAYS_S", (0, 0, 0))
-    monkeypatch.setattr(
-        gateway.services.running, "_admission", FailingSettle(gateway.services.running._admission, failures)
-    )
+    fail_settlements(gateway, monkeypatch, failures, is_answer_lost=False)
     answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
     assert answer.usage.completion_tokens == 2
     assert [event.status for event in gateway.usage()] == (["completed"] if failures < 4 else [])
@@ -361,37 +361,19 @@ async def test_a_request_that_was_recovered_is_not_counted_and_the_difference_is
     assert "loramux_tokens_total{" not in gateway.services.metrics.render().decode()
 
 
-class DeafSettle:
-    """An admission whose first settlement goes through, but whose answer is lost."""
-
-    def __init__(self, admission: Any) -> None:
-        self._admission = admission
-        self._is_first = True
-
-    def settle(self, *arguments: Any) -> bool:
-        is_charged = bool(self._admission.settle(*arguments))
-        if self._is_first:
-            self._is_first = False
-            raise OperationalError("COMMIT", {}, Exception("connection reset"))
-        return is_charged
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._admission, name)
-
-
 async def test_a_settlement_whose_answer_is_lost_is_counted_once(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "SETTLE_DELAYS_S", (0, 0, 0))
-    monkeypatch.setattr(gateway.services.running, "_admission", DeafSettle(gateway.services.running._admission))
+    fail_settlements(gateway, monkeypatch, 1, is_answer_lost=True)
     await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
     assert [event.completion_tokens for event in gateway.usage()] == [2]
     assert 'loramux_tokens_total{kind="completion"} 2.0' in gateway.services.metrics.render().decode()
 
 
 async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(request: Any) -> None:
+    def away(operations: Any) -> None:
         raise OperationalError("BEGIN", {}, Exception("connection refused"))
 
-    monkeypatch.setattr(gateway.services.running._admission, "reserve", away)
+    monkeypatch.setattr(gateway.services.commit._admission, "commit", away)
     response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
     assert response.headers["retry-after"] == "5"
@@ -399,13 +381,14 @@ async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.
 
 
 async def test_an_unforeseen_error_is_a_plain_500_with_its_id(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(request: Any) -> None:
+    def broken(operations: Any) -> None:
         raise ZeroDivisionError("a secret detail")
 
-    monkeypatch.setattr(gateway.services.running._admission, "reserve", broken)
+    monkeypatch.setattr(gateway.services.commit._admission, "commit", broken)
     with capture_logs() as logged:
         response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
-    assert logged[0]["request_id"] == response.headers["x-request-id"]
+    [named] = [entry["request_id"] for entry in logged if "request_id" in entry]
+    assert named == response.headers["x-request-id"]
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     assert "secret" not in response.text
     assert response.headers["x-request-id"].startswith("req_")

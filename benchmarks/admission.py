@@ -1,0 +1,194 @@
+"""How many requests a second can a gateway reserve quota for and settle, and how long does each wait?
+
+Every request reserves under three policies of its tenant and settles; the next of its client follows at once. Compared
+in one run, on SQLite and PostgreSQL, for one tenant that all clients share and for a thousand tenants:
+
+    one by one      each operation a transaction of its own, on as many threads as a gateway has
+    group commit    what a gateway does: one thread commits what has gathered
+
+Afterwards the ledger must hold every token exactly once, and nothing may still be reserved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from sqlalchemy import func, select
+
+from benchmarks.databases import KINDS, open_database
+from benchmarks.gpu_bench import CheckError
+from benchmarks.machine import add_allow_busy, describe, require_idle
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import quota_counters, reservations, usage_events
+from loramux.platform.admission import Admission
+from loramux.platform.api_keys import ApiKeys
+from loramux.platform.group_commit import GroupCommit
+from loramux.platform.quotas import METRICS, QuotaPolicies
+from loramux.platform.reservations import Closing, Operation, ReservationRequest, Settlement
+from loramux.platform.tenants import Tenants
+
+ONE_BY_ONE, GROUP = WAYS = ("one by one", "group commit")
+GATEWAY_THREADS = 16
+AMPLE = 10**9
+PROMPT, MOST, USED = 20, 100, 50
+
+Commit = Callable[[Operation], Awaitable[Any]]
+
+
+def main() -> None:
+    arguments = _arguments()
+    require_idle(arguments.allow_busy)
+    cases = []
+    for kind in KINDS:
+        for num_tenants in (1, arguments.tenants):
+            with open_database(kind) as database:
+                accounts = _accounts(database, num_tenants)
+                # The ways take turns, so that no moment of the machine is one way's alone.
+                rounds = [
+                    asyncio.run(_measure(database, accounts, way, arguments))
+                    for _ in range(arguments.repeats)
+                    for way in WAYS
+                ]
+                for index, way in enumerate(WAYS):
+                    cases.append({"database": kind, "tenants": num_tenants, "way": way, **_pooled(rounds[index::2])})
+                    Console(stderr=True).print(f"{kind}, {num_tenants} tenants, {way}: {cases[-1]['pairs_s']:.0f}/s")
+    document = {"machine": describe(), "clients": arguments.clients, "seconds": arguments.seconds, "cases": cases}
+    _print(cases)
+    if arguments.out is not None:
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tenants", type=int, default=1000, help="tenants of the second setting")
+    parser.add_argument("--clients", type=int, default=64, help="requests in flight")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    add_allow_busy(parser)
+    return parser.parse_args()
+
+
+def _accounts(database: Database, num_tenants: int) -> list[tuple[str, str]]:
+    """Tenants with a key and ample policies, by identifier."""
+    tenants, keys, policies = Tenants(database), ApiKeys(database, None), QuotaPolicies(database)
+    accounts = []
+    for number in range(num_tenants):
+        tenant = tenants.create(f"tenant-{number}")
+        accounts.append((tenant.id, keys.create(tenant.id, "key").key.id))
+        for metric in METRICS:
+            policies.set(tenant.id, metric, AMPLE)
+    return accounts
+
+
+async def _measure(
+    database: Database, accounts: Sequence[tuple[str, str]], way: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    admission = Admission(database)
+    before = _ledger_tokens(database)
+    if way == GROUP:
+        committer = GroupCommit(admission)
+        try:
+            figures = await _run(accounts, committer.submit, arguments)
+        finally:
+            committer.close()
+    else:
+        loop = asyncio.get_running_loop()
+
+        def only(operation: Operation) -> Any:
+            (outcome,) = admission.commit([operation])
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        with ThreadPoolExecutor(GATEWAY_THREADS) as threads:
+            figures = await _run(accounts, lambda operation: loop.run_in_executor(threads, only, operation), arguments)
+    _check(database, before, figures["num_pairs"])
+    return figures
+
+
+async def _run(accounts: Sequence[tuple[str, str]], commit: Commit, arguments: argparse.Namespace) -> dict[str, Any]:
+    reserved: list[float] = []
+    settled: list[float] = []
+    deadline = time.perf_counter() + arguments.seconds
+
+    async def client(number: int) -> None:
+        sent = number
+        while (started := time.perf_counter()) < deadline:
+            tenant_id, key_id = accounts[sent % len(accounts)]
+            sent += arguments.clients
+            request = ReservationRequest(
+                request_id=new_id("req"),
+                tenant_id=tenant_id,
+                api_key_id=key_id,
+                model="base",
+                adapter_version_id=None,
+                endpoint="completions",
+                prompt_tokens=PROMPT,
+                reserved_tokens=MOST,
+            )
+            await commit(request)
+            reserved.append(time.perf_counter() - started)
+            settlement = Settlement(status="completed", prompt_tokens=PROMPT, completion_tokens=USED - PROMPT)
+            started = time.perf_counter()
+            if await commit(Closing(request_id=request.request_id, settlement=settlement)) is not True:
+                raise CheckError("a request could not be settled")
+            settled.append(time.perf_counter() - started)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client(number) for number in range(arguments.clients)))
+    seconds = time.perf_counter() - started
+    return {"num_pairs": len(settled), "seconds": seconds, "reserved": reserved, "settled": settled}
+
+
+def _ledger_tokens(database: Database) -> int:
+    tokens = func.sum(usage_events.c.prompt_tokens + usage_events.c.completion_tokens)
+    with database.read() as connection:
+        return int(connection.execute(select(tokens)).scalar() or 0)
+
+
+def _check(database: Database, before: int, num_pairs: int) -> None:
+    charged = _ledger_tokens(database) - before
+    if charged != num_pairs * USED:
+        raise CheckError(f"the ledger gained {charged} tokens, {num_pairs} requests used {num_pairs * USED}")
+    is_open = select(func.count()).select_from(reservations).where(reservations.c.state == "open")
+    with database.read() as connection:
+        held = int(connection.execute(select(func.sum(quota_counters.c.reserved))).scalar() or 0)
+        num_open = int(connection.execute(is_open).scalar() or 0)
+    if held or num_open:
+        raise CheckError(f"{held} tokens and {num_open} reservations are still held")
+
+
+def _pooled(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "pairs_s": round(sum(one["num_pairs"] for one in rounds) / sum(one["seconds"] for one in rounds), 1)
+    }
+    for name in ("reserved", "settled"):
+        p50, p99 = np.percentile(np.concatenate([one[name] for one in rounds]) * 1e3, [50, 99])
+        figures[f"{name}_p50_ms"], figures[f"{name}_p99_ms"] = round(float(p50), 2), round(float(p99), 2)
+    return figures
+
+
+def _print(cases: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="reserve and settle")
+    columns = ("pairs_s", "reserved_p50_ms", "reserved_p99_ms", "settled_p50_ms", "settled_p99_ms")
+    for column in ("database", "tenants", "way", *columns):
+        table.add_column(column, justify="left" if column in ("database", "way") else "right")
+    for case in cases:
+        table.add_row(*(str(case[column]) for column in ("database", "tenants", "way", *columns)))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

