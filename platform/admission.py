@@ -14,6 +14,7 @@ from loramux.platform.admission_batch import LEASE_US, AdmissionBatch
 from loramux.platform.reservations import (
     Checkpoint,
     Closing,
+    Extension,
     Operation,
     Outcome,
     Reservation,
@@ -55,6 +56,10 @@ class Admission:
         outcome = self._only(request)
         assert isinstance(outcome, Reservation)
         return outcome
+
+    def extend(self, request_id: str, tokens: int) -> bool:
+        """Hold more tokens for a request that runs; False where a policy refuses, or it is settled already."""
+        return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
         """Charge the truth, release the rest and write the usage event. False: it was settled before."""

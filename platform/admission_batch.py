@@ -12,9 +12,9 @@ from sqlalchemy import ARRAY, Column, ColumnElement, Connection, Select, String,
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.buckets import Bucket
-from loramux.platform.quota_check import Charge, QuotaExceeded, RequestTooLarge, decide, give_back
+from loramux.platform.quota_check import Charge, QuotaExceeded, RequestTooLarge, decide, extend, give_back
 from loramux.platform.quotas import QuotaPolicy, policy_of
-from loramux.platform.reservations import Closing, Operation, Outcome, Reservation, ReservationRequest
+from loramux.platform.reservations import Closing, Extension, Operation, Outcome, Reservation, ReservationRequest
 
 LEASE_US = 30_000_000
 """A reservation whose gateway has written no checkpoint for this long is recovered."""
@@ -26,6 +26,13 @@ _CLOSE = (
     update(_reservations)
     .where(_reservations.c.id == bindparam("request_id"))
     .values(state=bindparam("new_state", type_=_reservations.c.state.type))
+)
+_EXTEND = (
+    update(_reservations)
+    .where(_reservations.c.id == bindparam("request_id"))
+    .values(
+        reserved_tokens=bindparam("new_tokens"), charges=bindparam("new_charges", type_=_reservations.c.charges.type)
+    )
 )
 _WRITE_BUCKET = (
     update(_counters)
@@ -76,36 +83,37 @@ class AdmissionBatch:
         self._policies: dict[str, QuotaPolicy] = {}
         self._buckets: dict[str, Bucket] = {}
         self._changed: set[str] = set()
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, dict[str, Any]] = {}
         self._known: set[str] = set()
         self._opened: list[dict[str, Any]] = []
+        self._extended: dict[str, dict[str, Any]] = {}
         self._closed: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """The outcome of each; a refused one changes nothing. Raises SQLAlchemyError, and then nothing is changed."""
-        closing_ids = sorted({operation.request_id for operation in operations if isinstance(operation, Closing)})
         tenant_ids = {operation.tenant_id for operation in operations if isinstance(operation, ReservationRequest)}
-        self._lock(tenant_ids, closing_ids)
+        open_ids = {operation.request_id for operation in operations if not isinstance(operation, ReservationRequest)}
+        self._lock(tenant_ids, open_ids)
         self._now_us = self._database.now_us(self._connection)
         self._read_buckets()
         outcomes = [self._judge(operation) for operation in operations]
         self._write()
         return outcomes
 
-    def _lock(self, tenant_ids: Collection[str], closing_ids: Sequence[str]) -> None:
+    def _lock(self, tenant_ids: Collection[str], open_ids: Collection[str]) -> None:
         statements, execute = _statements(self._connection.dialect.name), self._connection.execute
-        # A reservation's charges name its policies, and never change.
+        # The policies that a reservation's charges name never change.
         charged: set[str] = set()
-        for row in execute(statements.charges, {"ids": list(closing_ids)}) if closing_ids else ():
+        for row in execute(statements.charges, {"ids": list(open_ids)}) if open_ids else ():
             charged.update(charge["policy_id"] for charge in row.charges)
         if tenant_ids or charged:
             wanted = {"tenant_ids": list(tenant_ids), "ids": list(charged)}
             self._policies = {row.id: policy_of(row) for row in execute(statements.policies, wanted)}
-        if closing_ids:
-            rows = execute(statements.reservations, {"ids": list(closing_ids)}).all()
-            self._known = {row.id for row in rows}
-            self._open = {row.id: row for row in rows if row.state == "open"}
+        if open_ids:
+            rows = execute(statements.reservations, {"ids": list(open_ids)}).mappings().all()
+            self._known = {row["id"] for row in rows}
+            self._open = {row["id"]: dict(row) for row in rows if row["state"] == "open"}
 
     def _read_buckets(self) -> None:
         if not self._policies:
@@ -117,6 +125,8 @@ class AdmissionBatch:
     def _judge(self, operation: Operation) -> Outcome:
         if isinstance(operation, Closing):
             return self._close(operation)
+        if isinstance(operation, Extension):
+            return self._extend(operation)
         try:
             return self._reserve(operation)
         except (QuotaExceeded, RequestTooLarge) as refusal:
@@ -145,37 +155,57 @@ class AdmissionBatch:
         )
         return Reservation(request.request_id, request.reserved_tokens, self._now_us, decision.limits)
 
+    def _extend(self, extension: Extension) -> bool | LookupError:
+        reservation = self._open.get(extension.request_id)
+        if reservation is None:
+            return self._not_open(extension.request_id)
+        charges = [Charge.from_json(charge) for charge in reservation["charges"]]
+        granted = extend(self._policies, self._buckets, charges, extension.tokens, self._now_us)
+        if granted is None:
+            return False
+        buckets, held = granted
+        self._change(buckets.items())
+        reservation["charges"] = [charge.as_json() for charge in held]
+        reservation["reserved_tokens"] += extension.tokens
+        self._extended[extension.request_id] = {
+            "request_id": extension.request_id,
+            "new_tokens": reservation["reserved_tokens"],
+            "new_charges": reservation["charges"],
+        }
+        return True
+
+    def _not_open(self, request_id: str) -> bool | LookupError:
+        return False if request_id in self._known else LookupError(f"there is no reservation {request_id}")
+
     def _close(self, closing: Closing) -> bool | LookupError:
         reservation = self._open.get(closing.request_id)
         if reservation is None:
-            if closing.request_id in self._known:
-                return False
-            return LookupError(f"there is no reservation {closing.request_id}")
-        if closing.lease_expires_us not in (None, reservation.lease_expires_us):
+            return self._not_open(closing.request_id)
+        if closing.lease_expires_us not in (None, reservation["lease_expires_us"]):
             # A gateway that was only slow has extended its lease since.
             return False
         del self._open[closing.request_id]
         settlement = closing.settlement
-        for charge in map(Charge.from_json, reservation.charges):
+        for charge in map(Charge.from_json, reservation["charges"]):
             policy = self._policies.get(charge.policy_id)
             # A limit that was lifted meanwhile no longer binds.
             if policy is not None:
                 bucket = give_back(policy, self._buckets[policy.id], charge, settlement, self._now_us)
                 self._change([(policy.id, bucket)])
-        self._closed.append({"request_id": reservation.id, "new_state": closing.state})
+        self._closed.append({"request_id": reservation["id"], "new_state": closing.state})
         self._events.append(
             {
-                "request_id": reservation.id,
-                "tenant_id": reservation.tenant_id,
-                "api_key_id": reservation.api_key_id,
-                "adapter_version_id": reservation.adapter_version_id,
-                "model": reservation.model,
-                "endpoint": reservation.endpoint,
+                "request_id": reservation["id"],
+                "tenant_id": reservation["tenant_id"],
+                "api_key_id": reservation["api_key_id"],
+                "adapter_version_id": reservation["adapter_version_id"],
+                "model": reservation["model"],
+                "endpoint": reservation["endpoint"],
                 "status": settlement.status,
                 "prompt_tokens": settlement.prompt_tokens,
                 "cached_tokens": settlement.cached_tokens,
                 "completion_tokens": settlement.completion_tokens,
-                "started_us": reservation.created_us,
+                "started_us": reservation["created_us"],
                 "finished_us": self._now_us,
                 "first_token_us": settlement.first_token_us,
             }
@@ -205,6 +235,8 @@ class AdmissionBatch:
             )
         if self._opened:
             execute(insert(_reservations), self._opened)
+        if self._extended:
+            execute(_EXTEND, list(self._extended.values()))
         if self._closed:
             execute(_CLOSE, self._closed)
             adapter_ids = self._adapters({event["adapter_version_id"] for event in self._events} - {None})

@@ -40,6 +40,9 @@ class EngineClient(Protocol):
 
     def abort(self, sequence_id: str, keep: int | None = None) -> None: ...
 
+    def extend(self, sequence_id: str, max_tokens: int) -> None:
+        """Raise a sequence's limit; one that has ended is left as it was. Never blocks."""
+
     async def load(self, digest: str, timeout_s: float) -> AdapterState: ...
 
     async def unload(self, digest: str, timeout_s: float) -> AdapterState: ...

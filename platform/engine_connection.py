@@ -19,6 +19,7 @@ from loramux.engine.messages import (
     Add,
     Credit,
     EngineReady,
+    Extend,
     Finished,
     FromEngine,
     Load,
@@ -150,6 +151,10 @@ class EngineConnection:
     def abort(self, sequence_id: str, keep: int | None) -> None:
         if sequence_id in self._streams:
             self._send(Abort(sequence_id=sequence_id, keep=keep))
+
+    def extend(self, sequence_id: str, max_tokens: int) -> None:
+        if sequence_id in self._streams:
+            self._send(Extend(sequence_id=sequence_id, max_tokens=max_tokens))
 
     async def load(self, digest: str, timeout_s: float) -> AdapterState:
         call_id = str(next(self._call_ids))

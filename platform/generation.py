@@ -28,13 +28,27 @@ FINISHED_WAIT_S = 1.0
 ABANDONED_WAIT_S = 60.0
 """The same where nobody waits: longer than any step, since the engine reads an abort between steps."""
 
+CHUNK_TOKENS = 1024
+"""How many tokens a choice is granted at a time where its request does not say how many it wants."""
+
+EXTEND_AHEAD_TOKENS = 128
+"""So many tokens before the end of what was granted, more is asked for, so that the sequence need not pause."""
+
+PAUSE_S = 2.0
+"""How long a sequence waits at the end of what was granted; a refused one ends after it, with `length`."""
+
 Settle = Callable[[str, Settlement], Awaitable[None]]
+Extend = Callable[[str, int], Awaitable[bool]]
+"""Holds so many more tokens for a request; False where it may have no more."""
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a request asks for, checked and tokenised. `max_tokens` is each choice's."""
+    """What a request asks for, checked and tokenised. `max_tokens` and `granted_tokens` are each choice's.
+
+    Only `granted_tokens` are reserved and run at first; what lies beyond is asked for when it is needed.
+    """
 
     request_id: str
     principal: Principal
@@ -45,6 +59,7 @@ class Plan:
     prompts: tuple[tuple[int, ...], ...]
     num_choices: int
     max_tokens: int
+    granted_tokens: int
     sampling: SamplingParams
     stops: tuple[str, ...]
 
@@ -54,7 +69,11 @@ class Plan:
 
     @property
     def reserved_tokens(self) -> int:
-        return self.prompt_tokens + len(self.prompts) * self.num_choices * self.max_tokens
+        return self.prompt_tokens + self.num_sequences * self.granted_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.num_choices
 
     def adds(self) -> list[Add]:
         """One sequence a choice, in the order of the choices' indices."""
@@ -69,7 +88,8 @@ class Plan:
         return Add(
             sequence_id=f"{self.request_id}-{prompt_index * self.num_choices + choice}",
             prompt=self.prompts[prompt_index],
-            max_tokens=self.max_tokens,
+            max_tokens=self.granted_tokens,
+            pause_s=PAUSE_S if self.granted_tokens < self.max_tokens else 0.0,
             sampling=sampling,
             digest=adapter.digest if adapter is not None else None,
             share_key=self.share.key,
@@ -94,11 +114,20 @@ class Generation:
     """
 
     def __init__(
-        self, plan: Plan, engine: EngineClient, tokenizer: ModelTokenizer, settle: Settle, clock: Callable[[], int]
+        self,
+        plan: Plan,
+        engine: EngineClient,
+        tokenizer: ModelTokenizer,
+        settle: Settle,
+        extend: Extend,
+        clock: Callable[[], int],
     ) -> None:
         self.plan = plan
         self._engine = engine
         self._settle = settle
+        self._extend = extend
+        self._granted = plan.granted_tokens
+        self._extending: asyncio.Task[None] | None = None
         self._clock = clock
         self._choices = [Choice(i, add, tokenizer, plan.stops) for i, add in enumerate(plan.adds())]
         self._events = PendingDeltas()
@@ -187,6 +216,7 @@ class Generation:
             if self.first_token_us is None:
                 self.first_token_us = self._clock()
             delta = choice.feed(item)
+            self._ask_for_more(choice)
             if delta is None:
                 continue
             self._events.put(delta)
@@ -195,6 +225,28 @@ class Generation:
                 self._engine.abort(choice.add.sequence_id, keep=choice.keep)
                 if all(other.is_done for other in self._choices):
                     self._is_stopping.set()
+
+    def _ask_for_more(self, choice: Choice) -> None:
+        """Have the reservation and the sequences extended by a chunk before this choice has used up what it has."""
+        if (
+            self._granted < self.plan.max_tokens
+            and choice.num_received >= self._granted - EXTEND_AHEAD_TOKENS
+            and not choice.is_done
+            and self._extending is None
+        ):
+            self._extending = asyncio.create_task(self._grow())
+
+    async def _grow(self) -> None:
+        # Should the request settle first, the extension finds its reservation closed and holds nothing.
+        wanted = min(self.plan.max_tokens, self._granted + CHUNK_TOKENS)
+        if not await self._extend(self.plan.request_id, (wanted - self._granted) * self.plan.num_sequences):
+            # Not asked again: the sequences end where their tokens do.
+            return
+        self._granted = wanted
+        self._extending = None
+        for choice in self._choices:
+            if choice.finished is None:
+                self._engine.extend(choice.add.sequence_id, wanted)
 
     def _finish(self, choice: Choice, finished: Finished) -> None:
         delta = choice.finish(finished)

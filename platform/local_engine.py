@@ -136,6 +136,10 @@ class LocalEngine:
         if self._connection is not None:
             self._connection.abort(sequence_id, keep)
 
+    def extend(self, sequence_id: str, max_tokens: int) -> None:
+        if self._connection is not None:
+            self._connection.extend(sequence_id, max_tokens)
+
     async def load(self, digest: str, timeout_s: float) -> AdapterState:
         return await self._connected().load(digest, timeout_s)
 

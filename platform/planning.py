@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from loramux.engine.messages import SamplingParams
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.generation import Plan
+from loramux.platform.generation import CHUNK_TOKENS, Plan
 from loramux.platform.model_names import ResolvedModel
 from loramux.platform.openai_requests import GenerationRequest
 from loramux.platform.principals import Principal
@@ -72,6 +72,7 @@ async def make_plan(
         raise InvalidRequest(f"prompts times n may be at most {services.settings.max_choices}", param="n")
     sampling = body.sampling(num_logprobs, services.model.vocab_size)
     prompts = tokenise() if num_bytes <= MAX_TOKENISED_AT_ONCE else await services.compute(tokenise)
+    is_asked = max_tokens is not None
     max_tokens = _max_tokens(services.max_model_len, prompts, prompt_param, max_tokens, default_max_tokens)
     # The engine holds each choice as a sequence with a prompt of its own.
     if n * sum(len(prompt) + max_tokens for prompt in prompts) > services.settings.max_request_tokens:
@@ -88,6 +89,7 @@ async def make_plan(
         prompts=prompts,
         num_choices=n,
         max_tokens=max_tokens,
+        granted_tokens=max_tokens if is_asked else min(max_tokens, max(CHUNK_TOKENS, sampling.min_tokens)),
         sampling=sampling,
         stops=tuple(body.stop or ()),
     )

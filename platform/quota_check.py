@@ -93,6 +93,30 @@ def decide(
     return Decision(taken, charges, _limits(policies, taken))
 
 
+def extend(
+    policies: Mapping[str, QuotaPolicy],
+    buckets: Mapping[str, Bucket],
+    charges: Sequence[Charge],
+    tokens: int,
+    now_us: int,
+) -> tuple[dict[str, Bucket], tuple[Charge, ...]] | None:
+    """The counters and what the request holds of them after it got so many tokens more; None where one refuses."""
+    changed: dict[str, Bucket] = {}
+    held = []
+    for charge in charges:
+        policy = policies.get(charge.policy_id)
+        # What is no longer limited, or not by tokens, has nothing against more tokens.
+        if policy is None or policy.metric != TOKENS_PER_MINUTE:
+            held.append(charge)
+            continue
+        bucket = _refilled(policy, buckets[policy.id], now_us)
+        if bucket.free_units < tokens * UNITS:
+            return None
+        changed[policy.id] = Bucket(bucket.level, bucket.reserved + tokens, bucket.refilled_us)
+        held.append(Charge(charge.policy_id, charge.window_start_us, charge.amount + tokens))
+    return changed, tuple(held)
+
+
 def give_back(policy: QuotaPolicy, bucket: Bucket, charge: Charge, settlement: Settlement, now_us: int) -> Bucket:
     """The counter after a request settled: what it held is released and what it used is gone."""
     bucket = _refilled(policy, bucket, now_us)

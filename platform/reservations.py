@@ -74,8 +74,17 @@ class Closing:
     lease_expires_us: int | None = None
 
 
-Operation = ReservationRequest | Closing
-"""What a commit takes: a reservation to open, or one to close."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """More tokens for an open reservation."""
+
+    request_id: str
+    tokens: int
+
+
+Operation = ReservationRequest | Extension | Closing
+"""What a commit takes: a reservation to open, to extend or to close."""
 
 Outcome = Reservation | bool | Exception
-"""A Reservation, or the refusal; of a Closing whether it was this one that closed it, or a LookupError."""
+"""A Reservation, or the refusal; of an Extension whether it was granted; of a Closing whether it was this one that
+closed it. A LookupError where there is no such reservation."""

@@ -15,7 +15,7 @@ from loramux.platform.generation import Generation, Plan
 from loramux.platform.group_commit import GroupCommit
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
-from loramux.platform.reservations import Checkpoint, Closing, Reservation, ReservationRequest, Settlement
+from loramux.platform.reservations import Checkpoint, Closing, Extension, Reservation, ReservationRequest, Settlement
 
 SETTLE_DELAYS_S = (0.2, 1.0, 3.0)
 """Waits between attempts to settle; after the last, the reservation is recovered when its lease has expired."""
@@ -82,7 +82,7 @@ class RunningRequests:
 
     def start(self, plan: Plan) -> Generation:
         """Run a reserved request; it is settled whatever becomes of its client."""
-        generation = Generation(plan, self._engine, self._tokenizer, self._settle, self._clock)
+        generation = Generation(plan, self._engine, self._tokenizer, self._settle, self._extend, self._clock)
         task = asyncio.create_task(generation.run(), name=plan.request_id)
         self._tasks[task] = generation
         self._metrics.running.inc()
@@ -127,6 +127,14 @@ class RunningRequests:
                 return
         self._metrics.settle_failures.inc()
         log.error("a request could not be settled; it will be recovered", request_id=request_id, spent=settlement)
+
+    async def _extend(self, request_id: str, tokens: int) -> bool:
+        """Hold more tokens for a request; False where it may have no more."""
+        try:
+            return bool(await self._commit.submit(Extension(request_id=request_id, tokens=tokens)))
+        except SQLAlchemyError as error:
+            log.warning("extending failed", request_id=request_id, error=str(error))
+            return False
 
     async def _charge(self, request_id: str, settlement: Settlement) -> bool:
         """Whether it is `settlement` that was charged: False where the request had been recovered before."""

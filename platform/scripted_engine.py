@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from loramux.engine.messages import (
@@ -11,6 +12,7 @@ from loramux.engine.messages import (
     AdapterState,
     Add,
     EngineReady,
+    Extend,
     Finished,
     ResidentAdapter,
     SequenceOutput,
@@ -22,7 +24,7 @@ from loramux.platform.engine_client import EngineUnavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What one sequence does: emit `token_ids`, up to the request's max_tokens, then end.
+    """What one sequence does: emit `token_ids`, up to the request's max_tokens, pause there if it may, then end.
 
     With fewer tokens than max_tokens it ends as if by an end-of-sequence token, which is committed but not emitted.
     """
@@ -49,11 +51,12 @@ def echo(add: Add) -> Script:
 
 
 class ScriptedEngine:
-    """An EngineClient without an engine. `adds` and `aborts` record what it was asked."""
+    """An EngineClient without an engine. `adds`, `extensions` and `aborts` record what it was asked."""
 
     def __init__(self, script: Callable[[Add], Script] = echo, max_model_len: int = 1024) -> None:
         self.script = script
         self.adds: list[Add] = []
+        self.extensions: list[Extend] = []
         self.aborts: list[Abort] = []
         self.resident: dict[str, int] = {}
         self.pinned: set[str] = set()
@@ -102,6 +105,11 @@ class ScriptedEngine:
 
     def revive(self) -> None:
         self._is_ready = True
+
+    def extend(self, sequence_id: str, max_tokens: int) -> None:
+        self.extensions.append(Extend(sequence_id=sequence_id, max_tokens=max_tokens))
+        if sequence_id in self._running:
+            self._running[sequence_id].extend(max_tokens)
 
     async def load(self, digest: str, timeout_s: float) -> AdapterState:
         self.resident[digest] = 1
@@ -153,7 +161,7 @@ class ScriptedEngine:
     async def _stream(self, sequence: _Sequence) -> AsyncIterator[SequenceOutput | Finished]:
         add, script = sequence.add, sequence.script
         try:
-            while sequence.ending is None and (tokens := sequence.next_tokens()):
+            while sequence.ending is None and (tokens := sequence.next_tokens() or await sequence.extended_tokens()):
                 if await sequence.ends_within(script.delay_s):
                     break
                 sequence.num_committed += len(tokens)
@@ -180,7 +188,22 @@ class _Sequence:
         self.num_committed = 0
         self.keep: int | None = None
         self.ending: str | None = None
+        self._max_tokens = add.max_tokens
         self._ended = asyncio.Event()
+        self._extended = asyncio.Event()
+
+    def extend(self, max_tokens: int) -> None:
+        self._max_tokens = max(self._max_tokens, max_tokens)
+        self._extended.set()
+
+    async def extended_tokens(self) -> tuple[int, ...]:
+        """The next tokens once the limit is raised, where it is reached and the sequence may pause there."""
+        if self.num_committed < self._max_tokens or self.add.pause_s <= 0:
+            return ()
+        self._extended.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._extended.wait(), self.add.pause_s)
+        return self.next_tokens()
 
     def end(self, ending: str) -> None:
         self.ending = self.ending or ending
@@ -198,7 +221,7 @@ class _Sequence:
         return True
 
     def next_tokens(self) -> tuple[int, ...]:
-        limit = min(self.add.max_tokens, len(self.script.token_ids))
+        limit = min(self._max_tokens, len(self.script.token_ids))
         if self.script.stall_after is not None:
             limit = min(limit, self.script.stall_after)
         return self.script.token_ids[
@@ -211,7 +234,7 @@ class _Sequence:
             reason, committed = "abort", committed if self.keep is None else min(committed, self.keep)
         elif self.ending is not None or self.script.error is not None:
             reason, code = "error", self.ending or self.script.error
-        elif committed < self.add.max_tokens:
+        elif committed < self._max_tokens:
             reason, committed = "stop", committed + 1
         return Finished(
             sequence_id=self.add.sequence_id,

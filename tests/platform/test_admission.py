@@ -18,7 +18,7 @@ from loramux.platform.buckets import MAX_LIMIT, UNITS
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge
 from loramux.platform.quotas import METRICS, QuotaPolicies
-from loramux.platform.reservations import Checkpoint, ReservationRequest, Settlement
+from loramux.platform.reservations import Checkpoint, Closing, Extension, ReservationRequest, Settlement
 from loramux.platform.tenants import Tenant, Tenants
 
 MakeRequest = Callable[..., ReservationRequest]
@@ -311,3 +311,46 @@ def test_policies_change_while_requests_run_without_deadlock(
         for future in [threads.submit(work, i) for i in range(20) for work in (change, run, run)]:
             future.result(timeout=30)
     assert Tenants(clocked).get("acme") == acme
+
+
+def test_a_request_that_runs_holds_more_tokens_as_it_needs_them(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    for metric, limit in (("tokens_per_minute", 100), ("requests_per_minute", 5), ("concurrent_requests", 5)):
+        QuotaPolicies(clocked).set(acme.id, metric, limit)
+    admission = Admission(clocked)
+    first, second = admission.reserve(make_request(most=30)), admission.reserve(make_request(most=30))
+    assert admission.extend(first.request_id, 25)
+    assert not admission.extend(second.request_id, 16), "15 are left"
+    assert admission.extend(second.request_id, 15)
+    with clocked.read() as connection:
+        rows = connection.execute(select(schema.reservations.c.id, schema.reservations.c.reserved_tokens)).all()
+        assert {row.id: row.reserved_tokens for row in rows} == {first.request_id: 55, second.request_id: 45}
+    assert admission.settle(first.request_id, used(10, 40))
+    assert admission.settle(second.request_id, used(10, 1))
+    assert not admission.extend(first.request_id, 1), "settled"
+    with pytest.raises(LookupError):
+        admission.extend("req_none", 1)
+    with clocked.read() as connection:
+        query = select(schema.quota_policies.c.metric, schema.quota_counters.c.level, schema.quota_counters.c.reserved)
+        counters = connection.execute(query.join(schema.quota_counters)).all()
+    left = {metric: (level // UNITS, reserved) for metric, level, reserved in counters}
+    assert left == {"tokens_per_minute": (39, 0), "requests_per_minute": (3, 0), "concurrent_requests": (5, 0)}
+
+
+def test_an_extension_and_a_settlement_in_one_transaction_hold_nothing_afterwards(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
+    admission = Admission(clocked)
+    request_id = admission.reserve(make_request(most=30)).request_id
+    outcomes = admission.commit(
+        [
+            Extension(request_id=request_id, tokens=40),
+            Extension(request_id=request_id, tokens=31),
+            Closing(request_id=request_id, settlement=used(10, 50)),
+            Extension(request_id=request_id, tokens=1),
+        ]
+    )
+    assert outcomes == [True, False, True, False]
+    assert (counter(clocked).level, counter(clocked).reserved) == (40 * UNITS, 0)
