@@ -241,3 +241,18 @@ usage_events = Table(
     Column("first_token_us", BigInteger, nullable=True),
     Index("ix_usage_events_tenant_finished", "tenant_id", "finished_us"),
 )
+
+usage_adjustments = Table(
+    "usage_adjustments",
+    metadata,
+    Column("id", ID, primary_key=True),
+    # One correction a request: it was recovered after its gateway seemed dead, and then settled all the same.
+    Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    # What is added to the event's tokens; negative where the request cost less.
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Index("ix_usage_adjustments_tenant_created", "tenant_id", "created_us"),
+)

@@ -12,6 +12,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.admission_batch import LEASE_US, AdmissionBatch
 from loramux.platform.reservations import (
+    RECOVERED,
     Checkpoint,
     Closing,
     Extension,
@@ -22,7 +23,6 @@ from loramux.platform.reservations import (
     Settlement,
 )
 
-RECOVERED = "recovered"
 _RECOVER_AT_ONCE = 100
 
 _CHECKPOINT = (
@@ -62,7 +62,11 @@ class Admission:
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
-        """Charge the truth, release the rest and write the usage event. False: it was settled before."""
+        """Charge the truth, release the rest and write the usage event. False: it was settled before.
+
+        Where the reservation was recovered meanwhile, the difference is charged and written as an adjustment; that may
+        pass a limit, since the tokens are used.
+        """
         return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
 
     def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -80,19 +84,6 @@ class Admission:
                     for item in ordered
                 ],
             )
-
-    def charged(self, request_id: str) -> Settlement:
-        """What a request that is settled or recovered was charged."""
-        table = schema.usage_events
-        with self._database.read() as connection:
-            row = connection.execute(select(table).where(table.c.request_id == request_id)).one()
-        return Settlement(
-            status=row.status,
-            prompt_tokens=row.prompt_tokens,
-            completion_tokens=row.completion_tokens,
-            cached_tokens=row.cached_tokens,
-            first_token_us=row.first_token_us,
-        )
 
     def recover_expired(self) -> int:
         """Settle reservations whose gateway is gone, at prompt and last checkpoint; how many there were."""

@@ -11,10 +11,20 @@ from sqlalchemy import ARRAY, Column, ColumnElement, Connection, Select, String,
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
 from loramux.platform.buckets import Bucket
-from loramux.platform.quota_check import Charge, QuotaExceeded, RequestTooLarge, decide, extend, give_back
+from loramux.platform.quota_check import Charge, QuotaExceeded, RequestTooLarge, correct, decide, extend, give_back
 from loramux.platform.quotas import QuotaPolicy, policy_of
-from loramux.platform.reservations import Closing, Extension, Operation, Outcome, Reservation, ReservationRequest
+from loramux.platform.reservations import (
+    RECOVERED,
+    Closing,
+    Extension,
+    Operation,
+    Outcome,
+    Reservation,
+    ReservationRequest,
+    Settlement,
+)
 
 LEASE_US = 30_000_000
 """A reservation whose gateway has written no checkpoint for this long is recovered."""
@@ -84,11 +94,14 @@ class AdmissionBatch:
         self._buckets: dict[str, Bucket] = {}
         self._changed: set[str] = set()
         self._open: dict[str, dict[str, Any]] = {}
+        self._recovered: dict[str, dict[str, Any]] = {}
+        self._charged: dict[str, Settlement] = {}
         self._known: set[str] = set()
         self._opened: list[dict[str, Any]] = []
         self._extended: dict[str, dict[str, Any]] = {}
         self._closed: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
+        self._adjustments: list[dict[str, Any]] = []
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """The outcome of each; a refused one changes nothing. Raises SQLAlchemyError, and then nothing is changed."""
@@ -114,6 +127,20 @@ class AdmissionBatch:
             rows = execute(statements.reservations, {"ids": list(open_ids)}).mappings().all()
             self._known = {row["id"] for row in rows}
             self._open = {row["id"]: dict(row) for row in rows if row["state"] == "open"}
+            self._recovered = {row["id"]: dict(row) for row in rows if row["state"] == RECOVERED}
+            self._read_charged(list(self._recovered))
+
+    def _read_charged(self, request_ids: list[str]) -> None:
+        """What recovered requests were charged by their last checkpoints."""
+        events = schema.usage_events
+        query = select(events).where(events.c.request_id.in_(request_ids))
+        for row in self._connection.execute(query) if request_ids else ():
+            self._charged[row.request_id] = Settlement(
+                status=row.status,
+                prompt_tokens=row.prompt_tokens,
+                completion_tokens=row.completion_tokens,
+                cached_tokens=row.cached_tokens,
+            )
 
     def _read_buckets(self) -> None:
         if not self._policies:
@@ -179,6 +206,8 @@ class AdmissionBatch:
 
     def _close(self, closing: Closing) -> bool | LookupError:
         reservation = self._open.get(closing.request_id)
+        if reservation is None and closing.request_id in self._recovered and closing.state != RECOVERED:
+            return self._correct(closing)
         if reservation is None:
             return self._not_open(closing.request_id)
         if closing.lease_expires_us not in (None, reservation["lease_expires_us"]):
@@ -212,6 +241,29 @@ class AdmissionBatch:
         )
         return True
 
+    def _correct(self, closing: Closing) -> bool:
+        """Settle a request whose gateway had seemed dead: what it cost beyond, or less than, what it was charged."""
+        reservation = self._recovered.pop(closing.request_id)
+        charged, truth = self._charged[closing.request_id], closing.settlement
+        for charge in map(Charge.from_json, reservation["charges"]):
+            policy = self._policies.get(charge.policy_id)
+            if policy is not None:
+                bucket = correct(policy, self._buckets[policy.id], charge, charged, truth, self._now_us)
+                self._change([(policy.id, bucket)])
+        self._closed.append({"request_id": closing.request_id, "new_state": closing.state})
+        self._adjustments.append(
+            {
+                "id": new_id("adj"),
+                "request_id": closing.request_id,
+                "tenant_id": reservation["tenant_id"],
+                "prompt_tokens": truth.prompt_tokens - charged.prompt_tokens,
+                "cached_tokens": truth.cached_tokens - charged.cached_tokens,
+                "completion_tokens": truth.completion_tokens - charged.completion_tokens,
+                "created_us": self._now_us,
+            }
+        )
+        return True
+
     def _change(self, buckets: Iterable[tuple[str, Bucket]]) -> None:
         for policy_id, bucket in buckets:
             self._buckets[policy_id] = bucket
@@ -239,6 +291,9 @@ class AdmissionBatch:
             execute(_EXTEND, list(self._extended.values()))
         if self._closed:
             execute(_CLOSE, self._closed)
+        if self._adjustments:
+            execute(insert(schema.usage_adjustments), self._adjustments)
+        if self._events:
             adapter_ids = self._adapters({event["adapter_version_id"] for event in self._events} - {None})
             for event in self._events:
                 event["adapter_id"] = adapter_ids.get(event["adapter_version_id"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Select, func, select
+from sqlalchemy import ColumnElement, CompoundSelect, Row, Select, func, literal, select, union_all
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -15,6 +15,7 @@ from loramux.platform.errors import InvalidRequest
 
 BUCKET_US = {"1m": 60_000_000, "1h": 3_600_000_000, "1d": 86_400_000_000}
 GROUPS = ("tenant", "key", "adapter", "version", "model", "endpoint", "status")
+AMOUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 MAX_BUCKETS = 10_000
 
 
@@ -39,7 +40,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageEvent:
-    """One settled request. `tenant` is the slug."""
+    """One settled request, adjusted where it was recovered first. `tenant` is the slug."""
 
     request_id: str
     tenant_id: str
@@ -74,28 +75,18 @@ class Ledger:
     ) -> tuple[UsageRow, ...]:
         """Sums of what finished in `[start_us, end_us)`, oldest bucket first, then by the groups' values.
 
+        An adjustment counts when it was written, with its request's groups and no request of its own.
+
         `tenant_id` None is all tenants; `bucket` is `1m`, `1h`, `1d` or None for the whole range. Buckets start at
         multiples of their length in UTC and are cut to the range. Raises InvalidRequest that names the field.
         """
         _check(start_us, end_us, bucket, group_by)
-        events, tenants = schema.usage_events, schema.tenants
-        columns = [_group_column(name).label(name) for name in group_by]
+        facts = _facts(tenant_id, start_us, end_us, group_by).subquery()
+        columns: list[ColumnElement[Any]] = [facts.c[name] for name in group_by]
         if bucket is not None:
-            columns.insert(0, (events.c.finished_us - events.c.finished_us % BUCKET_US[bucket]).label("bucket_us"))
-        sums = [
-            func.count().label("requests"),
-            *(
-                func.coalesce(func.sum(events.c[name]), 0).label(name)
-                for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
-            ),
-        ]
-        query: Select[Any] = (
-            select(*columns, *sums)
-            .select_from(events.join(tenants))
-            .where(events.c.finished_us >= start_us, events.c.finished_us < end_us)
-        )
-        if tenant_id is not None:
-            query = query.where(events.c.tenant_id == tenant_id)
+            columns.insert(0, (facts.c.at_us - facts.c.at_us % BUCKET_US[bucket]).label("bucket_us"))
+        sums = [func.coalesce(func.sum(facts.c[name]), 0).label(name) for name in ("requests", *AMOUNTS)]
+        query: Select[Any] = select(*columns, *sums)
         if columns:
             labels = [column.name for column in columns]
             query = query.group_by(*labels).order_by(*labels)
@@ -112,9 +103,14 @@ class Ledger:
         start_us: int | None = None,
         end_us: int | None = None,
     ) -> Page[UsageEvent]:
-        """Settled requests, those that started last first; all tenants when `tenant_id` is None."""
-        events, tenants = schema.usage_events, schema.tenants
-        query = select(events, tenants.c.slug).select_from(events.join(tenants))
+        """Settled requests with their adjustments, those that started last first; all tenants when it is None."""
+        events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
+        rest = [column for column in events.c if column.name not in AMOUNTS]
+        amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in AMOUNTS]
+        adjusted = events.join(tenants, tenants.c.id == events.c.tenant_id).outerjoin(
+            adjustments, adjustments.c.request_id == events.c.request_id
+        )
+        query = select(*rest, *amounts, tenants.c.slug).select_from(adjusted)
         if tenant_id is not None:
             query = query.where(events.c.tenant_id == tenant_id)
         if start_us is not None:
@@ -124,6 +120,33 @@ class Ledger:
         with self._database.read() as connection:
             rows, has_more = keyset_rows(connection, query, events.c.request_id, limit, after, before)
         return Page(tuple(_event(row) for row in rows), has_more)
+
+
+def _facts(
+    tenant_id: str | None, start_us: int, end_us: int, group_by: Sequence[str]
+) -> CompoundSelect[*tuple[Any, ...]]:
+    """Events and adjustments alike: when, the groups' values, how many requests and tokens."""
+    events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
+    of_tenant = events.join(tenants, tenants.c.id == events.c.tenant_id)
+    of_event = of_tenant.join(adjustments, adjustments.c.request_id == events.c.request_id)
+    groups = [_group_column(name).label(name) for name in group_by]
+    parts = []
+    for table, time, tables, num_requests in (
+        (events, events.c.finished_us, of_tenant, 1),
+        (adjustments, adjustments.c.created_us, of_event, 0),
+    ):
+        query = (
+            select(
+                time.label("at_us"),
+                *groups,
+                literal(num_requests).label("requests"),
+                *(table.c[name] for name in AMOUNTS),
+            )
+            .select_from(tables)
+            .where(time >= start_us, time < end_us)
+        )
+        parts.append(query if tenant_id is None else query.where(table.c.tenant_id == tenant_id))
+    return union_all(*parts)
 
 
 def _group_column(name: str) -> ColumnElement[Any]:

@@ -124,9 +124,23 @@ def give_back(policy: QuotaPolicy, bucket: Bucket, charge: Charge, settlement: S
         returned = 0 if settlement.has_run else charge.amount * UNITS
         return Bucket(min(policy.burst * UNITS, bucket.level + returned), bucket.reserved, bucket.refilled_us)
     if policy.metric == TOKENS_PER_MINUTE:
-        used = settlement.prompt_tokens + settlement.completion_tokens
-        return Bucket(bucket.level - used * UNITS, bucket.reserved - charge.amount, bucket.refilled_us)
+        return Bucket(bucket.level - settlement.tokens * UNITS, bucket.reserved - charge.amount, bucket.refilled_us)
     return Bucket(bucket.level, bucket.reserved - charge.amount, bucket.refilled_us)
+
+
+def correct(
+    policy: QuotaPolicy, bucket: Bucket, charge: Charge, charged: Settlement, truth: Settlement, now_us: int
+) -> Bucket:
+    """The counter after a request that was charged by a guess turned out to have cost something else."""
+    bucket = _refilled(policy, bucket, now_us)
+    level = bucket.level
+    if policy.metric == TOKENS_PER_MINUTE:
+        level += (charged.tokens - truth.tokens) * UNITS
+    elif policy.metric == REQUESTS_PER_MINUTE and not truth.has_run:
+        level += charge.amount * UNITS
+    else:
+        return bucket
+    return Bucket(min(policy.burst * UNITS, level), bucket.reserved, bucket.refilled_us)
 
 
 def rate_limit_headers(limits: Sequence[RateLimit]) -> dict[str, str]:

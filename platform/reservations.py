@@ -63,10 +63,22 @@ class Settlement:
     first_token_us: int | None = None
     has_run: bool = True
 
+    @property
+    def tokens(self) -> int:
+        """What it is charged."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+RECOVERED = "recovered"
+"""The state of a reservation, and the status of its usage event, whose gateway had seemed dead."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """The end of a reservation. With `lease_expires_us`, only while its lease is still that one: a recovery."""
+    """The end of a reservation. With `lease_expires_us`, only while its lease is still that one: a recovery.
+
+    A recovered reservation that is settled after all is corrected by the difference, once.
+    """
 
     request_id: str
     settlement: Settlement
@@ -87,4 +99,4 @@ Operation = ReservationRequest | Extension | Closing
 
 Outcome = Reservation | bool | Exception
 """A Reservation, or the refusal; of an Extension whether it was granted; of a Closing whether it was this one that
-closed it. A LookupError where there is no such reservation."""
+closed or corrected it. A LookupError where there is no such reservation."""

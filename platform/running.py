@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from loramux.platform.admission import RECOVERED, Admission
+from loramux.platform.admission import Admission
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.generation import Generation, Plan
 from loramux.platform.group_commit import GroupCommit
@@ -116,14 +116,14 @@ class RunningRequests:
         """Settle, again and again while the database is in trouble; a second settlement changes nothing."""
         for delay_s in (*SETTLE_DELAYS_S, None):
             try:
-                is_charged = await self._charge(request_id, settlement)
+                # False: an earlier attempt of ours went through, and only its answer was lost.
+                await self._commit.submit(Closing(request_id=request_id, settlement=settlement))
             except SQLAlchemyError as error:
                 log.warning("settling failed", request_id=request_id, error=str(error))
                 if delay_s is not None:
                     await asyncio.sleep(delay_s)
             else:
-                if is_charged:
-                    self._metrics.count_tokens(settlement)
+                self._metrics.count_tokens(settlement)
                 return
         self._metrics.settle_failures.inc()
         log.error("a request could not be settled; it will be recovered", request_id=request_id, spent=settlement)
@@ -135,22 +135,6 @@ class RunningRequests:
         except SQLAlchemyError as error:
             log.warning("extending failed", request_id=request_id, error=str(error))
             return False
-
-    async def _charge(self, request_id: str, settlement: Settlement) -> bool:
-        """Whether it is `settlement` that was charged: False where the request had been recovered before."""
-        if await self._commit.submit(Closing(request_id=request_id, settlement=settlement)):
-            return True
-        charged: Settlement = await self._call(self._admission.charged, request_id)
-        if charged.status != RECOVERED:
-            # An earlier attempt of ours went through, and only its answer was lost.
-            return True
-        log.warning(
-            "a request was recovered before it could be settled",
-            request_id=request_id,
-            uncharged_prompt_tokens=settlement.prompt_tokens - charged.prompt_tokens,
-            uncharged_completion_tokens=settlement.completion_tokens - charged.completion_tokens,
-        )
-        return False
 
     def _settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
         if reserving.cancelled() or reserving.exception() is not None:

@@ -187,7 +187,7 @@ def test_settling_twice_charges_once(clocked: Database, acme: Tenant, make_reque
         admission.settle("req_none", used(1, 1))
 
 
-def test_an_expired_reservation_is_recovered_at_its_checkpoint_and_not_settled_again(
+def test_an_expired_reservation_is_recovered_at_its_checkpoint_and_corrected_once(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
@@ -200,11 +200,19 @@ def test_an_expired_reservation_is_recovered_at_its_checkpoint_and_not_settled_a
     # Written by a gateway that is about to die: the tokens count, the lease has not been extended in time.
     assert admission.recover_expired() == 1
     assert admission.recover_expired() == 0
-    assert not admission.settle(dead.request_id, used(10, 20))
+    assert counter(clocked).reserved == 30, "that of the other"
+    level = counter(clocked).level
+    # Its gateway was only slow, and knows better.
+    assert admission.settle(dead.request_id, used(10, 20))
+    assert counter(clocked).level == level - 20 * UNITS
+    assert not admission.settle(dead.request_id, used(10, 30))
+    assert counter(clocked).level == level - 20 * UNITS
     clock.advance(LEASE_US / 1_000_000)
     assert admission.recover_expired() == 1
     with clocked.read() as connection:
         events = connection.execute(select(schema.usage_events).order_by("request_id")).all()
+        [adjustment] = connection.execute(select(schema.usage_adjustments)).all()
+    assert (adjustment.request_id, adjustment.prompt_tokens, adjustment.completion_tokens) == (dead.request_id, 0, 20)
     assert {(event.request_id, event.status, event.completion_tokens) for event in events} == {
         (dead.request_id, "recovered", 0),
         (alive.request_id, "recovered", 3),

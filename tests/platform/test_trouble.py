@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from loramux.migrations import schema
 from loramux.platform import generation, running
+from loramux.platform.ledger import Ledger
 from loramux.platform.reservations import Closing
 from loramux.platform.scripted_engine import Script
 
@@ -338,7 +339,7 @@ async def test_a_settlement_that_fails_is_tried_again_and_the_answer_still_ends_
     assert [event.status for event in gateway.usage()] == (["completed"] if failures < 4 else [])
 
 
-async def test_a_request_that_was_recovered_is_not_counted_and_the_difference_is_logged(
+async def test_a_request_that_was_recovered_and_then_settled_is_charged_the_difference(
     gateway_on_each: Any, clock: Any
 ) -> None:
     gateway = gateway_on_each
@@ -350,15 +351,17 @@ async def test_a_request_that_was_recovered_is_not_counted_and_the_difference_is
     await eventually_received(gateway, 7)
     clock.advance(31)
     assert await gateway.services.call(gateway.services.running._admission.recover_expired) == 1
-    with capture_logs() as logged:
-        gateway.engine.abort(gateway.engine.adds[0].sequence_id)
-        await asked
-    [warning] = [entry for entry in logged if entry["log_level"] == "warning"]
-    assert "recovered" in warning["event"]
-    assert (warning["uncharged_prompt_tokens"], warning["uncharged_completion_tokens"]) == (0, 7 - noted)
+    [guessed] = gateway.usage()
+    assert (guessed.status, guessed.completion_tokens) == ("recovered", noted)
+    gateway.engine.abort(gateway.engine.adds[0].sequence_id)
+    await asked
     [event] = gateway.usage()
-    assert (event.status, event.completion_tokens) == ("recovered", noted)
-    assert "loramux_tokens_total{" not in gateway.services.metrics.render().decode()
+    assert event.completion_tokens == 7
+    [row] = Ledger(gateway.database).report(None, 0, 2**61)
+    assert (row.requests, row.prompt_tokens, row.completion_tokens) == (1, event.prompt_tokens, 7)
+    [by_status] = Ledger(gateway.database).report(None, 0, 2**61, group_by=("status", "tenant"))
+    assert (by_status.status, by_status.requests, by_status.completion_tokens) == ("recovered", 1, 7)
+    assert 'loramux_tokens_total{kind="completion"} 7.0' in gateway.services.metrics.render().decode()
 
 
 async def test_a_settlement_whose_answer_is_lost_is_counted_once(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
