@@ -6,7 +6,6 @@ import io
 import json
 import math
 import pickle  # noqa: TID251 - to show that it is refused
-import re
 import struct
 import tarfile
 import zipfile
@@ -257,7 +256,7 @@ LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
         pytest.param(zeroed("B"), "zero_effect", None, id="B never trained"),
         pytest.param(zeroed("A"), "zero_effect", None, id="A is zero"),
         pytest.param(
-            with_config(target_modules=["q_proj", "c_attn"]), "unknown_module", "target_modules", id="unknown"
+            with_config(target_modules=["q_proj", "c_attn"]), "unknown_module", "target_modules[1]", id="unknown"
         ),
         pytest.param(
             with_config(rank_pattern={"x_proj": 2}), "unknown_module", "rank_pattern.x_proj", id="pattern of nothing"
@@ -412,9 +411,9 @@ def test_a_part_of_a_fused_linear_is_refused_by_name(
     files = adapter_maker(fused_target)(modules=("self_attn.qkv_proj",))
     validate_files(files.config_bytes, files.tensor_bytes, fused_target)
     files.config["target_modules"] = ["qkv_proj", name]
-    with pytest.raises(AdapterRejected, match=rf"{re.escape(name)}'; .* its qkv_proj, o_proj, gate_up_proj, down_proj"):
+    with pytest.raises(AdapterRejected, match="its qkv_proj, o_proj, gate_up_proj, down_proj"):
         validate_files(files.config_bytes, files.tensor_bytes, fused_target)
-    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules")
+    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules[1]")
 
 
 def test_an_adapter_of_separate_projections_does_not_fit_fused_ones(
@@ -422,4 +421,4 @@ def test_an_adapter_of_separate_projections_does_not_fit_fused_ones(
 ) -> None:
     files = make_adapter(modules=("self_attn.q_proj", "mlp.down_proj"))
     validate_files(files.config_bytes, files.tensor_bytes, target)
-    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules")
+    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules[0]")
