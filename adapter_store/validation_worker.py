@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import resource
 import sys
 import traceback
 from dataclasses import asdict
@@ -63,8 +64,13 @@ def main() -> int:
     # Before anything is read that a tenant wrote.
     limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
     missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
-    json.dump({**answer_to(job, target), "missing": missing}, sys.stdout)
+    json.dump({**answer_to(job, target), "missing": missing, "usage": _usage()}, sys.stdout)
     return 0
+
+
+def _usage() -> dict[str, int]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {"cpu_ms": round((used.ru_utime + used.ru_stime) * 1000), "max_rss_bytes": used.ru_maxrss * 1024}
 
 
 def _beyond_limits() -> AdapterRejected:

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import structlog
 
 import loramux
@@ -29,8 +31,25 @@ _VERDICT_SIGNALS = frozenset(
 )
 """How a process ends by its limits, for want of memory, or by a crash: this adapter would end the next one too."""
 
+_WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation_worker")
 _MAX_ANSWER_BYTES = 4 << 20
 _log = structlog.get_logger(__name__)
+
+
+class _Rejected(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    param: str | None
+    report: dict[str, Any]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What the process says: one of two verdicts, what it used, and which measures of its sandbox there were not."""
+
+    missing: list[str]
+    usage: dict[str, int]
+    accepted: Accepted | None = None
+    rejected: _Rejected | None = None
 
 
 class ValidationFailed(StoreError):
@@ -47,10 +66,18 @@ class SubprocessValidator:
     """Validates in `python -m loramux.adapter_store.validation_worker`, which limits and confines itself.
 
     Its time is 10 s, or what `Limits.for_upload` derives from a large upload's size; `timeout_s` and `memory_bytes`
-    take the place of what is derived.
+    take the place of what is derived, `command` that of the process.
     """
 
-    def __init__(self, timeout_s: float | None = None, memory_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        timeout_s: float | None = None,
+        memory_bytes: int | None = None,
+        file_bytes: int | None = None,
+        command: Sequence[str] = _WORKER,
+    ) -> None:
+        self._command = command
+        self._file_bytes = file_bytes
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
@@ -102,6 +129,8 @@ class SubprocessValidator:
             limits = replace(limits, time_s=self._timeout_s)
         if self._memory_bytes is not None:
             limits = replace(limits, memory_bytes=self._memory_bytes)
+        if self._file_bytes is not None:
+            limits = replace(limits, file_bytes=self._file_bytes)
         return limits
 
     def _start(self, stdout: int, stderr: int) -> subprocess.Popen[bytes]:
@@ -109,8 +138,8 @@ class SubprocessValidator:
             if self._is_closed:
                 raise ValidationFailed("validation was stopped")
             try:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "loramux.adapter_store.validation_worker"],
+                process = subprocess.Popen(  # noqa: S603 - our own program, and nothing of a tenant's in its arguments
+                    self._command,
                     stdin=subprocess.PIPE,
                     stdout=stdout,
                     stderr=stderr,
@@ -126,18 +155,22 @@ class SubprocessValidator:
     def _verdict(self, answer: bytes, job: ValidationJob) -> Accepted:
         """The process has read a tenant's bytes, so its own word is checked as well."""
         try:
-            document = json.loads(answer)
-            self._note_missing(document["missing"])
-            if "rejected" in document:
-                raise AdapterRejected(**document["rejected"])
-            accepted = Accepted(**document["accepted"])
-            for path in (job.canonical, job.packed):
+            decoded = msgspec.json.decode(answer, type=_Answer)
+            for path in (job.canonical, job.packed) if decoded.accepted else ():
                 if not stat.S_ISREG(path.lstat().st_mode):
                     raise ValueError("the process wrote something else than a file")
-        except (ValueError, TypeError, KeyError, OSError) as error:
+            if (decoded.accepted is None) == (decoded.rejected is None):
+                raise ValueError("the process gave no verdict, or two")
+        except (ValueError, RecursionError, OSError) as error:
             _log.warning("validation_answer_refused", error=str(error))
             raise AdapterRejected("validation_failed", "the adapter cannot be validated") from error
-        return accepted
+        self._note_missing(decoded.missing)
+        if decoded.accepted is None:
+            assert decoded.rejected is not None
+            rejected = decoded.rejected
+            report = rejected.report | {"usage": decoded.usage}
+            raise AdapterRejected(rejected.code, rejected.message, rejected.param, report)
+        return replace(decoded.accepted, report=decoded.accepted.report | {"usage": decoded.usage})
 
     def _note_missing(self, missing: list[str]) -> None:
         """Say once which of the sandbox's measures this machine lacks."""
