@@ -9,7 +9,8 @@ import json
 import math
 from typing import Any
 
-_MAX_DIGITS = 300
+_MAX_DIGITS = 4300
+"""What Python turns into a number without being told to."""
 
 
 class InvalidJson(ValueError):
@@ -76,8 +77,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _integer(text: str) -> int:
-    # Minus zero is no integer to other readers, and Python refuses thousands of digits by itself.
-    if text == "-0" or len(text) > _MAX_DIGITS:
-        raise InvalidJson("a number is minus zero or too large")
-    return int(text)
+def _integer(text: str) -> int | float:
+    if len(text) > _MAX_DIGITS:
+        raise InvalidJson("a number is too large")
+    # Other readers, such as the safetensors library, know no integer minus zero either.
+    return -0.0 if text == "-0" else int(text)

@@ -148,7 +148,7 @@ def test_all_processes_of_the_group_are_killed(
         f"    open({str(note)!r}, 'w').write(str(os.getpid()) + '.')\n"
         "time.sleep(60)"
     )
-    validator = SubprocessValidator(timeout_s=2 if way == "timeout" else 30, command=(sys.executable, "-S", "-c", code))
+    validator = SubprocessValidator(timeout_s=1 if way == "timeout" else 30, command=(sys.executable, "-S", "-c", code))
 
     def close() -> None:
         while not note.exists() or "." not in note.read_text():
