@@ -1,4 +1,4 @@
-"""What peft loads and we accept gives the same logits: random LoRA configurations, from a saved directory to the engine.
+"""What peft loads and we accept gives the same logits: random configurations, from a saved directory to the engine.
 
 Each configuration is saved by peft, loaded again by peft for the reference, and taken the way an upload goes for ours.
 """
@@ -138,7 +138,8 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
         except AdapterRejected as error:
             # peft sorts its patterns when it saves them, and the first that fits counts: read again, they may say
             # another rank than the tensors have, and peft cannot load what it saved either.
-            assert error.code == "rank_mismatch"
+            if error.code != "rank_mismatch":
+                raise
             with pytest.raises(RuntimeError, match="size mismatch"):
                 PeftModel.from_pretrained(copy.deepcopy(pair.base), directory)
             outcomes["refused by both"] += 1
