@@ -8,9 +8,10 @@ import math
 import resource
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy.random  # noqa: F401 - numpy imports it late, when this process may open nothing more
 
@@ -23,6 +24,8 @@ from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation import validate_files
 from loramux.adapter_store.validation_job import Accepted, Limits, ValidationJob
 from loramux.adapter_store.validation_report import CheckList
+
+_PEAKS = {"VmHWM": "max_rss_bytes", "VmPeak": "max_address_bytes"}
 
 
 def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
@@ -63,14 +66,32 @@ def main() -> int:
     limits = Limits(**request["limits"])
     # Before anything is read that a tenant wrote.
     limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
-    missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
-    json.dump({**answer_to(job, target), "missing": missing, "usage": _usage()}, sys.stdout)
+    with _own_status() as status:
+        missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
+        json.dump({**answer_to(job, target), "missing": missing, "usage": _usage(status)}, sys.stdout)
     return 0
 
 
-def _usage() -> dict[str, int]:
+def _own_status() -> AbstractContextManager[TextIO | None]:
+    """The kernel's account of this process, opened while it still can be; None where there is none."""
+    try:
+        return open("/proc/self/status")
+    except OSError:
+        return nullcontext()
+
+
+def _usage(status: TextIO | None) -> dict[str, int]:
+    """Processor time, and the most memory and addresses at once.
+
+    The kernel's other account of memory, getrusage(2), begins with that of the process that started this one.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return {"cpu_ms": round((used.ru_utime + used.ru_stime) * 1000), "max_rss_bytes": used.ru_maxrss * 1024}
+    usage = {"cpu_ms": round((used.ru_utime + used.ru_stime) * 1000)}
+    for line in status or ():
+        name, _, value = line.partition(":")
+        if name in _PEAKS:
+            usage[_PEAKS[name]] = int(value.split()[0]) * 1024
+    return usage
 
 
 def _beyond_limits() -> AdapterRejected:

@@ -17,7 +17,7 @@ from tests.adapter_store.hostile_configs import CONFIGS
 from tests.adapter_store.hostile_containers import CONTAINERS, GIANTS, PLACES
 from tests.adapter_store.hostile_weights import WEIGHTS
 
-MAX_RSS_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 CATALOGUE = [*CONTAINERS, *CONFIGS, *WEIGHTS]
 
 
@@ -76,7 +76,7 @@ def refuse_in_a_process(hostile: Hostile, directory: Path) -> dict[str, Any]:
 def test_what_no_upload_could_be_is_refused_by_the_process(hostile: Hostile, tmp_path: Path) -> None:
     """Of all the others, some go through the process in `tests/admin/test_hostile_uploads.py`."""
     report = refuse_in_a_process(hostile, tmp_path)
-    assert report["usage"]["max_rss_bytes"] < MAX_RSS_BYTES
+    assert report["usage"]["max_address_bytes"] < MAX_BYTES
 
 
 @pytest.mark.campaign
@@ -86,11 +86,13 @@ def test_the_process_refuses_the_whole_catalogue(tmp_path: Path) -> None:
         directory = tmp_path / str(index)
         directory.mkdir()
         reports[hostile.name] = refuse_in_a_process(hostile, directory)["usage"]
-    by_memory = max(reports, key=lambda name: reports[name]["max_rss_bytes"])
+    by_memory = max(reports, key=lambda name: reports[name]["max_address_bytes"])
+    by_rss = max(reports, key=lambda name: reports[name]["max_rss_bytes"])
     by_time = max(reports, key=lambda name: reports[name]["cpu_ms"])
     print(
-        f"{len(reports)} refused; most memory {reports[by_memory]['max_rss_bytes'] >> 20} MiB ({by_memory}), "
+        f"{len(reports)} refused; most addresses {reports[by_memory]['max_address_bytes'] >> 20} MiB ({by_memory}), "
+        f"most memory {reports[by_rss]['max_rss_bytes'] >> 20} MiB ({by_rss}), "
         f"most processor time {reports[by_time]['cpu_ms']} ms ({by_time})"
     )
-    assert reports[by_memory]["max_rss_bytes"] < MAX_RSS_BYTES
+    assert reports[by_memory]["max_address_bytes"] < MAX_BYTES
     assert reports[by_time]["cpu_ms"] < 10_000

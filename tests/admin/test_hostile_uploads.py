@@ -155,4 +155,4 @@ async def test_a_good_adapters_report_is_shown(visit: Visit, admin_side: AdminSi
     assert report["modules"]["self_attn.q_proj"]["ranks"] == [4, 4]
     assert report["modules"]["self_attn.q_proj"]["largest_effect"] > 0
     assert report["warnings"] == []
-    assert report["usage"]["max_rss_bytes"] < 512 << 20
+    assert report["usage"]["max_address_bytes"] < 512 << 20
