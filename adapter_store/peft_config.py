@@ -39,6 +39,8 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "lora_dropout": (int, float),
     "megatron_core": (str,),
     "qalora_group_size": (int,),
+    # Of PEFT before 0.3: whether the weights were merged while they were evaluated.
+    "merge_weights": (bool,),
 }
 
 # Features that are not supported, with the values that leave them off.
@@ -56,6 +58,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
             "arrow_config",
             "auto_mapping",
             "corda_config",
+            "enable_lora",
             "eva_config",
             "kasa_config",
             "layer_replication",

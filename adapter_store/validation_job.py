@@ -13,9 +13,9 @@ _OWN_MEMORY_BYTES = 512 << 20
 
 _OWN_FILE_BYTES = 16 << 20
 MIN_TIME_S = 10.0
-BYTES_PER_S = 40 << 20
-"""What is read and written beyond the first `MIN_TIME_S * BYTES_PER_S` has time at this rate, less than a third of what
-one core was measured to do: see the figures in README.md."""
+BYTES_PER_S = 20 << 20
+"""What is read and written beyond the first `MIN_TIME_S * BYTES_PER_S` has time at this rate, less than a sixth of what
+a core was measured to do: see the figures in README.md."""
 
 
 @dataclass(frozen=True, slots=True)

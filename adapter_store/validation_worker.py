@@ -48,9 +48,9 @@ def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
     except MemoryError:
         return _rejected(_beyond_limits())
     except OSError as error:
-        # The limit on a file's size is that of the largest valid adapter, so that passing it is this one's fault and
-        # would be again. A full disk says nothing about the adapter: no answer, and it will be validated again.
-        if error.errno == errno.EFBIG:
+        # The limits on a file's size and on memory are those of the largest valid adapter, so that passing one is this
+        # adapter's fault and would be again. A full disk says nothing about it: no answer, and another try.
+        if error.errno in (errno.EFBIG, errno.ENOMEM):
             return _rejected(_beyond_limits())
         raise
     except Exception:

@@ -98,12 +98,13 @@ class SubprocessValidator:
             try:
                 process.communicate(json.dumps(request).encode(), timeout=limits.time_s)
             except subprocess.TimeoutExpired:
-                _kill_group(process)
-                process.communicate()
-                raise AdapterRejected(
-                    "validation_timeout", f"validation took longer than {limits.time_s:g} s"
-                ) from None
+                message = f"validation took longer than {limits.time_s:g} s"
+                raise AdapterRejected("validation_timeout", message) from None
             finally:
+                # Whatever ended the wait, nobody is left to run on.
+                if process.returncode is None:
+                    _kill_group(process)
+                    process.communicate()
                 with self._lock:
                     self._running.remove(process)
             if self._is_closed:

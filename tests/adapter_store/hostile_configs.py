@@ -135,6 +135,7 @@ UNSUPPORTED = [
     _config("CorDA", "unsupported_config", "corda_config", corda_config={MARK: 1}),
     _config("activated LoRA", "unsupported_config", "alora_invocation_tokens", alora_invocation_tokens=[1, 2]),
     _config("QALoRA", "unsupported_config", "use_qalora", use_qalora=True),
+    _config("parts of a fused linear", "unsupported_config", "enable_lora", enable_lora=[True, False, True]),
     _config("replicated layers", "unsupported_config", "layer_replication", layer_replication=[[0, 2], [1, 2]]),
     _config("target parameters", "unsupported_config", "target_parameters", target_parameters=[MARK]),
     _config("trainable tokens", "unsupported_config", "trainable_token_indices", trainable_token_indices=[0]),

@@ -80,6 +80,7 @@ def test_what_no_upload_could_be_is_refused_by_the_process(hostile: Hostile, tmp
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(3600)
 def test_the_process_refuses_the_whole_catalogue(tmp_path: Path) -> None:
     reports = {}
     for index, hostile in enumerate(CATALOGUE):

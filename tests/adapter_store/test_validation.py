@@ -45,6 +45,45 @@ def test_a_good_adapter_passes_and_is_described(make_adapter: Any, target: PackT
     assert json.loads(json.dumps(report.document()))["max_rank"] == 7
 
 
+def test_the_report_tells_each_modules_rank_scale_and_effect(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(rank=4, ranks=lambda layer, module: 7 if layer == 1 else 4)
+    files.tensors[Q_B][:] = 0
+    document = validate_files(files.config_bytes, files.tensor_bytes, target).document()
+    kind = document["modules"]["self_attn.q_proj"]
+    assert (kind["layers"], kind["ranks"], kind["scales"]) == ([0, 1], [4, 7], [2.0, 1.143])
+    assert kind["effects"][0] == 0 < kind["effects"][1] == kind["largest_effect"]
+    assert document["warnings"] == [
+        {
+            "code": "module_without_effect",
+            "message": "the product of these modules is zero",
+            "count": 1,
+            "params": ["model.layers.0.self_attn.q_proj"],
+        }
+    ]
+    assert [(check["check"], check["outcome"]) for check in document["checks"]][-2:] == [
+        ("effect", "passed"),
+        ("packing", "not_made"),
+    ]
+
+
+def test_a_refusal_says_which_check_failed(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter()
+    with_tensor(Q_B, None)(files)
+    with pytest.raises(AdapterRejected) as refused:
+        validate_files(files.config_bytes, files.tensor_bytes, target)
+    outcomes = {check["check"]: check["outcome"] for check in refused.value.report["checks"]}
+    assert outcomes == {
+        "configuration": "passed",
+        "container": "passed",
+        "modules": "passed",
+        "names": "failed",
+        "shapes": "not_made",
+        "weights": "not_made",
+        "effect": "not_made",
+        "packing": "not_made",
+    }
+
+
 def test_rslora_and_alpha_patterns_set_the_scales(make_adapter: Any, target: PackTarget) -> None:
     files = make_adapter(rank=4, use_rslora=True, alpha_pattern={"layers.1.self_attn.q_proj": 3, "q_proj": 5})
     report = validate_files(files.config_bytes, files.tensor_bytes, target)

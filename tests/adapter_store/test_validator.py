@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 import structlog
 from safetensors.numpy import save
 
+from loramux.adapter_store import validation_worker
 from loramux.adapter_store.canonical import digest_of
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.packed_file import read_packed
@@ -80,6 +82,30 @@ def test_an_output_beyond_its_limit_is_refused_for_good(job: ValidationJob, targ
     with pytest.raises(AdapterRejected) as refused:
         SubprocessValidator(file_bytes=10_000).validate(job, target)
     assert refused.value.code == "validation_killed"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_verdict"),
+    [
+        pytest.param(errno.EFBIG, True, id="file too large"),
+        pytest.param(errno.ENOMEM, True, id="no memory"),
+        pytest.param(errno.ENOSPC, False, id="disk full"),
+        pytest.param(errno.EDQUOT, False, id="quota reached"),
+        pytest.param(errno.EIO, False, id="disk broken"),
+    ],
+)
+def test_only_a_limit_of_its_own_is_the_adapters_fault(
+    job: ValidationJob, target: PackTarget, monkeypatch: pytest.MonkeyPatch, number: int, is_verdict: bool
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(validation_worker, "write_packed", fail)
+    if is_verdict:
+        assert validation_worker.answer_to(job, target)["rejected"]["code"] == "validation_killed"
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            validation_worker.answer_to(job, target)
 
 
 def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) -> None:
@@ -192,7 +218,7 @@ def test_time_is_ten_seconds_or_goes_by_the_files_size(target: PackTarget) -> No
     assert Limits.for_upload(target, target.max_tensors_bytes).time_s == 10
     assert Limits.for_upload(large, 1 << 20).time_s == 10
     whole = large.max_tensors_bytes
-    assert Limits.for_upload(large, whole).time_s == (whole + large.max_payload_bytes) / (40 << 20)
+    assert Limits.for_upload(large, whole).time_s == (whole + large.max_payload_bytes) / (20 << 20)
     for some in (target, large):
         inputs_cap = max(some.max_tensors_bytes, some.max_payload_bytes)
         assert Limits.for_upload(some, 1 << 20).memory_bytes == (512 << 20) + inputs_cap
