@@ -21,14 +21,20 @@ MAX_HEADER_BYTES = 4 << 20
 _ALIGNMENT = 8
 
 
-def write_canonical(tensors: Path | bytes, scales: Mapping[str, float], destination: Path) -> str:
-    """Write the canonical file of a validated upload and return its digest, hexadecimal."""
+def write_canonical(
+    tensors: Path | bytes, scales: Mapping[str, float], destination: Path, names: Mapping[str, str] | None = None
+) -> str:
+    """Write the canonical file of a validated upload and return its digest, hexadecimal.
+
+    `names` has the upload's own name of each tensor by the canonical one; without it, they are the same.
+    """
     config = json.dumps({"peft_type": "LORA", "scales": dict(scales)}, sort_keys=True, separators=(",", ":"))
     with TensorFile(tensors) as file, destination.open("wb") as out:
+        originals = names or {name: name for name in file.header.tensors}
         document: dict[str, object] = {"__metadata__": {"config": config}}
         position = 0
-        for name in sorted(file.header.tensors):
-            entry = file.header.tensors[name]
+        for name in sorted(originals):
+            entry = file.header.tensors[originals[name]]
             end = position + entry.end - entry.begin
             document[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, end]}
             position = end
@@ -38,8 +44,8 @@ def write_canonical(tensors: Path | bytes, scales: Mapping[str, float], destinat
         for part in (len(header).to_bytes(8, "little"), header):
             hashed.update(part)
             out.write(part)
-        for name in sorted(file.header.tensors):
-            data = file.raw(name).tobytes()
+        for name in sorted(originals):
+            data = file.raw(originals[name]).data
             hashed.update(data)
             out.write(data)
     return hashed.hexdigest()

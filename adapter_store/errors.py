@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+_MAX_PARAM_LEN = 200
+
+
+def printable(text: str, max_len: int) -> str:
+    """A tenant's text for other eyes: cut, with `?` for what is invisible or turns the line around."""
+    shown = text if len(text) <= max_len else text[: max_len - 3] + "..."
+    return "".join(character if character.isprintable() else "?" for character in shown)
+
 
 class StoreError(Exception):
     """Base of every error of the adapter store."""
@@ -14,11 +25,17 @@ class Refused(StoreError):
         super().__init__(message)
         self.code = code
         self.message = message
-        self.param = param
+        self.param = None if param is None else printable(param, _MAX_PARAM_LEN)
 
 
 class AdapterRejected(Refused):
-    """An adapter's files do not pass validation."""
+    """An adapter's files do not pass validation. `report` says what they passed until then."""
+
+    def __init__(
+        self, code: str, message: str, param: str | None = None, report: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(code, message, param)
+        self.report: Mapping[str, Any] = report or {}
 
 
 class UploadRefused(Refused):

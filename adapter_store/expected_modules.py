@@ -76,7 +76,7 @@ def expected_modules(config: PeftConfig, target: PackTarget) -> list[ExpectedMod
     _check_names(config, [place.key for place in places])
     if config.layers is not None and max(config.layers) >= num_layers:
         raise AdapterRejected(
-            "base_mismatch", f"the base has {num_layers} layers, not {max(config.layers) + 1}", "layers_to_transform"
+            "base_mismatch", f"the base has {num_layers} layers, numbered from 0", "layers_to_transform"
         )
     expected = []
     for place in places:
@@ -92,7 +92,7 @@ def expected_modules(config: PeftConfig, target: PackTarget) -> list[ExpectedMod
 
 
 def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:
-    named = [("target_modules", name) for name in config.target_modules or ()]
+    named = [(f"target_modules[{index}]", name) for index, name in enumerate(config.target_modules or ())]
     named += [(f"rank_pattern.{name}", name) for name, _ in config.rank_pattern]
     named += [(f"alpha_pattern.{name}", name) for name, _ in config.alpha_pattern]
     for param, name in named:
@@ -101,7 +101,7 @@ def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:
         # A base whose q, k and v are one linear has no q_proj: saying what there is tells which base was meant.
         present = ", ".join(dict.fromkeys(key.rsplit(".", 1)[-1] for key in keys))
         raise AdapterRejected(
-            "unknown_module", f"the base has no module named {name!r}; adapters may change its {present}", param
+            "unknown_module", f"the base has no module of this name; adapters may change its {present}", param
         )
 
 

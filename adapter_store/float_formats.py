@@ -10,16 +10,26 @@ import numpy.typing as npt
 STORAGE: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 """The numpy dtype that holds each safetensors dtype that adapters may use."""
 
+_BLOCK_ELEMENTS = 1 << 20
+
 
 def to_float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """Values of a safetensors dtype, held as `STORAGE` says, as float32; exact."""
+    """Values of a safetensors dtype, held as `STORAGE` says, as float32; exact. May be `values` themselves."""
     if dtype == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
+        bits = values.astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits.view(np.float32)
+    return values.astype(np.float32, copy=False)
 
 
 def to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Finite float32 values as bfloat16 bits, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
-    rounding = np.uint32(0x7FFF) + ((bits >> 16) & 1)
-    return ((bits + rounding) >> 16).astype(np.uint16)
+    rounded = np.empty(bits.shape, np.uint16)
+    into, source = rounded.reshape(-1), bits.reshape(-1)
+    # In blocks, so that a head of hundreds of megabytes is not held several times over.
+    for begin in range(0, source.size, _BLOCK_ELEMENTS):
+        block = source[begin : begin + _BLOCK_ELEMENTS]
+        rounding = np.uint32(0x7FFF) + ((block >> 16) & 1)
+        into[begin : begin + _BLOCK_ELEMENTS] = (block + rounding) >> 16
+    return rounded

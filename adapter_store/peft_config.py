@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.errors import AdapterRejected, printable
 from loramux.adapter_store.records import CONFIG_FILE
 from loramux.adapter_store.strict_json import DuplicateKey, InvalidJson, parse_strict_json
 from loramux.kernels.layout import MAX_RANK
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 65536.0
+MAX_NAMES = 4096
+"""Of one list or pattern: more than a base has modules, few enough that comparing them with those is quick."""
+
+_MAX_RECORDED_LEN = 500
 ALL_LINEAR = "all-linear"
 
 _UNDERSTOOD = frozenset(
@@ -27,9 +31,17 @@ _UNDERSTOOD = frozenset(
     }
 )
 
-# What was true while training, or is told to readers only: no value changes what the adapter computes.
+# What was true while training, or is told to readers only: no value of these types changes what the adapter computes.
 _RECORDED = ("base_model_name_or_path", "revision", "peft_version", "task_type")
-_WITHOUT_EFFECT = frozenset({*_RECORDED, "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size"})
+_WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_RECORDED, (str,)),
+    "inference_mode": (bool,),
+    "lora_dropout": (int, float),
+    "megatron_core": (str,),
+    "qalora_group_size": (int,),
+    # Of PEFT before 0.3: whether the weights were merged while they were evaluated.
+    "merge_weights": (bool,),
+}
 
 # Features that are not supported, with the values that leave them off.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -46,6 +58,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
             "arrow_config",
             "auto_mapping",
             "corda_config",
+            "enable_lora",
             "eva_config",
             "kasa_config",
             "layer_replication",
@@ -86,10 +99,13 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     document = _parse(text)
     for key, value in document.items():
         if key in _OFF:
-            if not any(value == off for off in _OFF[key]):
-                _refuse("unsupported_config", f"{key} = {_shown(value)} is not supported", key)
-        elif key not in _UNDERSTOOD and key not in _WITHOUT_EFFECT:
-            _refuse("unknown_config_key", "this key of the configuration is not known", key[:100])
+            if not any(type(value) is type(off) and value == off for off in _OFF[key]):
+                _refuse("unsupported_config", f"this value of {key} is not supported", key)
+        elif key in _WITHOUT_EFFECT:
+            if value is not None and type(value) not in _WITHOUT_EFFECT[key]:
+                _refuse("invalid_config", f"{key} has the wrong type", key)
+        elif key not in _UNDERSTOOD:
+            _refuse("unknown_config_key", "this key of the configuration is not known", key)
     if "peft_type" not in document:
         _refuse("invalid_config", "peft_type is missing", "peft_type")
     use_rslora = document.get("use_rslora", False)
@@ -100,7 +116,7 @@ def parse_peft_config(text: bytes) -> PeftConfig:
         alpha=_alpha(document.get("lora_alpha"), "lora_alpha"),
         use_rslora=use_rslora,
         target_modules=_target_modules(document.get("target_modules")),
-        exclude_modules=_names(document.get("exclude_modules") or [], "exclude_modules"),
+        exclude_modules=_exclude_modules(document.get("exclude_modules")),
         rank_pattern=tuple(
             (name, _rank(value, f"rank_pattern.{name}")) for name, value in _pattern(document, "rank_pattern")
         ),
@@ -108,7 +124,7 @@ def parse_peft_config(text: bytes) -> PeftConfig:
             (name, _alpha(value, f"alpha_pattern.{name}")) for name, value in _pattern(document, "alpha_pattern")
         ),
         layers=_layers(document.get("layers_to_transform")),
-        recorded={key: _recorded(document.get(key), key) for key in _RECORDED},
+        recorded={key: _recorded(document.get(key)) for key in _RECORDED},
     )
 
 
@@ -118,7 +134,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     try:
         document = parse_strict_json(text)
     except DuplicateKey as error:
-        _refuse("duplicate_key", f"in the configuration, {error}", error.key[:100])
+        _refuse("duplicate_key", f"in the configuration, {error}", error.key)
     except InvalidJson as error:
         _refuse("invalid_json", f"the configuration is not JSON: {error}", CONFIG_FILE)
     if not isinstance(document, dict):
@@ -130,7 +146,7 @@ def _rank(value: Any, param: str) -> int:
     if type(value) is not int:
         _refuse("invalid_config", "a rank must be an integer", param)
     if not 1 <= value <= MAX_RANK:
-        _refuse("rank_out_of_range", f"rank {_shown(value)} is not between 1 and {MAX_RANK}", param)
+        _refuse("rank_out_of_range", f"a rank must be between 1 and {MAX_RANK}", param)
     return value
 
 
@@ -138,7 +154,7 @@ def _alpha(value: Any, param: str) -> float:
     if type(value) not in (int, float):
         _refuse("invalid_config", "alpha must be a number", param)
     if not 0 < value <= MAX_ALPHA:
-        _refuse("alpha_out_of_range", f"alpha {_shown(value)} is not above 0 and at most {MAX_ALPHA:g}", param)
+        _refuse("alpha_out_of_range", f"alpha must be above 0 and at most {MAX_ALPHA:g}", param)
     return float(value)
 
 
@@ -153,9 +169,19 @@ def _target_modules(value: Any) -> tuple[str, ...] | None:
     return names
 
 
+def _exclude_modules(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        _refuse("unsupported_config", "exclude_modules must be a list of names, not an expression", "exclude_modules")
+    return _names(value, "exclude_modules")
+
+
 def _names(value: Any, param: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) and _is_literal(name) for name in value):
         _refuse("invalid_config", f"{param} must be a list of module names", param)
+    if len(value) > MAX_NAMES:
+        _refuse("invalid_config", f"{param} must have at most {MAX_NAMES} names", param)
     return tuple(value)
 
 
@@ -165,10 +191,12 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
         return []
     if not isinstance(value, dict):
         _refuse("invalid_config", f"{key} must be an object", key)
+    if len(value) > MAX_NAMES:
+        _refuse("invalid_config", f"{key} must have at most {MAX_NAMES} names", key)
     for name in value:
         # PEFT reads these names as regular expressions; a tenant's expression is never run.
         if not _is_literal(name):
-            _refuse("unsupported_config", "a pattern must be a literal module name", f"{key}.{name[:100]}")
+            _refuse("unsupported_config", "a pattern must be a literal module name", f"{key}.{name}")
     return list(value.items())
 
 
@@ -181,19 +209,12 @@ def _layers(value: Any) -> tuple[int, ...] | None:
     return tuple(layers)
 
 
-def _recorded(value: Any, key: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        _refuse("invalid_config", f"{key} must be a text", key)
-    return value[:500] if value else None
+def _recorded(value: str | None) -> str | None:
+    return printable(value, _MAX_RECORDED_LEN) if value else None
 
 
 def _is_literal(name: str) -> bool:
     return 0 < len(name) <= 200 and name.isascii() and name.replace(".", "").replace("_", "").isalnum()
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _refuse(code: str, message: str, param: str) -> NoReturn:

@@ -51,9 +51,7 @@ def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEAD
         raise _foreign_file(start)
     (length,) = struct.unpack_from("<Q", start)
     if length > max_header_bytes:
-        raise AdapterRejected(
-            "header_too_large", f"a header of {length} bytes, at most {max_header_bytes} are allowed", TENSORS_FILE
-        )
+        raise AdapterRejected("header_too_large", f"the header has more than {max_header_bytes} bytes", TENSORS_FILE)
     if LENGTH_BYTES + length > file_size:
         raise AdapterRejected("truncated_file", "the file ends inside its header", TENSORS_FILE)
     return int(length)
@@ -97,7 +95,7 @@ def _entry(name: str, value: Any) -> TensorEntry:
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise AdapterRejected("invalid_header", "dtype, shape or data_offsets is malformed", name)
     if dtype not in STORAGE:
-        raise AdapterRejected("unsupported_dtype", f"dtype {dtype[:20]}, only {', '.join(STORAGE)} are read", name)
+        raise AdapterRejected("unsupported_dtype", f"only the dtypes {', '.join(STORAGE)} are read", name)
     if len(shape) != 2:
         raise AdapterRejected("tensor_not_2d", f"a tensor with {len(shape)} dimensions, all must have two", name)
     begin, end = offsets

@@ -1,10 +1,16 @@
-"""JSON as it is written, or an error: no duplicate keys, no NaN, no numbers beyond a double, no half characters."""
+"""JSON as it is written, or an error: no duplicate keys, no NaN, no numbers beyond a double, no half characters.
+
+No message repeats a part of the text.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from typing import Any
+
+_MAX_DIGITS = 4300
+"""What Python turns into a number without being told to."""
 
 
 class InvalidJson(ValueError):
@@ -15,7 +21,7 @@ class DuplicateKey(InvalidJson):
     """An object has a key twice, so that two readers could see two different values."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"the key {key!r} appears twice")
+        super().__init__("a key appears twice")
         self.key = key
 
 
@@ -27,6 +33,7 @@ def parse_strict_json(text: bytes) -> Any:
             object_pairs_hook=_unique,
             parse_constant=_refuse_constant,
             parse_float=_finite,
+            parse_int=_integer,
         )
         _check_characters(text, document)
     except InvalidJson:
@@ -35,8 +42,8 @@ def parse_strict_json(text: bytes) -> Any:
         raise InvalidJson("the text is not UTF-8") from None
     except RecursionError:
         raise InvalidJson("values are nested too deeply") from None
-    except ValueError as error:
-        raise InvalidJson(str(error)) from None
+    except json.JSONDecodeError as error:
+        raise InvalidJson(f"it is malformed at character {error.pos}") from None
     return document
 
 
@@ -60,11 +67,18 @@ def _check_characters(text: bytes, document: Any) -> None:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise InvalidJson(f"{name} is not a number")
+    raise InvalidJson("NaN and infinity are not numbers")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise InvalidJson(f"{text} is too large")
+        raise InvalidJson("a number is too large")
     return value
+
+
+def _integer(text: str) -> int | float:
+    if len(text) > _MAX_DIGITS:
+        raise InvalidJson("a number is too large")
+    # Other readers, such as the safetensors library, know no integer minus zero either.
+    return -0.0 if text == "-0" else int(text)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,49 +15,58 @@ from loramux.adapter_store.peft_config import parse_peft_config
 from loramux.adapter_store.safetensors_header import TensorEntry
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tensor_file import TensorFile
+from loramux.adapter_store.tensor_names import todays_names
+from loramux.adapter_store.validation_report import CheckList, Report, Warn, without_effect
 from loramux.adapter_store.weight_checks import WeightChecks
 
-_LAYER = re.compile(r"base_model\.model\.model\.layers\.(\d{1,4})\.")
+_LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What validation found. `scales` holds each module's scale, in the order of the packed stream."""
+def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, checks: CheckList | None = None) -> Report:
+    """Check an upload against the base; raises AdapterRejected. No base weights are needed: shapes decide.
 
-    scales: Mapping[str, float]
-    max_rank: int
-    num_pages: int
-    num_parameters: int
-    dtypes: tuple[str, ...]
-    largest_effect: float
-    recorded: Mapping[str, str | None]
+    What was checked is noted in `checks`, in which the caller may note what it does itself.
+    """
+    checks = checks or CheckList()
+    with checks.check("configuration"):
+        parsed = parse_peft_config(config)
+    with ExitStack() as stack:
+        with checks.check("container"):
+            file = stack.enter_context(TensorFile(tensors))
+        with checks.check("modules"):
+            expected = expected_modules(parsed, target)
+        with checks.check("names"):
+            names = todays_names(file.header.tensors)
+            entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
+            _check_names(entries, expected, target)
+        with checks.check("shapes"):
+            _check_shapes(entries, expected)
+        with checks.check("weights"):
+            weights = WeightChecks()
+            for module in expected:
+                a, b = entries[module.a_name].name, entries[module.b_name].name
+                weights.check(module, file.float32(a), file.float32(b), (a, b))
+    with checks.check("effect"):
+        if weights.largest_effect == 0.0:
+            raise AdapterRejected("zero_effect", "the adapter changes nothing: its products B A are zero")
+    warnings = without_effect(weights.effects)
+    if not names.are_todays:
+        warnings.append(Warn("older_names", "the tensors have names that PEFT does not give today; they were renamed"))
+    return Report(
+        scales={module.key: module.scale for module in expected},
+        names=names.originals,
+        max_rank=max(module.rank for module in expected),
+        num_pages=_num_pages(expected, target),
+        num_parameters=sum(entry.shape[0] * entry.shape[1] for entry in entries.values()),
+        dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
+        effects=weights.effects,
+        recorded=parsed.recorded,
+        warnings=warnings,
+        checks=checks,
+    )
 
-    def document(self) -> dict[str, Any]:
-        """The facts that are kept with a version."""
-        return {
-            "num_modules": len(self.scales),
-            "num_parameters": self.num_parameters,
-            "max_rank": self.max_rank,
-            "num_pages": self.num_pages,
-            "dtypes": list(self.dtypes),
-            "largest_effect": self.largest_effect,
-            "recorded": dict(self.recorded),
-        }
 
-
-def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget) -> Report:
-    """Check an upload against the base; raises AdapterRejected. No base weights are needed: shapes decide."""
-    parsed = parse_peft_config(config)
-    with TensorFile(tensors) as file:
-        entries = file.header.tensors
-        expected = expected_modules(parsed, target)
-        _check_names(entries, expected, target)
-        _check_shapes(entries, expected)
-        checks = WeightChecks()
-        for module in expected:
-            checks.check(module, file.float32(module.a_name), file.float32(module.b_name))
-    if checks.largest_effect == 0.0:
-        raise AdapterRejected("zero_effect", "the adapter changes nothing: its products B A are zero")
+def _num_pages(expected: Sequence[ExpectedModule], target: PackTarget) -> int:
     ranks = np.zeros((target.geometry.num_layers, len(target.modules)), np.int32)
     outer_ranks = np.zeros(len(target.outer_modules), np.int32)
     for module in expected:
@@ -66,18 +74,11 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget) -> 
             outer_ranks[module.module] = module.rank
         else:
             ranks[module.layer, module.module] = module.rank
-    return Report(
-        scales={module.key: module.scale for module in expected},
-        max_rank=max(module.rank for module in expected),
-        num_pages=target.num_pages(ranks, outer_ranks),
-        num_parameters=sum(entry.shape[0] * entry.shape[1] for entry in entries.values()),
-        dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
-        largest_effect=checks.largest_effect,
-        recorded=parsed.recorded,
-    )
+    return target.num_pages(ranks, outer_ranks)
 
 
 def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule], target: PackTarget) -> None:
+    """`entries` by today's names; a refusal gives the file's own name of what is in the file."""
     wanted = {name for module in expected for name in (module.a_name, module.b_name)}
     missing, unexpected = wanted - entries.keys(), entries.keys() - wanted
     if not missing and not unexpected:
@@ -88,7 +89,7 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
         raise AdapterRejected(
             "base_mismatch",
             f"the adapter has weights for layer {max(layers)}, the base has {num_layers} layers",
-            min(unexpected),
+            entries[min(unexpected)].name,
         )
     base_weights = [name for name in unexpected if _is_base_weight(name, target)]
     if base_weights:
@@ -97,10 +98,12 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
             "unexpected_tensor",
             "the file holds weights of the base itself, which an adapter cannot bring: "
             "save it with save_pretrained(..., save_embedding_layers=False)",
-            min(base_weights),
+            entries[min(base_weights)].name,
         )
     if unexpected:
-        raise AdapterRejected("unexpected_tensor", "the configuration does not name this tensor", min(unexpected)[:300])
+        raise AdapterRejected(
+            "unexpected_tensor", "the configuration does not name this tensor", entries[min(unexpected)].name
+        )
     wanted_layers = {module.layer for module in expected if module.layer is not None}
     if len(wanted_layers) == num_layers > len(layers) > 0 and layers == set(range(len(layers))):
         raise AdapterRejected(
@@ -117,17 +120,18 @@ def _is_base_weight(name: str, target: PackTarget) -> bool:
 
 def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:
     for module in expected:
-        a_rank, in_features = entries[module.a_name].shape
-        out_features, b_rank = entries[module.b_name].shape
+        a, b = entries[module.a_name], entries[module.b_name]
+        a_rank, in_features = a.shape
+        out_features, b_rank = b.shape
         for name, found, wanted in (
-            (module.a_name, in_features, module.shape.in_features),
-            (module.b_name, out_features, module.shape.out_features),
+            (a.name, in_features, module.shape.in_features),
+            (b.name, out_features, module.shape.out_features),
         ):
             if found != wanted:
                 raise AdapterRejected(
                     "base_mismatch", f"the tensor is for {found} features, the base has {wanted}", name
                 )
-        for name, rank in ((module.a_name, a_rank), (module.b_name, b_rank)):
+        for name, rank in ((a.name, a_rank), (b.name, b_rank)):
             if rank != module.rank:
                 raise AdapterRejected(
                     "rank_mismatch", f"the tensor has rank {rank}, the configuration says {module.rank}", name

@@ -1,76 +1,112 @@
-"""The validation process: reads one job from standard input, limits itself, and answers on standard output."""
+"""The validation process: reads one job from standard input, confines itself, and answers on standard output."""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import resource
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import numpy.random  # noqa: F401 - numpy imports it late, when this process may open nothing more
 
 from loramux.adapter_store.canonical import write_canonical
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.packed_file import write_packed
 from loramux.adapter_store.packing import pack
+from loramux.adapter_store.sandbox import confine, limit_resources
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation import validate_files
-from loramux.adapter_store.validator import Accepted, Limits, ValidationJob
+from loramux.adapter_store.validation_job import Accepted, Limits, ValidationJob
+from loramux.adapter_store.validation_report import CheckList
+
+_PEAKS = {"VmHWM": "max_rss_bytes", "VmPeak": "max_address_bytes"}
 
 
 def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
     """Validate an upload and write its canonical and packed files; raises AdapterRejected."""
-    report = validate_files(job.config.read_bytes(), job.tensors, target)
-    digest = write_canonical(job.tensors, report.scales, job.canonical)
-    packed = pack(job.canonical, target)
-    write_packed(job.packed, packed, target)
+    checks = CheckList()
+    report = validate_files(job.config.read_bytes(), job.tensors, target, checks)
+    with checks.check("packing"):
+        digest = write_canonical(job.tensors, report.scales, job.canonical, report.names)
+        packed = pack(job.canonical, target)
+        write_packed(job.packed, packed, target)
     return Accepted(digest, report.max_rank, report.num_pages, report.document())
 
 
-def limit_resources(limits: Limits) -> None:
-    """Bound this process before it reads anything that a tenant wrote."""
-    for kind, value in (
-        (resource.RLIMIT_AS, limits.memory_bytes),
-        (resource.RLIMIT_FSIZE, limits.file_bytes),
-        (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 64),
-    ):
-        resource.setrlimit(kind, (value, value))
+def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
+    """Run a job, and turn what comes of it into the answer. Raises OSError for what is the machine's fault."""
+    try:
+        return {"accepted": asdict(run_job(job, target))}
+    except AdapterRejected as error:
+        return _rejected(error)
+    except MemoryError:
+        return _rejected(_beyond_limits())
+    except OSError as error:
+        # The limits on a file's size and on memory are those of the largest valid adapter, so that passing one is this
+        # adapter's fault and would be again. A full disk says nothing about it: no answer, and another try.
+        if error.errno in (errno.EFBIG, errno.ENOMEM):
+            return _rejected(_beyond_limits())
+        raise
+    except Exception:
+        # What nobody foresaw fails closed; the cause goes to standard error.
+        traceback.print_exc()
+        return _rejected(AdapterRejected("validation_failed", "the adapter cannot be validated"))
 
 
 def main() -> int:
     request = json.load(sys.stdin)
     job = ValidationJob(**{name: Path(path) for name, path in request["job"].items()})
     target = PackTarget.from_document(request["target"])
-    limit_resources(Limits(**request["limits"]))
-    try:
-        accepted = run_job(job, target)
-    except AdapterRejected as error:
-        answer = _rejected(error)
-    except MemoryError:
-        answer = _rejected(AdapterRejected("validation_killed", "validation exceeded its limits"))
-    except OSError:
-        # A full disk says nothing about the adapter: no answer, and it will be validated again.
-        raise
-    except Exception:
-        # What nobody foresaw fails closed; the cause goes to standard error.
-        traceback.print_exc()
-        answer = _rejected(AdapterRejected("validation_failed", "the adapter cannot be validated"))
-    else:
-        answer = {"accepted": asdict(accepted)}
-    json.dump(answer, sys.stdout)
+    limits = Limits(**request["limits"])
+    # Before anything is read that a tenant wrote.
+    limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
+    with _own_status() as status:
+        missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
+        json.dump({**answer_to(job, target), "missing": missing, "usage": _usage(status)}, sys.stdout)
     return 0
 
 
+def _own_status() -> AbstractContextManager[TextIO | None]:
+    """The kernel's account of this process, opened while it still can be; None where there is none."""
+    try:
+        return open("/proc/self/status")
+    except OSError:
+        return nullcontext()
+
+
+def _usage(status: TextIO | None) -> dict[str, int]:
+    """Processor time, and the most memory and addresses at once.
+
+    The kernel's other account of memory, getrusage(2), begins with that of the process that started this one.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    usage = {"cpu_ms": round((used.ru_utime + used.ru_stime) * 1000)}
+    for line in status or ():
+        name, _, value = line.partition(":")
+        if name in _PEAKS:
+            usage[_PEAKS[name]] = int(value.split()[0]) * 1024
+    return usage
+
+
+def _beyond_limits() -> AdapterRejected:
+    return AdapterRejected("validation_killed", "validation exceeded its limits")
+
+
 def _rejected(error: AdapterRejected) -> dict[str, Any]:
-    return {"rejected": {"code": error.code, "message": _plain(error.message), "param": _plain(error.param)}}
-
-
-def _plain(text: str | None) -> str | None:
-    """A tenant's names may hold halves of characters, which no answer could carry."""
-    return text and text.encode("utf-8", "replace").decode()
+    return {
+        "rejected": {
+            "code": error.code,
+            "message": error.message,
+            "param": error.param,
+            "report": error.report,
+        }
+    }
 
 
 if __name__ == "__main__":

@@ -2,61 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
+import structlog
 
 import loramux
 from loramux.adapter_store.errors import AdapterRejected, StoreError
 from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.validation_job import Accepted, Limits, ValidationJob
 
-_BASE_MEMORY_BYTES = 1 << 30
-_BASE_FILE_BYTES = 16 << 20
+__all__ = ["Accepted", "Limits", "SubprocessValidator", "ValidationFailed", "ValidationJob", "Validator"]
+
 _VERDICT_SIGNALS = frozenset(
-    {signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
+    {signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGSYS}
 )
 """How a process ends by its limits, for want of memory, or by a crash: this adapter would end the next one too."""
 
-
-@dataclass(frozen=True, slots=True)
-class ValidationJob:
-    """Files of one upload, and where to put what becomes of them."""
-
-    config: Path
-    tensors: Path
-    canonical: Path
-    packed: Path
+_WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation_worker")
+_MAX_ANSWER_BYTES = 4 << 20
+_log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """An upload that passed; its canonical and packed files are written."""
-
-    digest: str
-    max_rank: int
-    num_pages: int
+class _Rejected(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    param: str | None
     report: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one validation process."""
+class _Answer(msgspec.Struct, frozen=True):
+    """What the process says: one of two verdicts, what it used, and which measures of its sandbox there were not."""
 
-    memory_bytes: int
-    file_bytes: int
-    cpu_s: int
-
-    @classmethod
-    def for_target(cls, target: PackTarget, cpu_s: int) -> Limits:
-        """Enough for the largest valid adapter: its pages are in memory twice at most, its files once on the disk."""
-        largest = max(target.max_payload_bytes, target.max_tensors_bytes)
-        return cls(_BASE_MEMORY_BYTES + 2 * largest, _BASE_FILE_BYTES + largest, cpu_s)
+    missing: list[str]
+    usage: dict[str, int]
+    accepted: Accepted | None = None
+    rejected: _Rejected | None = None
 
 
 class ValidationFailed(StoreError):
@@ -70,56 +63,89 @@ class Validator(Protocol):
 
 
 class SubprocessValidator:
-    """Validates in `python -m loramux.adapter_store.validation_worker`, killed after `timeout_s`."""
+    """Validates in `python -m loramux.adapter_store.validation_worker`, which limits and confines itself.
 
-    def __init__(self, timeout_s: float = 60.0, memory_bytes: int | None = None) -> None:
+    Its time is 10 s, or what `Limits.for_upload` derives from a large upload's size; `timeout_s` and `memory_bytes`
+    take the place of what is derived, `command` that of the process.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float | None = None,
+        memory_bytes: int | None = None,
+        file_bytes: int | None = None,
+        command: Sequence[str] = _WORKER,
+    ) -> None:
+        self._command = command
+        self._file_bytes = file_bytes
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_closed = False
+        self._missing: list[str] | None = None
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
-        limits = Limits.for_target(target, cpu_s=int(self._timeout_s) + 1)
-        if self._memory_bytes is not None:
-            limits = replace(limits, memory_bytes=self._memory_bytes)
+        limits = self._limits(job, target)
         request = {
-            "job": {name: str(path) for name, path in asdict(job).items()},
+            "job": {name: str(path.absolute()) for name, path in asdict(job).items()},
             "target": target.document(),
             "limits": asdict(limits),
         }
-        process = self._start()
-        try:
-            answer, errors = process.communicate(json.dumps(request).encode(), timeout=self._timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            raise AdapterRejected("validation_timeout", f"validation took longer than {self._timeout_s:g} s") from None
-        finally:
-            with self._lock:
-                self._running.remove(process)
-        if self._is_closed:
-            raise ValidationFailed("validation was stopped")
-        return _accepted(process.returncode, answer, errors)
+        # Files, not pipes: what the process writes is then bounded by its own limit, and read here up to another.
+        with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as errors:
+            process = self._start(answer.fileno(), errors.fileno())
+            try:
+                process.communicate(json.dumps(request).encode(), timeout=limits.time_s)
+            except subprocess.TimeoutExpired:
+                message = f"validation took longer than {limits.time_s:g} s"
+                raise AdapterRejected("validation_timeout", message) from None
+            finally:
+                # Whatever ended the wait, nobody is left to run on.
+                if process.returncode is None:
+                    _kill_group(process)
+                    process.communicate()
+                with self._lock:
+                    self._running.remove(process)
+            if self._is_closed:
+                raise ValidationFailed("validation was stopped")
+            _check_end(process.returncode, os.pread(errors.fileno(), _MAX_ANSWER_BYTES, 0))
+            return self._verdict(os.pread(answer.fileno(), _MAX_ANSWER_BYTES, 0), job)
 
     def close(self) -> None:
         """End what is running, without a verdict, and start nothing more."""
         with self._lock:
             self._is_closed = True
             for process in self._running:
-                process.kill()
+                if process.poll() is None:
+                    _kill_group(process)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _limits(self, job: ValidationJob, target: PackTarget) -> Limits:
+        try:
+            tensors_bytes = job.tensors.lstat().st_size
+        except OSError:
+            tensors_bytes = 0
+        limits = Limits.for_upload(target, tensors_bytes)
+        if self._timeout_s is not None:
+            limits = replace(limits, time_s=self._timeout_s)
+        if self._memory_bytes is not None:
+            limits = replace(limits, memory_bytes=self._memory_bytes)
+        if self._file_bytes is not None:
+            limits = replace(limits, file_bytes=self._file_bytes)
+        return limits
+
+    def _start(self, stdout: int, stderr: int) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._is_closed:
                 raise ValidationFailed("validation was stopped")
             try:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "loramux.adapter_store.validation_worker"],
+                process = subprocess.Popen(  # noqa: S603 - our own program, and nothing of a tenant's in its arguments
+                    self._command,
                     stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
+                    stdout=stdout,
+                    stderr=stderr,
                     env=worker_environment(),
+                    cwd=os.path.sep,
                     start_new_session=True,
                 )
             except OSError as error:
@@ -127,8 +153,41 @@ class SubprocessValidator:
             self._running.add(process)
         return process
 
+    def _verdict(self, answer: bytes, job: ValidationJob) -> Accepted:
+        """The process has read a tenant's bytes, so its own word is checked as well."""
+        try:
+            decoded = msgspec.json.decode(answer, type=_Answer)
+            for path in (job.canonical, job.packed) if decoded.accepted else ():
+                if not stat.S_ISREG(path.lstat().st_mode):
+                    raise ValueError("the process wrote something else than a file")
+            if (decoded.accepted is None) == (decoded.rejected is None):
+                raise ValueError("the process gave no verdict, or two")
+        except (ValueError, RecursionError, OSError) as error:
+            _log.warning("validation_answer_refused", error=str(error))
+            raise AdapterRejected("validation_failed", "the adapter cannot be validated") from error
+        self._note_missing(decoded.missing)
+        if decoded.accepted is None:
+            assert decoded.rejected is not None
+            rejected = decoded.rejected
+            report = rejected.report | {"usage": decoded.usage}
+            raise AdapterRejected(rejected.code, rejected.message, rejected.param, report)
+        return replace(decoded.accepted, report=decoded.accepted.report | {"usage": decoded.usage})
 
-def _accepted(returncode: int, answer: bytes, errors: bytes) -> Accepted:
+    def _note_missing(self, missing: list[str]) -> None:
+        """Say once which of the sandbox's measures this machine lacks."""
+        if missing != self._missing:
+            self._missing = missing
+            if missing:
+                _log.warning("validation_sandbox_incomplete", missing=missing)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """The process leads a group of its own; called only before it has been waited for, so that the number is its."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _check_end(returncode: int, errors: bytes) -> None:
     if -returncode in _VERDICT_SIGNALS:
         raise AdapterRejected("validation_killed", "validation exceeded its limits")
     if returncode < 0:
@@ -137,10 +196,6 @@ def _accepted(returncode: int, answer: bytes, errors: bytes) -> Accepted:
     if returncode > 0:
         last_line = errors.decode(errors="replace").strip().rsplit("\n", 1)[-1]
         raise ValidationFailed(f"the validation process failed: {last_line}")
-    document = json.loads(answer)
-    if "rejected" in document:
-        raise AdapterRejected(**document["rejected"])
-    return Accepted(**document["accepted"])
 
 
 def worker_environment() -> dict[str, str]:

@@ -37,6 +37,7 @@ def test_what_decides_the_result_is_read() -> None:
         pytest.param({"lora_dropout": 0.1, "inference_mode": True, "peft_version": "0.21.2"}, id="training facts"),
         pytest.param({"use_dora": False, "bias": "none", "modules_to_save": None, "loftq_config": {}}, id="left off"),
         pytest.param({"exclude_modules": ["lm_head"], "layers_pattern": None}, id="exclusions"),
+        pytest.param({"enable_lora": None, "merge_weights": False}, id="keys of the first versions of peft"),
     ],
 )
 def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -13,14 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from safetensors.numpy import save
 
+from loramux.adapter_store import validation_worker
 from loramux.adapter_store.canonical import digest_of
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.packed_file import read_packed
 from loramux.adapter_store.target import PackTarget
-from loramux.adapter_store.validator import SubprocessValidator, ValidationFailed, ValidationJob, worker_environment
-from loramux.kernels.layout import LinearShape
+from loramux.adapter_store.validator import (
+    Limits,
+    SubprocessValidator,
+    ValidationFailed,
+    ValidationJob,
+    worker_environment,
+)
+from loramux.kernels.layout import LinearShape, PageGeometry
 
 
 @pytest.fixture
@@ -64,6 +75,165 @@ def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_
     with pytest.raises(AdapterRejected) as refused:
         SubprocessValidator(memory_bytes=400 << 20).validate(job, wide)
     assert refused.value.code == "validation_killed"
+
+
+def test_an_output_beyond_its_limit_is_refused_for_good(job: ValidationJob, target: PackTarget) -> None:
+    """The limit is that of the largest valid adapter, so another try would end the same way."""
+    with pytest.raises(AdapterRejected) as refused:
+        SubprocessValidator(file_bytes=10_000).validate(job, target)
+    assert refused.value.code == "validation_killed"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_verdict"),
+    [
+        pytest.param(errno.EFBIG, True, id="file too large"),
+        pytest.param(errno.ENOMEM, True, id="no memory"),
+        pytest.param(errno.ENOSPC, False, id="disk full"),
+        pytest.param(errno.EDQUOT, False, id="quota reached"),
+        pytest.param(errno.EIO, False, id="disk broken"),
+    ],
+)
+def test_only_a_limit_of_its_own_is_the_adapters_fault(
+    job: ValidationJob, target: PackTarget, monkeypatch: pytest.MonkeyPatch, number: int, is_verdict: bool
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(validation_worker, "write_packed", fail)
+    if is_verdict:
+        assert validation_worker.answer_to(job, target)["rejected"]["code"] == "validation_killed"
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            validation_worker.answer_to(job, target)
+
+
+def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) -> None:
+    """A header that promises what the file has, a terabyte of it in holes."""
+    shape = (1 << 20, 1 << 18)
+    header = json.dumps({"kilroy": {"dtype": "F32", "shape": shape, "data_offsets": [0, 1 << 40]}}).encode()
+    with job.tensors.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + (1 << 40))
+    with pytest.raises(AdapterRejected) as refused:
+        SubprocessValidator(timeout_s=10).validate(job, target)
+    assert (refused.value.code, refused.value.param) == ("unexpected_tensor", "kilroy")
+    assert refused.value.report["usage"]["max_address_bytes"] < 256 << 20
+
+
+def test_a_refusal_says_what_passed_before(job: ValidationJob, target: PackTarget) -> None:
+    job.tensors.write_bytes(job.tensors.read_bytes()[:-1])
+    with pytest.raises(AdapterRejected) as refused:
+        SubprocessValidator().validate(job, target)
+    outcomes = [check["outcome"] for check in refused.value.report["checks"]]
+    assert outcomes == ["passed", "failed", *["not_made"] * 6]
+
+
+def answering(**answer: Any) -> str:
+    """A program that gives this answer, with what every answer has."""
+    return f"print({json.dumps({'missing': [], 'usage': {}, **answer})!r})"
+
+
+VERDICT = {"digest": "x", "max_rank": 1, "num_pages": 1, "report": {}}
+HOSTILE_WORKERS = {
+    "no answer": "",
+    "not JSON": "print('}')",
+    "another answer": "print('[]')",
+    "no outcome": answering(),
+    "two outcomes": answering(accepted=VERDICT, rejected={"code": "x", "message": "x", "param": None, "report": {}}),
+    "half an outcome": answering(accepted={"digest": "x", "report": {}}),
+    "a number as its code": answering(rejected={"code": 1, "message": "x", "param": None, "report": {}}),
+    "an endless answer": "import sys\nfor _ in range(100): sys.stdout.write('[' * 1_000_000)",
+    "no output": answering(accepted=VERDICT),
+    "a link as its output": f"""
+import json, os, sys
+job = json.load(sys.stdin)['job']
+open(job['canonical'], 'w').close()
+os.symlink('/etc/passwd', job['packed'])
+{answering(accepted=VERDICT)}
+""",
+}
+
+
+@pytest.mark.parametrize("code", HOSTILE_WORKERS.values(), ids=HOSTILE_WORKERS)
+def test_a_process_that_was_taken_over_is_not_believed(job: ValidationJob, target: PackTarget, code: str) -> None:
+    with pytest.raises(AdapterRejected) as refused:
+        SubprocessValidator(command=(sys.executable, "-S", "-c", code)).validate(job, target)
+    assert refused.value.code == "validation_failed"
+
+
+@pytest.mark.parametrize("way", ["timeout", "close"])
+def test_all_processes_of_the_group_are_killed(
+    job: ValidationJob, target: PackTarget, tmp_path: Path, way: str
+) -> None:
+    """Where the machine lets the process start others, they end with it."""
+    note = tmp_path / "pid"
+    code = (
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        f"    open({str(note)!r}, 'w').write(str(os.getpid()) + '.')\n"
+        "time.sleep(60)"
+    )
+    validator = SubprocessValidator(timeout_s=1 if way == "timeout" else 30, command=(sys.executable, "-S", "-c", code))
+
+    def close() -> None:
+        while not note.exists() or "." not in note.read_text():
+            time.sleep(0.01)
+        validator.close()
+
+    thread = threading.Thread(target=close)
+    if way == "close":
+        thread.start()
+    with pytest.raises(AdapterRejected if way == "timeout" else ValidationFailed):
+        validator.validate(job, target)
+    if way == "close":
+        thread.join()
+    stat = Path(f"/proc/{note.read_text().rstrip('.')}/stat")
+    for _ in range(500):
+        # Nobody may have waited for it yet.
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
+                return
+        except OSError:
+            return
+        time.sleep(0.01)
+    pytest.fail("a process of the group is still there")
+
+
+def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarget) -> None:
+    """The clock on the wall may be slow to come; the kernel counts what the process uses."""
+    code = (
+        "import sys; sys.path[:0] = {path!r}\n"
+        "from loramux.adapter_store.sandbox import limit_resources\n"
+        "limit_resources(1 << 32, 1 << 20, 1)\n"
+        "while True: pass"
+    ).format(path=worker_environment()["PYTHONPATH"].split(os.pathsep))
+    with pytest.raises(AdapterRejected) as refused:
+        SubprocessValidator(timeout_s=30, command=(sys.executable, "-c", code)).validate(job, target)
+    assert refused.value.code == "validation_killed"
+
+
+def test_time_is_ten_seconds_or_goes_by_the_files_size(target: PackTarget) -> None:
+    large = PackTarget((LinearShape("mlp.up_proj", 8192, 32768),), PageGeometry(80, 8, 128, 2, 2), "bfloat16")
+    assert Limits.for_upload(target, target.max_tensors_bytes).time_s == 10
+    assert Limits.for_upload(large, 1 << 20).time_s == 10
+    whole = large.max_tensors_bytes
+    assert Limits.for_upload(large, whole).time_s == (whole + large.max_payload_bytes) / (20 << 20)
+    for some in (target, large):
+        inputs_cap = max(some.max_tensors_bytes, some.max_payload_bytes)
+        assert Limits.for_upload(some, 1 << 20).memory_bytes == (512 << 20) + inputs_cap
+
+
+def test_what_the_sandbox_lacks_is_logged_once(job: ValidationJob, target: PackTarget) -> None:
+    code = answering(missing=["landlock"], rejected={"code": "x", "message": "x", "param": None, "report": {}})
+    validator = SubprocessValidator(command=(sys.executable, "-S", "-c", code))
+    with structlog.testing.capture_logs() as entries:
+        for _ in range(2):
+            with pytest.raises(AdapterRejected):
+                validator.validate(job, target)
+    assert [(entry["event"], entry["missing"]) for entry in entries] == [
+        ("validation_sandbox_incomplete", ["landlock"])
+    ]
 
 
 def test_a_process_that_cannot_work_says_nothing_about_the_adapter(job: ValidationJob, target: PackTarget) -> None:

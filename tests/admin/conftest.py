@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,13 +75,14 @@ class AdminSide:
     engine: ScriptedEngine
 
 
-@pytest.fixture
-def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
-    database = Database(f"sqlite:///{tmp_path / 'loramux.db'}")
+@contextmanager
+def open_admin_side(directory: Path, target: PackTarget) -> Iterator[AdminSide]:
+    """The services over an empty database and an empty blob store in `directory`."""
+    database = Database(f"sqlite:///{directory / 'loramux.db'}")
     database.upgrade()
     registry = AdapterRegistry(database, reserved_names=("the-base",))
-    blobs = LocalBlobStore(tmp_path / "blobs")
-    ingest = Ingest(registry, blobs, TARGET, tmp_path / "scratch", SubprocessValidator())
+    blobs = LocalBlobStore(directory / "blobs")
+    ingest = Ingest(registry, blobs, target, directory / "scratch", SubprocessValidator())
     worker = IngestWorker(ingest)
     engine = ScriptedEngine()
     with ThreadPoolExecutor(4) as executor:
@@ -106,6 +107,12 @@ def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
         yield AdminSide(services, blobs, engine)
         worker.stop()
     database.close()
+
+
+@pytest.fixture
+def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
+    with open_admin_side(tmp_path, TARGET) as side:
+        yield side
 
 
 @pytest.fixture

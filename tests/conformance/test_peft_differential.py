@@ -1,0 +1,180 @@
+"""What peft loads and we accept gives the same logits: random configurations, from a saved directory to the engine.
+
+Each configuration is saved by peft, loaded again by peft for the reference, and taken the way an upload goes for ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.engine.config import pack_target
+from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.model_config import ModelConfig
+from tests.conformance.parity import TOLERANCE, Recorder, Subject, run
+from tests.conformance.tiny_models import (
+    ALL_LINEARS,
+    SMALL_SHAPE,
+    VOCAB_SIZE,
+    MemorySource,
+    make_base,
+    pack_peft_directory,
+)
+
+pytestmark = [
+    # peft's remarks on adapters of the head or the embedding, on patterns of nothing, and on exclusions without effect.
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:The following .* keys did not match any targeted module:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:You have passed exclude_modules"),
+]
+
+NUM_LAYERS = SMALL_SHAPE["num_hidden_layers"]
+PARENTS = {name: "self_attn" if name in ALL_LINEARS[:4] else "mlp" for name in ALL_LINEARS}
+FEW, MANY = 6, 300
+
+
+def random_name(chance: random.Random) -> str:
+    """One name of a module or of several, in one of the ways that a configuration may have it."""
+    module = chance.choice(ALL_LINEARS)
+    below = f"{PARENTS[module]}.{module}"
+    layer = chance.randrange(NUM_LAYERS)
+    return chance.choice([module, module, below, f"layers.{layer}.{below}", f"model.layers.{layer}.{below}"])
+
+
+def random_settings(chance: random.Random) -> dict[str, Any]:
+    """A LoRA configuration of what we support, some of them of nothing at all."""
+    settings: dict[str, Any] = {
+        "r": chance.choice([1, 2, 3, 8, 16, 33]),
+        "lora_alpha": chance.choice([1, 2, 7, 16, 0.5]),
+        "use_rslora": chance.random() < 0.4,
+        "lora_dropout": chance.choice([0.0, 0.1]),
+    }
+    if chance.random() < 0.2:
+        settings["target_modules"] = "all-linear"
+    else:
+        names = [random_name(chance) for _ in range(chance.randint(1, 4))]
+        if chance.random() < 0.3:
+            names.append(chance.choice(["lm_head", "embed_tokens", "model.embed_tokens"]))
+        settings["target_modules"] = names
+    for key, values in (("rank_pattern", [1, 4, 5, 24]), ("alpha_pattern", [1, 3, 11])):
+        if chance.random() < 0.5:
+            names = [random_name(chance) for _ in range(chance.randint(1, 3))]
+            settings[key] = {name: chance.choice(values) for name in names}
+    if chance.random() < 0.3:
+        settings["exclude_modules"] = [random_name(chance) for _ in range(chance.randint(1, 2))]
+    if chance.random() < 0.3:
+        settings["layers_to_transform"] = chance.choice([0, [1], [0, 1], [NUM_LAYERS - 1]])
+        settings["layers_pattern"] = chance.choice([None, "layers", ["layers"]])
+    return settings
+
+
+@dataclass
+class Pair:
+    """The base with peft, and an engine of the same base."""
+
+    base: Any
+    subject: Subject
+    target: Any
+    directory: Path
+
+    def save(self, index: int, settings: dict[str, Any], dtype: torch.dtype) -> Path | None:
+        """Let peft save a random adapter of these settings; None where peft finds nothing to adapt."""
+        directory = self.directory / str(index)
+        torch.manual_seed(index)
+        try:
+            model = get_peft_model(self.base, LoraConfig(task_type="CAUSAL_LM", **settings))
+        except ValueError:
+            return None
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = (torch.randn_like(parameter) * 0.08).to(dtype)
+        model.save_pretrained(directory, save_embedding_layers=False)
+        model.unload()
+        return directory
+
+    @torch.no_grad()
+    def reference_logits(self, directory: Path, tokens: list[int]) -> torch.Tensor:
+        """What peft computes with what it loads: float32 `[vocab_size]` of the last position."""
+        model = PeftModel.from_pretrained(self.base, directory).eval()
+        logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0, -1]
+        model.unload()
+        return logits
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    directory = tmp_path_factory.mktemp("differential")
+    base = make_base("llama", directory / "base", SMALL_SHAPE)
+    target = pack_target(ModelConfig.load(directory / "base"), "float32")
+    return Pair(base, Subject(directory / "base", None, {}, MemorySource([]), {}), target, directory)
+
+
+def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int) -> Counter[str]:
+    """Compare configurations `[first, first + count)`; how many went which way."""
+    outcomes: Counter[str] = Counter()
+    assembled = pair.subject.assemble()
+    recorder = Recorder(assembled.engine, monkeypatch)
+    largest = 0.0
+    for index in range(first, first + count):
+        chance = random.Random(index)
+        settings = random_settings(chance)
+        dtype = chance.choice([torch.float32, torch.float16, torch.bfloat16])
+        directory = pair.save(index, settings, dtype)
+        if directory is None:
+            outcomes["nothing to adapt"] += 1
+            continue
+        try:
+            packed = pack_peft_directory(directory, pair.target)
+        except AdapterRejected as error:
+            # peft sorts its patterns when it saves them, and the first that fits counts: read again, they may say
+            # another rank than the tensors have, and peft cannot load what it saved either.
+            if error.code != "rank_mismatch":
+                raise
+            with pytest.raises(RuntimeError, match="size mismatch"):
+                PeftModel.from_pretrained(copy.deepcopy(pair.base), directory)
+            outcomes["refused by both"] += 1
+            continue
+        prompt = [chance.randrange(2, VOCAB_SIZE) for _ in range(9)]
+        pair.subject.source.add(packed)
+        sequence_id = f"{index}"
+        assembled.engine.add(
+            b"",
+            Add(
+                sequence_id=sequence_id,
+                prompt=tuple(prompt),
+                max_tokens=1,
+                sampling=SamplingParams(temperature=0.0, ignore_eos=True),
+                digest=packed.digest,
+            ),
+        )
+        run(assembled.engine)
+        expected = pair.reference_logits(directory, prompt)
+        difference = float((recorder.by_sequence[sequence_id][0] - expected).abs().max() / expected.abs().max())
+        assert difference <= TOLERANCE, f"{index}: {difference:.2e} with {settings} in {dtype}"
+        largest = max(largest, difference)
+        outcomes["equal"] += 1
+    assembled.loader.close()
+    print(f"{dict(outcomes)}, largest relative difference {largest:.1e}")
+    return outcomes
+
+
+def test_a_few_configurations(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = compare(pair, monkeypatch, 0, FEW)
+    assert outcomes["equal"] >= FEW // 2
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_hundreds_of_configurations(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = compare(pair, monkeypatch, FEW, MANY)
+    assert outcomes["equal"] >= MANY * 0.8
