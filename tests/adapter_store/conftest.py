@@ -240,7 +240,7 @@ SMALL_PARTS = S3Limits(part_bytes=MIN_PART_BYTES)
 
 HURRIED = S3Limits(
     connect_s=0.3,
-    read_s=0.3,
+    read_s=0.2,
     call_s=1.5,
     body_s=2.0,
     first_pause_s=0.01,
