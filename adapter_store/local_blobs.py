@@ -36,7 +36,7 @@ class LocalBlobStore(BlobStore):
             unfinished = self._write_unfinished(b"")
             unfinished.unlink()
 
-    def put(self, key: str, source: Path | bytes) -> bool:
+    def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
         place = self._path(key)
         with _unavailable(f"blob {key} cannot be written"):
             if place.exists():
