@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-peers clean
+.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-store-faults campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-peers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ campaign-simulation: $(WARM) ## Long random lives of the engine on a simulated d
 
 campaign-life: $(WARM) ## A long random life of the engine with real weights (LORAMUX_LIFE_EVENTS=10000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_long_life.py -m campaign --timeout 3600 $(ARGS)
+
+campaign-store-faults: $(WARM) ## A running server while its S3 store fails in every way (LORAMUX_STORE_FAULTS=1000)
+	$(VENV)/bin/python -m pytest tests/conformance/test_store_faults.py -m campaign -s $(ARGS)
 
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -23,8 +24,8 @@ from tests.adapter_store.fault_proxy import FaultProxy, SeededPlan, no_faults
 from tests.conformance.served import deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
-NUM_RESIDENT, NUM_COLD, NUM_COLD_CLIENTS, NUM_SLOTS = 2, 10, 4, 8
-NUM_FAULTS = 200
+NUM_RESIDENT, NUM_COLD, NUM_COLD_CLIENTS, NUM_SLOTS = 2, 12, 6, 10
+NUM_FAULTS = int(os.environ.get("LORAMUX_STORE_FAULTS", "200"))
 # A load reads the packed file and twice the canonical one, and writes the packed file; then the request runs.
 DEADLINE_S = 4 * S3Limits().body_s + 10
 BUCKET = "loramux-faults"
@@ -51,7 +52,7 @@ def proxy() -> Iterator[FaultProxy]:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600 + 4 * NUM_FAULTS)
 def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: FaultProxy, tmp_path: Path) -> None:
     environment = {
         "AWS_ENDPOINT_URL": proxy.url,
@@ -145,7 +146,7 @@ def suffer(
     proxy.plan = SeededPlan(3, rate=0.5)
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 600
+    until = time.monotonic() + 60 + 4 * NUM_FAULTS
     while sum(proxy.num_injected.values()) < NUM_FAULTS and time.monotonic() < until:
         time.sleep(0.2)
     is_over.set()
