@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from boto3.s3.transfer import TransferConfig
 
@@ -51,19 +50,13 @@ def s3_blobs(fault_proxy: FaultProxy, s3_bucket: str) -> S3BlobStore:
     return S3BlobStore(s3_bucket, "p", HURRIED)
 
 
-@pytest.fixture
-def raw(s3_environment: None, s3_bucket: str) -> Any:
-    """The bucket without us and without the proxy."""
-    return boto3.resource("s3").Bucket(s3_bucket)
-
-
 def always(fault: Fault, method: str) -> Callable[[str, str], Fault | None]:
     return lambda asked, path: fault if asked == method else None
 
 
 @pytest.mark.parametrize("fault", PASSING, **by_value)
 def test_a_read_that_fails_once_is_made_again(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
+    fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
 ) -> None:
     s3_blobs.put("k/one", DATA)
     fault_proxy.plan = ListedPlan("GET", fault)
@@ -75,7 +68,7 @@ def test_a_read_that_fails_once_is_made_again(
 @pytest.mark.campaign
 @pytest.mark.parametrize("fault", sorted(set(Fault) - {Fault.STALE, Fault.FLIP_HEAD}, key=str), **by_value)
 def test_a_read_that_keeps_failing_ends_in_time(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
+    fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
 ) -> None:
     s3_blobs.put("k/one", DATA)
     fault_proxy.plan = always(fault, "GET")
@@ -87,9 +80,7 @@ def test_a_read_that_keeps_failing_ends_in_time(
     assert "k/one" not in str(caught.value)
 
 
-def test_a_drip_ends_when_the_caller_says(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path
-) -> None:
+def test_a_drip_ends_when_the_caller_says(fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path) -> None:
     s3_blobs.put("k/one", DATA)
     fault_proxy.plan = always(Fault.DRIP, "GET")
     begin = time.monotonic()
@@ -102,7 +93,7 @@ def test_a_drip_ends_when_the_caller_says(
 
 @pytest.mark.parametrize("num_answers", [40, pytest.param(600, marks=pytest.mark.campaign)])
 def test_a_damaged_head_gives_right_bytes_or_an_error_of_ours(
-    raw: Any, fault_proxy: FaultProxy, s3_bucket: str, tmp_path: Path, num_answers: int
+    fault_proxy: FaultProxy, s3_bucket: str, tmp_path: Path, num_answers: int
 ) -> None:
     blobs = S3BlobStore(s3_bucket, "p", HURRIED, never_opens())
     blobs.put("k/one", DATA[:300])
@@ -121,7 +112,7 @@ def test_a_damaged_head_gives_right_bytes_or_an_error_of_ours(
 
 @pytest.mark.parametrize("fault", [fault for fault in PASSING if fault is not Fault.FLIP], **by_value)
 def test_a_write_that_fails_once_is_made_again_and_known_as_ours(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, fault: Fault
+    fault_proxy: FaultProxy, s3_blobs: S3BlobStore, fault: Fault
 ) -> None:
     fault_proxy.plan = ListedPlan("PUT", fault)
     assert s3_blobs.put("k/one", DATA), "no other writer was there"
@@ -130,21 +121,19 @@ def test_a_write_that_fails_once_is_made_again_and_known_as_ours(
 
 
 def test_a_write_that_comes_after_anothers_is_known_as_the_others(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore
+    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore
 ) -> None:
     def interfere(method: str, path: str) -> Fault | None:
         if method != "PUT" or fault_proxy.num_injected:
             return None
-        raw.put_object(Key="p/k/one", Body=DATA)
+        raw_bucket.put_object(Key="p/k/one", Body=DATA)
         return Fault.RESET
 
     fault_proxy.plan = interfere
     assert not s3_blobs.put("k/one", DATA)
 
 
-def test_bytes_that_are_damaged_on_their_way_up_are_never_read(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore
-) -> None:
+def test_bytes_that_are_damaged_on_their_way_up_are_never_read(fault_proxy: FaultProxy, s3_blobs: S3BlobStore) -> None:
     fault_proxy.plan = ListedPlan("PUT", Fault.FLIP)
     assert s3_blobs.put("k/one", DATA)
     fault_proxy.plan = no_faults
@@ -160,41 +149,41 @@ def test_bytes_that_are_damaged_on_their_way_up_are_never_read(
 @pytest.mark.parametrize("method", ["PUT", "POST"], ids=["a-part", "completion"])
 @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOST_RESET, Fault.LOST_HANG, Fault.TRUNCATE], **by_value)
 def test_parts_that_fail_once_are_sent_again(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault, method: str
+    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault, method: str
 ) -> None:
     (tmp_path / "source").write_bytes(LARGE)
     fault_proxy.plan = ListedPlan(method, fault, part_of_path="k/large?uploadId=")
     assert s3_blobs.put("k/large", tmp_path / "source")
     assert s3_blobs.read_bytes("k/large") == LARGE
-    assert list(raw.multipart_uploads.all()) == []
+    assert list(raw_bucket.multipart_uploads.all()) == []
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("fault", PASSING, **by_value)
 def test_one_range_that_fails_is_had_again(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
+    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
 ) -> None:
-    raw.put_object(Key="p/k/large", Body=LARGE)
+    raw_bucket.put_object(Key="p/k/large", Body=LARGE)
     fault_proxy.plan = ListedPlan("GET", None, None, fault)
     s3_blobs.get("k/large", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == LARGE
 
 
-def put_in_parts(raw: Any, data: bytes) -> None:
+def put_in_parts(raw_bucket: Any, data: bytes) -> None:
     """As others do: such an object has no checksum that we could compare."""
     config = TransferConfig(multipart_threshold=MIN_PART_BYTES, multipart_chunksize=MIN_PART_BYTES)
-    raw.upload_fileobj(io.BytesIO(data), "p/k/large", Config=config)
+    raw_bucket.upload_fileobj(io.BytesIO(data), "p/k/large", Config=config)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("heeds", [True, pytest.param(False, marks=only_moto)], ids=["if-match", "without-if-match"])
 @pytest.mark.parametrize("nth", [1, 2, 3], ids=["second-range", "third-range", "last-range"])
 def test_ranges_are_of_one_object_where_it_is_replaced_meanwhile(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, nth: int, heeds: bool
+    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, nth: int, heeds: bool
 ) -> None:
     if not heeds:
         fault_proxy.dropped.add("if-match")
-    put_in_parts(raw, LARGE)
+    put_in_parts(raw_bucket, LARGE)
     other = LARGE[::-1]
     gets = []
     lock = threading.Lock()
@@ -204,7 +193,7 @@ def test_ranges_are_of_one_object_where_it_is_replaced_meanwhile(
             if method == "GET":
                 gets.append(path)
                 if len(gets) == nth + 1:
-                    put_in_parts(raw, other)
+                    put_in_parts(raw_bucket, other)
         return None
 
     fault_proxy.plan = replace
@@ -214,10 +203,10 @@ def test_ranges_are_of_one_object_where_it_is_replaced_meanwhile(
 
 @pytest.mark.campaign
 def test_a_range_of_another_object_is_not_taken(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path
+    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path
 ) -> None:
-    raw.put_object(Key="p/k/other", Body=LARGE[::-1])
-    raw.put_object(Key="p/k/large", Body=LARGE)
+    raw_bucket.put_object(Key="p/k/other", Body=LARGE[::-1])
+    raw_bucket.put_object(Key="p/k/large", Body=LARGE)
     s3_blobs.get("k/other", tmp_path / "other")
     for number in range(1, 4):
         fault_proxy.plan = ListedPlan("GET", *[None] * number, Fault.STALE)
@@ -229,9 +218,7 @@ def test_a_range_of_another_object_is_not_taken(
 
 
 @pytest.mark.parametrize("fault", [Fault.EXPIRED, Fault.NOT_IMPLEMENTED], **by_value)
-def test_what_no_retry_mends_is_asked_once(
-    raw: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, fault: Fault
-) -> None:
+def test_what_no_retry_mends_is_asked_once(fault_proxy: FaultProxy, s3_blobs: S3BlobStore, fault: Fault) -> None:
     s3_blobs.put("k/one", DATA)
     for _ in range(20):
         fault_proxy.num_requests.clear()
@@ -243,9 +230,7 @@ def test_what_no_retry_mends_is_asked_once(
     assert s3_blobs.read_bytes("k/one") == DATA
 
 
-def test_a_store_that_keeps_failing_is_left_alone_for_a_while(
-    raw: Any, fault_proxy: FaultProxy, s3_bucket: str
-) -> None:
+def test_a_store_that_keeps_failing_is_left_alone_for_a_while(fault_proxy: FaultProxy, s3_bucket: str) -> None:
     clock = [100.0]
     breaker = CircuitBreaker(max_failures=5, first_open_s=1.0, clock=lambda: clock[0])
     blobs = S3BlobStore(s3_bucket, "p", HURRIED, breaker)
@@ -266,7 +251,7 @@ def test_a_store_that_keeps_failing_is_left_alone_for_a_while(
     assert blobs.breaker_state == "closed"
 
 
-def test_an_outage_does_not_multiply_the_traffic(raw: Any, fault_proxy: FaultProxy, s3_bucket: str) -> None:
+def test_an_outage_does_not_multiply_the_traffic(fault_proxy: FaultProxy, s3_bucket: str) -> None:
     budget = RetryBudget(capacity=10, refill_per_s=0)
     blobs = S3BlobStore(s3_bucket, "p", HURRIED, never_opens(), budget)
     fault_proxy.plan = always(Fault.SLOW_DOWN, "GET")

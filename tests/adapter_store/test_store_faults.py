@@ -30,7 +30,7 @@ RESIDENT_S = 0.5
 
 
 @pytest.mark.parametrize(
-    ("num_faults", "seed"), [(60, 1), pytest.param(1000, 2, marks=pytest.mark.campaign)], ids=["60", "1000"]
+    ("num_faults", "seed"), [(40, 1), pytest.param(1000, 2, marks=pytest.mark.campaign)], ids=["40", "1000"]
 )
 @pytest.mark.timeout(900)
 def test_no_wrong_byte_is_served_and_resident_adapters_do_not_notice(
