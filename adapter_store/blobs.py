@@ -122,7 +122,7 @@ class BlobStore(ABC):
 
 def check_key(key: str) -> str:
     if not _KEY.fullmatch(key):
-        raise ValueError(f"{key!r} is not a blob key")
+        raise ValueError("this is not a blob key: one has up to eight parts of letters, digits, '.', '_' and '-'")
     return key
 
 
