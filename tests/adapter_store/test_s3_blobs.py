@@ -202,6 +202,29 @@ def test_aborted_parts_are_gone(s3_blobs: S3BlobStore, raw_bucket: Any) -> None:
         s3_blobs.complete_parts("uploads/u/file", upload.upload_id, MIN_PART_BYTES + 1)
 
 
+def test_nothing_is_presigned_for_longer_than_stores_take(s3_blobs: S3BlobStore) -> None:
+    put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 30 * DAY_S)
+    assert put is not None
+    assert send(put, b"hello") == 200
+    assert "X-Amz-Expires=604800" in put.url
+
+
+def test_nothing_is_presigned_without_credentials(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # boto3 remembers those it once found.
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    blobs = S3BlobStore(s3_bucket, PREFIX)
+    with pytest.raises(BlobStoreUnavailable, match="can be signed"):
+        blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 60)
+    with pytest.raises(BlobStoreUnavailable, match="there are no credentials for it"):
+        blobs.read_bytes("uploads/u/file")
+
+
 @pytest.mark.parametrize("kind", ["memory", "local"])
 def test_other_stores_presign_nothing(tmp_path: Path, kind: str) -> None:
     blobs: BlobStore = MemoryBlobStore() if kind == "memory" else LocalBlobStore(tmp_path)
