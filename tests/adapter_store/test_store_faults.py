@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loramux.adapter_store.blobs import canonical_key, packed_key
 from loramux.adapter_store.circuit_breaker import CircuitBreaker
 from loramux.adapter_store.errors import AdapterCorrupt, AdapterUnavailable
 from loramux.adapter_store.retry_budget import RetryBudget
@@ -121,3 +122,33 @@ def test_no_wrong_byte_is_served_and_resident_adapters_do_not_notice(
             assert np.array_equal(lease.packed.payload, adapter.packed.payload), "nothing wrong has stayed"
     for lease in held:
         lease.release()
+
+
+def test_a_packed_blob_that_is_damaged_where_it_lies_is_made_again(
+    s3_bucket: str, raw_bucket: Any, target: PackTarget, tmp_path: Path, store_adapter: Any
+) -> None:
+    blobs = S3BlobStore(s3_bucket, limits=HURRIED)
+    stored = store_adapter(blobs, is_packed=True)
+    packed = raw_bucket.Object(packed_key(stored.digest, target.pack_key))
+    answer = packed.get()
+    right = answer["Body"].read()
+    packed.put(Body=right[:-1] + bytes([right[-1] ^ 1]), Metadata=answer["Metadata"])
+    store = TieredStore(blobs, target, tmp_path / "disk", disk_bytes=1 << 30, host_bytes=1 << 30)
+    with store.lease(stored.digest) as lease:
+        assert np.array_equal(lease.packed.payload, stored.packed.payload)
+    assert packed.get()["Body"].read() == right
+
+
+def test_a_canonical_blob_that_is_damaged_where_it_lies_is_not_served(
+    s3_bucket: str, raw_bucket: Any, target: PackTarget, tmp_path: Path, store_adapter: Any
+) -> None:
+    blobs = S3BlobStore(s3_bucket, limits=HURRIED)
+    stored = store_adapter(blobs)
+    canonical = raw_bucket.Object(canonical_key(stored.digest))
+    answer = canonical.get()
+    right = answer["Body"].read()
+    canonical.put(Body=right[:-1] + bytes([right[-1] ^ 1]), Metadata=answer["Metadata"])
+    store = TieredStore(blobs, target, tmp_path / "disk", disk_bytes=1 << 30, host_bytes=1 << 30)
+    with pytest.raises((AdapterUnavailable, AdapterCorrupt)):
+        store.lease(stored.digest)
+    assert blobs.exists(canonical_key(stored.digest)), "what cannot be made again stays for whoever looks into it"

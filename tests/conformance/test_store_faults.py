@@ -88,6 +88,7 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
             right = {name: logprobs(ask(client, name)) for name in names}
             assert len({tuple(one) for one in right.values()}) == len(names), "each adapter is known by its answer"
             resident, cold = suffer(client, proxy, names, right)
+            print({fault.name: number for fault, number in proxy.num_injected.items()}, resident, cold)
             proxy.plan = no_faults
             # The store may be left alone for a while yet.
             until = time.monotonic() + 60
@@ -95,7 +96,6 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
                 while (answer := ask(client, name)).status_code == 503 and time.monotonic() < until:
                     time.sleep(1)
                 assert logprobs(answer) == pytest.approx(right[name], abs=1e-6), "nothing wrong has stayed"
-    print({fault.name: number for fault, number in proxy.num_injected.items()}, resident, cold)
     assert resident.wrong == []
     assert cold.wrong == []
     assert set(resident.outcomes) == {"200"}
