@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from loramux.adapter_store.blob_url import open_blob_store
-from loramux.adapter_store.packed_file import plain_memory
 from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.tier_figures import TierFigures
 from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.accelerator import Accelerator
 from loramux.engine.adapter_pool import AdapterPool
@@ -58,18 +58,21 @@ class AssembledEngine:
     ready: EngineReady
 
 
-def open_source(config: EngineConfig, target: PackTarget, accelerator: Accelerator) -> TieredStore:
-    """The store's tiers as the configuration places them, the host's in memory that a GPU copies from by itself."""
-    allocate = plain_memory
-    if accelerator.device.type != "cpu":
-        allocate = HostSlab(accelerator.host_slab(config.host_tier_bytes)).allocate
+def open_source(
+    config: EngineConfig, target: PackTarget, accelerator: Accelerator, figures: TierFigures | None = None
+) -> TieredStore:
+    """The store's tiers as the configuration places them, the host's in memory that a GPU copies from by itself.
+
+    On a CPU that is ordinary memory, but taken once: reading into fresh pages takes twice as long.
+    """
     return TieredStore(
         open_blob_store(config.blob_url),
         target,
         Path(config.cache_dir),
         config.disk_tier_bytes,
         config.host_tier_bytes,
-        allocate,
+        HostSlab(accelerator.host_slab(config.host_tier_bytes)).allocate,
+        figures,
     )
 
 
@@ -100,8 +103,9 @@ def assemble_engine(
     kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
     reclaimer = Reclaimer(pages, POLICIES[config.eviction_policy]())
-    source = source or open_source(config, target, backend.accelerator)
-    loader = TierLoader(source, views, tables, backend.accelerator, config.num_loaders, wake)
+    loading = TierFigures()
+    source = source or open_source(config, target, backend.accelerator, loading)
+    loader = TierLoader(source, views, tables, backend.accelerator, config.num_loaders, wake, loading)
     adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer)
     page_tokens = target.geometry.page_tokens
     executor = _make_executor(config, model, max_model_len, page_tokens, decoder, kernels, tables, backend)
@@ -129,6 +133,7 @@ def assemble_engine(
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
         note_running=note_running,
+        loading=loading,
     )
     ready = EngineReady(
         max_model_len=max_model_len,
