@@ -96,7 +96,10 @@ def read_open_packed(
     The payload is read once, in order, to where it stays, and goes through `check` on the way.
     """
     header = _read_header(file)
-    found = PackTarget.from_document(header["target"])
+    try:
+        found = PackTarget.from_document(header["target"])
+    except (KeyError, TypeError, ValueError):
+        raise AdapterCorrupt("the packed file does not say what it was packed for") from None
     if (target is not None and found != target) or (digest is not None and header["digest"] != digest):
         raise AdapterCorrupt(f"the packed file holds adapter {header['digest'][:12]} for {header['pack_key']}")
     layout = found.layout(np.array(header["ranks"], np.int32), np.array(header["outer_ranks"], np.int32))
