@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-peers clean
+.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-peers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ bench-flood: $(WARM) ## Measure what polite accounts see of one that floods (ARG
 
 bench-cold-storm: $(WARM) ## Measure what running streams see of 200 adapters that come at once (ARGS='--help' for settings)
 	$(VENV)/bin/python -m benchmarks.cold_storm $(ARGS)
+
+bench-hot-load: $(READY) ## Measure adapters from the disk tier to the pool beside plain reads (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.hot_load $(ARGS)
 
 bench-peers: $(WARM) ## Measure loramux beside peft, vLLM and llama-server over HTTP (benchmarks/peers/README.md)
 	$(VENV)/bin/python -m benchmarks.peers $(ARGS)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-CHUNK_BYTES = 4 << 20
-"""What is checked at a time: much of it is still in the processor's cache when it has just been read."""
+CHUNK_BYTES = 1 << 20
+"""What is checked at a time: it is still in the processor's cache, for it has just been read."""
 
 NUM_LANES = 509
 """A prime, so that no block of a disk or page of memory is a whole number of rows, and its place counts."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -81,10 +82,11 @@ class PackTarget:
 
         `outer_ranks` int32 `[num_outer_modules]`; None is 0 for each.
         """
-        modules, outer_modules = (
-            tuple(self.shard(module).shape(module) for module in group) for group in (self.modules, self.outer_modules)
-        )
-        return adapter_layout(self.geometry, modules, ranks, outer_modules, outer_ranks)
+        if outer_ranks is None:
+            outer_ranks = np.zeros(len(self.outer_modules), np.int32)
+        if ranks.shape != (self.geometry.num_layers, len(self.modules)):
+            raise ValueError(f"ranks have shape {ranks.shape}")
+        return _layout(self, ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes())
 
     def shard(self, module: LinearShape) -> Shard:
         """Our part of a module; the whole of it unless several GPUs share it."""
@@ -118,6 +120,17 @@ class PackTarget:
             tp_size=document.get("tp_size", 1),
             tp_rank=document.get("tp_rank", 0),
         )
+
+
+@lru_cache(maxsize=256)
+def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes) -> AdapterLayout:
+    """Working a layout out takes longer than checking a small adapter's bytes, and most adapters share a few."""
+    modules, outer_modules = (
+        tuple(target.shard(module).shape(module) for module in group)
+        for group in (target.modules, target.outer_modules)
+    )
+    table = np.frombuffer(ranks, np.int32).reshape(target.geometry.num_layers, len(modules))
+    return adapter_layout(target.geometry, modules, table, outer_modules, np.frombuffer(outer_ranks, np.int32))
 
 
 def _elements_per_rank(modules: Iterable[LinearShape]) -> int:
