@@ -1,4 +1,4 @@
-"""Packed adapters on a local disk, bounded, least recently used out first, shared by the engines of one host."""
+"""Packed adapters on a local disk, bounded, least recently used out first, shared by one host's engines."""
 
 from __future__ import annotations
 
@@ -77,6 +77,8 @@ class DiskTier:
         self._directory = directory
         self._own = directory / pack_key
         self._set_aside = directory / "set_aside"
+        # Other users of the host have no business with tenants' adapters.
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (self._own, self._set_aside):
             path.mkdir(parents=True, exist_ok=True)
         self.used_bytes = 0

@@ -22,6 +22,7 @@ from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, reso
 from loramux.engine.device_sampler import DeviceSampler
 from loramux.engine.direct_executor import DirectExecutor
 from loramux.engine.engine import Engine
+from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.eviction import POLICIES, Reclaimer
 from loramux.engine.executor import Executor
 from loramux.engine.graph_executor import GraphExecutor
@@ -63,17 +64,26 @@ def open_source(
 ) -> TieredStore:
     """The store's tiers as the configuration places them, the host's in memory that a GPU copies from by itself.
 
-    On a CPU that is ordinary memory, but taken once: reading into fresh pages takes twice as long.
+    On a CPU that is ordinary memory, but taken once: reading into fresh pages takes twice as long. Raises
+    ConfigNotUsable for a directory that cannot be used.
     """
-    return TieredStore(
-        open_blob_store(config.blob_url),
-        target,
-        Path(config.cache_dir),
-        config.disk_tier_bytes,
-        config.host_tier_bytes,
-        HostSlab(accelerator.host_slab(config.host_tier_bytes)).allocate,
-        figures,
-    )
+    blobs = open_blob_store(config.blob_url)
+    allocate = HostSlab(accelerator.host_slab(config.host_tier_bytes)).allocate
+    try:
+        return TieredStore(
+            blobs,
+            target,
+            Path(config.cache_dir),
+            config.disk_tier_bytes,
+            config.host_tier_bytes,
+            allocate,
+            figures,
+        )
+    except OSError as error:
+        raise ConfigNotUsable(
+            f"the disk tier's directory cannot be used ({error.strerror or error}): give another disk_tier_dir, on a "
+            "disk of this host that this user may write to"
+        ) from error
 
 
 def assemble_engine(
