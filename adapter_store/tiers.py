@@ -182,10 +182,11 @@ class TieredStore:
         error: BaseException | None = None
         try:
             packed = self._source.fetch(digest, allocate, check_wanted)
+        except BlobStoreUnavailable as failure:
+            error = AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {failure}")
+            error.__cause__ = failure
         except StoreError as failure:
             error = failure
-            if isinstance(failure, BlobStoreUnavailable):
-                error = AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {failure}")
         except BaseException as failure:
             # Whatever goes wrong must reach those who wait; of files it says no names.
             what = failure.strerror if isinstance(failure, OSError) else type(failure).__name__

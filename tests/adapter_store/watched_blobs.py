@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from loramux.adapter_store.errors import BlobStoreUnavailable
 from loramux.adapter_store.memory_blobs import MemoryBlobStore
@@ -21,13 +22,13 @@ class WatchedBlobStore(MemoryBlobStore):
         self.may_answer.set()
         self.is_down = False
 
-    def get(self, key: str, destination: Path) -> None:
+    def get(self, key: str, destination: Path, **limits: Any) -> None:
         self.num_gets[key.split("/")[0]] += 1
         self.asked.set()
         self.may_answer.wait(10)
         if self.is_down:
             raise BlobStoreUnavailable("the store is down")
-        super().get(key, destination)
+        super().get(key, destination, **limits)
 
     def damage(self, key: str) -> None:
         data = bytearray(self.read_bytes(key))

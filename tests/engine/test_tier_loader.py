@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ import torch
 
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import AdapterUnavailable, LoadCancelled
+from loramux.adapter_store.memory_blobs import MemoryBlobStore
 from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tier_figures import TierFigures
+from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.accelerator import Fence, HostAccelerator
 from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.pool_memory import allocate_pool
@@ -292,3 +296,41 @@ def test_copies_are_counted_with_their_bytes() -> None:
     assert (copies.tier, copies.count, copies.num_bytes) == ("pool", 1, adapter.payload.nbytes)
     assert copies.seconds > 0
     bench.loader.close()
+
+
+class StuckBlobStore(MemoryBlobStore):
+    """Hangs for one adapter."""
+
+    def __init__(self, digest: str) -> None:
+        super().__init__()
+        self._digest = digest
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def get(self, key: str, destination: Path, **limits: Any) -> None:
+        if self._digest in key:
+            self.is_asked.set()
+            assert self.may_answer.wait(20)
+        super().get(key, destination, **limits)
+
+
+def test_a_store_that_hangs_gives_its_thread_back_when_the_fetch_is_cancelled(tmp_path: Path) -> None:
+    """With the tiers themselves: the only fetching thread is free for others although the store never answers."""
+    stuck, other = "a" * 64, "b" * 64
+    blobs = StuckBlobStore(stuck)
+    store = TieredStore(blobs, TARGET, tmp_path, 1 << 20, 1 << 20)
+    bench = Bench()
+    loader = TierLoader(store, bench.views, bench.tables, bench.accelerator, 1, bench.woken.set, store.figures)
+    bench.loader = loader
+    loader.fetch(stuck)
+    loader.fetch(other)
+    assert blobs.is_asked.wait(10)
+    assert loader.events() == []
+    loader.cancel(stuck)
+    failed = bench.next_event()
+    assert isinstance(failed, LoadFailed)
+    assert failed.digest == other
+    loader.close()
+    blobs.may_answer.set()
+    while not store.figures.snapshot().num_given_up:
+        threading.Event().wait(0.005)
+    assert store.host_used_bytes == 0
