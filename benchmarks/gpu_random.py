@@ -105,7 +105,7 @@ class RandomAdapters:
     def num_pages(self, digest: str) -> int:
         return self._packed[digest].num_pages
 
-    def lease(self, digest: str, *, cancel: Cancellation) -> HeldLease:
+    def lease(self, digest: str, cancel: Cancellation | None = None) -> HeldLease:
         return HeldLease(self._packed[digest])
 
 

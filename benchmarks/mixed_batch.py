@@ -65,7 +65,7 @@ class HeldSource:
     def __init__(self, packed: list[PackedAdapter]) -> None:
         self._packed = {one.digest: one for one in packed}
 
-    def lease(self, digest: str, *, cancel: Cancellation) -> HeldLease:
+    def lease(self, digest: str, cancel: Cancellation | None = None) -> HeldLease:
         return HeldLease(self._packed[digest])
 
 

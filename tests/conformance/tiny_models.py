@@ -300,5 +300,5 @@ class MemorySource:
     def add(self, packed: PackedAdapter) -> None:
         self._packed[packed.digest] = packed
 
-    def lease(self, digest: str, *, cancel: Cancellation) -> MemoryLease:
+    def lease(self, digest: str, cancel: Cancellation | None = None) -> MemoryLease:
         return MemoryLease(self._packed[digest])
