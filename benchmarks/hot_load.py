@@ -253,7 +253,7 @@ def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
 
 def table_of(cases: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="from the disk tier, over a plain read of the same files")
-    for heading in ("rank", "file MB", "page cache", "plain MB/s", *WAYS[1:], "target"):
+    for heading in ("rank", "MB", "cache", "plain MB/s", *WAYS[1:], "target"):
         table.add_column(heading, justify="right")
     for case in cases:
         ways = case["ways"]
