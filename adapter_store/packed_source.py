@@ -11,7 +11,7 @@ from pathlib import Path
 
 from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
 from loramux.adapter_store.canonical import digest_of
-from loramux.adapter_store.disk_tier import DiskTier, FileIdentity
+from loramux.adapter_store.disk_tier import DiskTier, FileIdentity, HeldFile
 from loramux.adapter_store.errors import (
     AdapterCorrupt,
     AdapterRejected,
@@ -64,7 +64,7 @@ class PackedSource:
 
     def _from_disk(self, digest: str, allocate: HostMemory) -> PackedAdapter | None:
         with self._figures.timed("disk", "lookup"):
-            held = self._disk.hold(digest)
+            held = self._hold(digest)
         self._figures.count_lookup("disk", held is not None)
         if held is None:
             return None
@@ -73,8 +73,16 @@ class PackedSource:
                 return self._read(held.file, digest, allocate, "disk")
             except (AdapterCorrupt, OSError):
                 self._figures.count_end("set_aside")
-                self._disk.forget(digest, FileIdentity.of(held.file).inode)
+                with suppress(OSError):
+                    self._disk.forget(digest, FileIdentity.of(held.file).inode)
         return None
+
+    def _hold(self, digest: str) -> HeldFile | None:
+        try:
+            return self._disk.hold(digest)
+        except OSError:
+            # A file that cannot be opened is as good as none.
+            return None
 
     def _from_blobs(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
         check_wanted()
@@ -171,4 +179,6 @@ class PackedSource:
 
     def _set_aside(self, file: Path) -> None:
         self._figures.count_end("set_aside")
-        self._disk.set_aside(file)
+        # Whether or not there is room to keep it, it is not used.
+        with suppress(OSError):
+            self._disk.set_aside(file)

@@ -258,3 +258,18 @@ def test_wrong_bytes_everywhere_are_an_error(bench: Bench) -> None:
         bench.blobs.damage(key)
     with pytest.raises(AdapterCorrupt):
         bench.lease()
+
+
+@pytest.mark.parametrize("broken", ["hold", "forget", "add"])
+def test_trouble_with_the_disk_tier_does_not_keep_an_adapter_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(5, "input/output error")
+
+    if broken == "forget":
+        bench.lease()
+        bench.path.write_bytes(b"wrong")
+    monkeypatch.setattr(bench.store._disk, broken, fail)
+    bench.lease()
+    bench.lease()
