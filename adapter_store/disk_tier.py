@@ -64,12 +64,12 @@ class HeldFile:
 class DiskTier:
     """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, whichever engine wrote them. Thread-safe.
 
-    What an earlier run left is used again; files of other pack keys count and are evicted like any other. Whoever adds a
-    file keeps the whole directory within its own `max_bytes`, so all should be given the same; files that are being
-    made and the few that are set aside come on top. Who reads a file holds a shared lock on it, and who evicts one needs the
-    exclusive lock: neither waits for the other. The order of use is that of the files' access times, which only we set.
-    All locks end with the process that holds them, and what it was making is removed by whoever adds a file a minute
-    later, or starts.
+    What an earlier run left is used again; files of other pack keys count and are evicted like any other. Whoever adds
+    a file keeps the whole directory within its own `max_bytes`, so all should be given the same; files that are being
+    made and the few that are set aside come on top. Who reads a file holds a shared lock on it, and who evicts one
+    needs the exclusive lock: neither waits for the other. The order of use is that of the files' access times, which
+    only we set. All locks end with the process that holds them, and what it was making is removed by whoever adds a
+    file a minute later, or starts.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:
