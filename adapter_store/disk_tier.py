@@ -1,106 +1,265 @@
-"""Packed adapters on a local disk, bounded, least recently used out first."""
+"""Packed adapters on a local disk, bounded, least recently used out first, shared by one host's engines."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-import shutil
 import threading
+import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from types import TracebackType
+
+from loramux.adapter_store.directory_lock import DirectoryBusy, DirectoryLock
+from loramux.adapter_store.unfinished_files import UnfinishedFiles
 
 _SUFFIX = ".packed"
 _MAX_SET_ASIDE = 8
+_SWEEP_EVERY_S = 60.0
+_KEEPS_ACCESS_TIME: int = getattr(os, "O_NOATIME", 0)
+
+
+@dataclass(slots=True)
+class _Known:
+    size: int
+    used_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Differs where a file was replaced or written to."""
+
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: FileIO) -> FileIdentity:
+        status = os.fstat(file.fileno())
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class HeldFile:
+    """An open file of the tier, which no engine evicts before it is closed; leave its `with` block."""
+
+    def __init__(self, tier: DiskTier, file: FileIO) -> None:
+        self._tier = tier
+        self.file = file
+
+    def __enter__(self) -> HeldFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file.close()
+        self._tier.trim()
 
 
 class DiskTier:
-    """Files `DIRECTORY/PACK_KEY/DIGEST.packed`; the directory belongs to one engine.
+    """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, whichever engine wrote them. Thread-safe.
 
-    What an earlier run left is used again, what it left unfinished is removed, and files of other pack keys count
-    and are evicted like any other. Thread-safe.
+    What an earlier run left is used again; files of other pack keys count and are evicted like any other. Whoever adds
+    a file keeps the whole directory within its own `max_bytes`, so all should be given the same; files that are being
+    made and the few that are set aside come on top. Who reads a file holds a shared lock on it, and who evicts one
+    needs the exclusive lock: neither waits for the other. The order of use is that of the files' access times, which
+    only we set. All locks end with the process that holds them, and what it was making is removed by whoever adds a
+    file a minute later, or starts.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:
         self._max_bytes = max_bytes
+        self._directory = directory
         self._own = directory / pack_key
-        self._unfinished = directory / "unfinished"
         self._set_aside = directory / "set_aside"
-        shutil.rmtree(self._unfinished, ignore_errors=True)
-        for path in (self._own, self._unfinished, self._set_aside):
+        # Other users of the host have no business with tenants' adapters.
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (self._own, self._set_aside):
             path.mkdir(parents=True, exist_ok=True)
+        self.used_bytes = 0
+        self.num_evictions = 0
+        # Least recently used first; what other engines add or use is learnt when something is added or must go.
+        self._files: OrderedDict[Path, _Known] = OrderedDict()
         self._lock = threading.Lock()
-        self._holds: Counter[Path] = Counter()
-        self._sizes: OrderedDict[Path, int] = OrderedDict()
-        found = [(path, path.stat()) for path in directory.glob(f"*/*{_SUFFIX}")]
-        for path, status in sorted(found, key=lambda item: item[1].st_mtime_ns):
-            self._sizes[path] = status.st_size
-        self.used_bytes = sum(self._sizes.values())
-        self._evict()
+        self._changes = DirectoryLock(directory / "lock")
+        # None: nothing is known of the directory.
+        self._last_change: int | None = None
+        with self._changing():
+            self._unfinished = UnfinishedFiles(directory)
+            self._sweep()
+            self._evict(self._max_bytes)
 
-    def hold(self, digest: str) -> Path | None:
-        """The file of an adapter, which stays until `release`; None where there is none."""
+    def hold(self, digest: str) -> HeldFile | None:
+        """An adapter's file, which stays until it is closed; None where there is none."""
         path = self._path(digest)
+        file = _open_shared(path)
+        now_ns = time.time_ns()
         with self._lock:
-            if path not in self._sizes:
-                return None
-            try:
-                # The order of use outlives a restart in the files' times.
-                os.utime(path)
-            except FileNotFoundError:
-                self.used_bytes -= self._sizes.pop(path)
-                return None
-            self._holds[path] += 1
-            self._sizes.move_to_end(path)
-        return path
-
-    def release(self, digest: str) -> None:
-        with self._lock:
-            path = self._path(digest)
-            self._holds[path] -= 1
-            if self._holds[path] == 0:
-                del self._holds[path]
-            self._evict()
+            known = self._files.get(path)
+            if known is not None and file is not None:
+                known.used_ns = now_ns
+                self._files.move_to_end(path)
+            elif known is not None:
+                self.used_bytes -= self._files.pop(path).size
+        if file is None:
+            return None
+        # Kept in the file, so that the order outlives a restart and other engines know it.
+        os.utime(file.fileno(), ns=(now_ns, os.fstat(file.fileno()).st_mtime_ns))
+        return HeldFile(self, file)
 
     def new_file(self) -> Path:
         """A place for a file that is being made; `add` or `set_aside` takes it."""
-        return self._unfinished / uuid.uuid4().hex
+        return self._unfinished.new_file()
 
     def add(self, digest: str, file: Path) -> None:
-        """Keep a finished and flushed file; one larger than the whole tier is dropped."""
-        size = file.stat().st_size
-        if size > self._max_bytes:
+        """Keep a finished file. One for which there is no room, even without what nobody reads, is dropped."""
+        status = file.stat()
+        if status.st_size > self._max_bytes:
             file.unlink()
             return
         path = self._path(digest)
-        with self._lock:
+        with self._changing():
+            if time.monotonic() > self._sweep_due:
+                self._sweep()
+            with self._lock:
+                # One that another engine has added in the meantime gives way to ours.
+                known = self._files.pop(path, None)
+                self.used_bytes -= known.size if known else 0
+            self._evict(self._max_bytes - status.st_size)
+            if self.used_bytes > self._max_bytes - status.st_size:
+                file.unlink()
+                path.unlink(missing_ok=True)
+                return
+            now_ns = time.time_ns()
+            os.utime(file, ns=(now_ns, status.st_mtime_ns))
             os.replace(file, path)
-            self.used_bytes += size - self._sizes.pop(path, 0)
-            self._sizes[path] = size
-            self._evict()
+            with self._lock:
+                self._files[path] = _Known(status.st_size, now_ns)
+                self.used_bytes += status.st_size
 
-    def forget(self, digest: str) -> None:
-        """Put an adapter's file aside, because its bytes are wrong."""
+    def forget(self, digest: str, inode: int) -> None:
+        """Put an adapter's file aside because its bytes are wrong, unless another engine has replaced it already."""
         path = self._path(digest)
-        with self._lock:
-            self.used_bytes -= self._sizes.pop(path, 0)
-            if path.exists():
-                self.set_aside(path)
+        with self._changing():
+            try:
+                if path.stat().st_ino != inode:
+                    return
+                self._put_aside(path)
+            except FileNotFoundError:
+                # Another engine has set it aside or evicted it.
+                pass
+            with self._lock:
+                known = self._files.pop(path, None)
+                self.used_bytes -= known.size if known else 0
 
     def set_aside(self, file: Path) -> None:
         """Keep a file with wrong bytes for whoever looks into it; only the newest few stay."""
-        os.replace(file, self._set_aside / uuid.uuid4().hex)
-        kept = sorted(self._set_aside.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        for path in kept[:-_MAX_SET_ASIDE]:
-            path.unlink(missing_ok=True)
+        with self._changes.hold():
+            self._put_aside(file)
+
+    def trim(self) -> None:
+        """Evict what could not be evicted before, because it was being read."""
+        if self.used_bytes > self._max_bytes:
+            # Whoever holds the lock may do it for us, and else the next one.
+            with suppress(DirectoryBusy), self._changing():
+                self._evict(self._max_bytes)
 
     def _path(self, digest: str) -> Path:
         return self._own / f"{digest}{_SUFFIX}"
 
-    def _evict(self) -> None:
-        while self.used_bytes > self._max_bytes:
-            # Few are held, and these were used last: the search ends at once.
-            path = next((path for path in self._sizes if path not in self._holds), None)
-            if path is None:
-                return
-            self.used_bytes -= self._sizes.pop(path)
+    # Under the directory's lock
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock for a change, knowing what other engines did; without any, nothing is looked at."""
+        with self._changes.hold():
+            if self._changes.num_changes != self._last_change:
+                self._scan()
+            number = self._changes.note_change()
+            # A change that breaks off leaves us knowing nothing.
+            self._last_change = None
+            yield
+            self._last_change = number
+
+    def _sweep(self) -> None:
+        self._unfinished.sweep()
+        self._sweep_due = time.monotonic() + _SWEEP_EVERY_S
+
+    def _scan(self) -> None:
+        found = []
+        for path in self._directory.glob(f"*/*{_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                found.append((path, _Known(status.st_size, status.st_atime_ns)))
+        with self._lock:
+            self._files = OrderedDict(sorted(found, key=lambda item: item[1].used_ns))
+            self.used_bytes = sum(known.size for known in self._files.values())
+
+    def _evict(self, num_bytes: int) -> None:
+        """Remove files until they take `num_bytes` at most, or all that are left are being read."""
+        for minds_others in (True, False):
+            with self._lock:
+                files = list(self._files.items())
+            for path, known in files:
+                if self.used_bytes <= num_bytes:
+                    return
+                self._try_remove(path, known, minds_others)
+
+    def _try_remove(self, path: Path, known: _Known, minds_others: bool) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            descriptor = None
+        try:
+            if descriptor is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                used_ns = os.fstat(descriptor).st_atime_ns
+                if minds_others and used_ns > known.used_ns:
+                    # Another engine has used it since.
+                    known.used_ns = used_ns
+                    with self._lock:
+                        self._files.move_to_end(path)
+                    return
+                path.unlink(missing_ok=True)
+                self.num_evictions += 1
+            with self._lock:
+                if self._files.pop(path, None) is not None:
+                    self.used_bytes -= known.size
+        except BlockingIOError:
+            # Somebody reads it.
+            return
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _put_aside(self, file: Path) -> None:
+        place = self._set_aside / uuid.uuid4().hex
+        os.replace(file, place)
+        os.utime(place)
+        kept = sorted(self._set_aside.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for path in kept[:-_MAX_SET_ASIDE]:
             path.unlink(missing_ok=True)
+
+
+def _open_shared(path: Path) -> FileIO | None:
+    """Open a file under a shared lock; None where it is gone, or goes just now."""
+    try:
+        # Reading must not change the order of use: that is what access times are kept for.
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | _KEEPS_ACCESS_TIME))
+    except FileNotFoundError:
+        return None
+    try:
+        # Only an eviction holds the exclusive lock, and only for a moment.
+        fcntl.flock(file.fileno(), fcntl.LOCK_SH)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    return None

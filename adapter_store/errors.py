@@ -102,6 +102,10 @@ class AdapterUnavailable(StoreError):
     """The adapter's bytes cannot be had now; a later try may succeed."""
 
 
+class LoadCancelled(AdapterUnavailable):
+    """Whoever asked for the adapter no longer wants it."""
+
+
 class AdapterCorrupt(StoreError):
     """Bytes differ from what their checksum says; they are never served."""
 

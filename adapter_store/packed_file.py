@@ -16,9 +16,10 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from io import FileIO
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ import numpy.typing as npt
 from loramux.adapter_store.errors import AdapterCorrupt
 from loramux.adapter_store.expected_modules import module_places
 from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.payload_checks import PayloadCheck
 from loramux.adapter_store.target import PACK_FORMAT, PackTarget
 from loramux.kernels.layout import AdapterLayout, B, part_layout
 
@@ -82,29 +84,44 @@ def read_packed(
     Raises AdapterCorrupt where a checksum does not fit, or the file is another adapter's or for another target than
     was asked for.
     """
-    with path.open("rb") as file:
-        header = _read_header(file)
+    with FileIO(path) as file:
+        return read_open_packed(file, PayloadCheck(), target, digest, allocate)
+
+
+def read_open_packed(
+    file: FileIO, check: PayloadCheck, target: PackTarget | None, digest: str | None, allocate: HostMemory
+) -> PackedAdapter:
+    """The same of a file that is open at its beginning.
+
+    The payload is read once, in order, to where it stays, and goes through `check` on the way.
+    """
+    header = _read_header(file)
+    try:
         found = PackTarget.from_document(header["target"])
-        if (target is not None and found != target) or (digest is not None and header["digest"] != digest):
-            raise AdapterCorrupt(f"the packed file holds adapter {header['digest'][:12]} for {header['pack_key']}")
-        layout = found.layout(np.array(header["ranks"], np.int32), np.array(header["outer_ranks"], np.int32))
-        shape = (header["num_pages"], found.geometry.num_layers, found.geometry.page_bytes)
-        num_bytes = shape[0] * shape[1] * shape[2]
-        # Asked of the file system first: a damaged header must not make us allocate what it says.
-        num_stored = os.fstat(file.fileno()).st_size - file.tell()
-        if layout.num_pages != header["num_pages"] or num_stored != num_bytes:
-            raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, {num_bytes} were expected")
-        payload = allocate(num_bytes)
-        if file.readinto(payload.data) != num_bytes:
-            raise AdapterCorrupt("the packed file was cut short while it was read")
+    except (KeyError, TypeError, ValueError):
+        raise AdapterCorrupt("the packed file does not say what it was packed for") from None
+    if (target is not None and found != target) or (digest is not None and header["digest"] != digest):
+        raise AdapterCorrupt(f"the packed file holds adapter {header['digest'][:12]} for {header['pack_key']}")
+    layout = found.layout(np.array(header["ranks"], np.int32), np.array(header["outer_ranks"], np.int32))
+    shape = (header["num_pages"], found.geometry.num_layers, found.geometry.page_bytes)
+    num_bytes = shape[0] * shape[1] * shape[2]
+    # Asked of the file system first: a damaged header must not make us allocate what it says.
+    num_stored = os.fstat(file.fileno()).st_size - file.tell()
+    if layout.num_pages != header["num_pages"] or num_stored != num_bytes:
+        raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, {num_bytes} were expected")
+    payload = allocate(num_bytes)
+    try:
+        is_right = check.run(payload, header["sha256"], file.readinto)
+    except EOFError:
+        raise AdapterCorrupt("the packed file was cut short while it was read") from None
     payload = payload.reshape(shape)
-    if hashlib.sha256(payload.data).hexdigest() != header["sha256"]:
+    if not is_right:
         raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header['crc32'])}")
     scales, outer_scales = (np.array(header[name], np.float32) for name in ("scales", "outer_scales"))
     return PackedAdapter(header["digest"], layout, scales, payload, outer_scales)
 
 
-def _read_header(file: BinaryIO) -> dict[str, Any]:
+def _read_header(file: FileIO) -> dict[str, Any]:
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
         raise AdapterCorrupt("the packed file ends inside its header")
@@ -130,7 +147,12 @@ def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -
         for place in members:
             rank, begin, b_begin = layout.rank_and_offsets(layer, place.module)
             if rank:
-                end = b_begin + part_layout(place.shape, B, rank, geometry.adapter_elements).num_elements
+                end = (
+                    b_begin
+                    + part_layout(
+                        target.shard(place.shape).shape(place.shape), B, rank, geometry.adapter_elements
+                    ).num_elements
+                )
                 checksums[place.key] = zlib.crc32(stream[begin:end])
     return checksums
 

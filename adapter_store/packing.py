@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -98,14 +99,24 @@ def _write(
     """Write both halves of a module into its stream."""
     geometry = target.geometry.flat if place.layer is None else target.geometry
     rank, *offsets = layout.rank_and_offsets(place.layer, place.module)
+    shard = target.shard(place.shape)
+    shape = shard.shape(place.shape)
     for half, name in ((A, place.a_name), (B, place.b_name)):
         weights = _converted(file, name, target.dtype)
         # A is [rank, in_features], B is [out_features, rank]; an embedding's A is laid out by token.
+        weights = _rows(weights, shard.outputs) if half == B else _rows(weights.T, shard.inputs).T
         rows = weights.T if half == B or place.shape.is_embedding else weights
-        part = part_layout(place.shape, half, rank, geometry.adapter_elements)
+        part = part_layout(shape, half, rank, geometry.adapter_elements)
         begin = offsets[half]
         at = stream[begin : begin + part.num_elements].reshape(part.num_rows, part.row.padded_len)
         at[:, : part.row.row_len] = rows
+
+
+def _rows(weights: npt.NDArray[Any], ranges: Sequence[range]) -> npt.NDArray[Any]:
+    """The rows of `weights` `[num_rows, num_columns]` that lie in `ranges`, in their order."""
+    if len(ranges) == 1:
+        return weights[ranges[0].start : ranges[0].stop]
+    return np.concatenate([weights[rows.start : rows.stop] for rows in ranges])
 
 
 def _converted(file: CanonicalAdapter, name: str, dtype: str) -> npt.NDArray[Any]:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import re
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
-from loramux.adapter_store.canonical import digest_of
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.blobs import BlobStore
+from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.disk_tier import DiskTier
-from loramux.adapter_store.errors import (
-    AdapterCorrupt,
-    AdapterRejected,
-    AdapterUnavailable,
-    BlobNotFound,
-    BlobStoreUnavailable,
-)
+from loramux.adapter_store.errors import AdapterUnavailable, BlobStoreUnavailable, LoadCancelled, StoreError
 from loramux.adapter_store.host_tier import HostTier
-from loramux.adapter_store.packed_file import HostMemory, plain_memory, read_packed, write_packed
-from loramux.adapter_store.packing import PackedAdapter, pack
+from loramux.adapter_store.packed_file import HostMemory, plain_memory
+from loramux.adapter_store.packed_source import PackedSource
+from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.shared_load import SharedLoad
 from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.tier_figures import TierFigures
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_CANONICAL_ATTEMPTS = 2
+_MAX_LOADS = 64
+"""Loads under way, those included that were given up but hang in the blob store; more wait for one of these."""
+
+_MAX_PREFETCHES = 8
 
 
 class Lease:
@@ -52,11 +57,11 @@ class Lease:
 
 
 class TieredStore:
-    """Leases packed adapters by digest. Blocking and thread-safe: call it from loader threads.
+    """Leases packed adapters by digest. Thread-safe; `lease` blocks: call it from loader threads.
 
-    Both bounded tiers evict the least recently used first and never what is leased. Bytes are verified before their
-    first use; wrong ones are set aside and had again from further away. A packed file that is missing or wrong in the
-    blob store is rebuilt from the canonical file. Packed adapters lie in memory from `allocate`.
+    Both bounded tiers evict the least recently used first and never what is leased or being read. `PackedSource` says
+    which bytes are verified when. Packed adapters lie in memory from `allocate`, for which the host tier has made room
+    before it is asked.
     """
 
     def __init__(
@@ -67,15 +72,18 @@ class TieredStore:
         disk_bytes: int,
         host_bytes: int,
         allocate: HostMemory = plain_memory,
+        figures: TierFigures | None = None,
     ) -> None:
-        self._blobs = blobs
-        self._target = target
-        self._pack_key = target.pack_key
-        self._disk = DiskTier(disk_dir, disk_bytes, self._pack_key)
+        self.figures = figures or TierFigures()
+        self._disk = DiskTier(disk_dir, disk_bytes, target.pack_key)
+        self._source = PackedSource(blobs, target, self._disk, self.figures)
         self._host = HostTier(host_bytes)
         self._allocate = allocate
         self._lock = threading.Lock()
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, SharedLoad] = {}
+        # Loads have threads of their own, so that those who wait can leave.
+        self._loaders = ThreadPoolExecutor(_MAX_LOADS, thread_name_prefix="adapter-load")
+        self._note_held()
 
     @property
     def host_used_bytes(self) -> int:
@@ -85,128 +93,129 @@ class TieredStore:
     def disk_used_bytes(self) -> int:
         return self._disk.used_bytes
 
-    def lease(self, digest: str) -> Lease:
+    def lease(self, digest: str, deadline_s: float | None = None, cancel: Cancellation | None = None) -> Lease:
         """Hold an adapter in host memory. Raises AdapterUnavailable or AdapterCorrupt.
 
-        Callers that ask for one adapter at a time share one load.
+        Callers that ask for one adapter at a time share one load. A caller leaves it after `deadline_s` seconds with
+        AdapterUnavailable, or with LoadCancelled once `cancel` is given; the others do not notice. When the last has
+        left, the load ends after the part that it is at: a packed file that it was getting goes to the disk tier.
         """
-        if not _DIGEST.fullmatch(digest):
-            raise AdapterUnavailable(f"{digest!r} is not a digest")
+        _check_digest(digest)
+        woken = threading.Event()
         with self._lock:
+            started_s = time.perf_counter()
             packed = self._host.lease(digest)
+            self.figures.count_stage("host", "lookup", 0, time.perf_counter() - started_s)
+            self.figures.count_lookup("host", packed is not None)
             if packed is not None:
                 return Lease(self, packed)
-            load = self._loads.get(digest)
-            if load is not None:
-                load.num_waiters += 1
-            else:
-                own = self._loads[digest] = _Load()
-        if load is not None:
-            return Lease(self, load.wait())
-        return self._load(digest, own)
+            load = self._load(digest)
+            load.waiters.add(woken)
+        if cancel is not None:
+            cancel.when_cancelled(woken.set)
+        woken.wait(None if deadline_s is None else min(max(0.0, deadline_s), threading.TIMEOUT_MAX))
+        with self._lock:
+            if not load.is_through:
+                load.waiters.discard(woken)
+        # Whoever left did so under the lock: a load that is through by then has counted this lease.
+        if load.is_through and woken in load.waiters:
+            return Lease(self, load.result())
+        if cancel is not None and cancel.is_cancelled:
+            raise LoadCancelled(f"adapter {digest[:12]} is no longer wanted")
+        raise AdapterUnavailable(f"adapter {digest[:12]} was not loaded within {deadline_s} s")
+
+    def prefetch(self, digest: str) -> bool:
+        """Begin to bring an adapter into host memory for later; False where too many are on their way already.
+
+        Never waits, and says nothing of failures: whoever leases the adapter will learn of them.
+        """
+        _check_digest(digest)
+        with self._lock:
+            if digest in self._host:
+                return True
+            if digest not in self._loads and sum(one.is_prefetch for one in self._loads.values()) >= _MAX_PREFETCHES:
+                return False
+            self._load(digest).is_prefetch = True
+            return True
+
+    def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
+        """Keep up to `floor_bytes` of these adapters in host memory; see `HostTier.protect`."""
+        with self._lock:
+            self._host.protect(group, digests, floor_bytes)
 
     def release(self, digest: str) -> None:
         """Give one lease back; `Lease.release` calls this."""
         with self._lock:
             self._host.release(digest)
+            self._note_held()
 
-    def _load(self, digest: str, load: _Load) -> Lease:
-        try:
-            load.packed = self._fetch(digest)
-        except BaseException as error:
-            load.error = error
-            raise
-        finally:
-            with self._lock:
-                del self._loads[digest]
-                if load.packed is not None:
-                    self._host.add(load.packed, 1 + load.num_waiters)
-            load.is_done.set()
-        return Lease(self, load.packed)
-
-    def _fetch(self, digest: str) -> PackedAdapter:
-        try:
-            return self._from_disk(digest) or self._from_blobs(digest)
-        except (BlobStoreUnavailable, OSError) as error:
-            raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {error}") from error
-
-    def _from_disk(self, digest: str) -> PackedAdapter | None:
-        path = self._disk.hold(digest)
-        if path is None:
-            return None
-        try:
-            return self._read(path, digest)
-        except (AdapterCorrupt, FileNotFoundError):
-            self._disk.forget(digest)
-            return None
-        finally:
-            self._disk.release(digest)
-
-    def _from_blobs(self, digest: str) -> PackedAdapter:
-        key = packed_key(digest, self._pack_key)
-        file = self._disk.new_file()
-        try:
-            self._blobs.get(key, file)
-            packed = self._read(file, digest)
-        except BlobNotFound:
-            return self._rebuild(digest)
-        except AdapterCorrupt:
-            self._disk.set_aside(file)
-            self._blobs.delete(key)
-            return self._rebuild(digest)
-        else:
-            self._disk.add(digest, file)
-            return packed
-        finally:
-            file.unlink(missing_ok=True)
-
-    def _read(self, file: Path, digest: str) -> PackedAdapter:
-        return read_packed(file, self._target, digest, self._allocate)
-
-    def _rebuild(self, digest: str) -> PackedAdapter:
-        """Pack an adapter for our target and give the packed file to the blob store too."""
-        canonical, file = self._disk.new_file(), self._disk.new_file()
-        try:
-            self._get_canonical(digest, canonical)
-            write_packed(file, pack(canonical, self._target), self._target)
-            packed = self._read(file, digest)
-            # The adapter can be served without it; the next engine will try again.
-            with suppress(BlobStoreUnavailable):
-                self._blobs.put(packed_key(digest, self._pack_key), file)
-            self._disk.add(digest, file)
-        except AdapterRejected as error:
-            raise AdapterUnavailable(f"adapter {digest[:12]} does not fit the served base model") from error
-        finally:
-            canonical.unlink(missing_ok=True)
-            file.unlink(missing_ok=True)
-        return packed
-
-    def _get_canonical(self, digest: str, destination: Path) -> None:
-        for _ in range(_CANONICAL_ATTEMPTS):
+    def _load(self, digest: str) -> SharedLoad:
+        """The load of the adapter that is under way, or a new one."""
+        load = self._loads.get(digest)
+        if load is None:
+            load = SharedLoad()
             try:
-                self._blobs.get(canonical_key(digest), destination)
-            except BlobNotFound:
-                raise AdapterUnavailable(f"the blob store does not hold adapter {digest[:12]}") from None
-            if digest_of(destination) == digest:
-                return
-            self._disk.set_aside(destination)
-        raise AdapterCorrupt(f"the blob store holds wrong bytes for adapter {digest[:12]}")
+                self._loaders.submit(self._run, digest, load)
+            except RuntimeError:
+                # The process ends.
+                raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more") from None
+            self._loads[digest] = load
+        return load
+
+    def _run(self, digest: str, load: SharedLoad) -> None:
+        """Bring an adapter into host memory; on a thread of its own."""
+
+        def allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
+            with self._lock:
+                load.num_reserved_bytes += num_bytes
+                self._host.reserve(num_bytes)
+            return self._allocate(num_bytes)
+
+        def check_wanted() -> None:
+            with self._lock:
+                if not load.is_wanted:
+                    # Whoever asks from now on begins anew.
+                    del self._loads[digest]
+                    raise LoadCancelled
+
+        packed: PackedAdapter | None = None
+        error: BaseException | None = None
+        try:
+            packed = self._source.fetch(digest, allocate, check_wanted)
+        except BlobStoreUnavailable as failure:
+            error = AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {failure}")
+            error.__cause__ = failure
+        except StoreError as failure:
+            error = failure
+        except BaseException as failure:
+            # Whatever goes wrong must reach those who wait; of files it says no names.
+            what = failure.strerror if isinstance(failure, OSError) else type(failure).__name__
+            error = AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {what}")
+            error.__cause__ = failure
+        self._end(digest, load, packed, error)
+
+    def _end(self, digest: str, load: SharedLoad, packed: PackedAdapter | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._host.unreserve(load.num_reserved_bytes)
+            if not isinstance(error, LoadCancelled):
+                del self._loads[digest]
+            if packed is not None and load.is_wanted:
+                self._host.add(packed, len(load.waiters))
+            load.packed, load.error, load.is_through = packed, error, True
+            waiters = list(load.waiters)
+            self._note_held()
+        if isinstance(error, LoadCancelled) or not load.is_wanted:
+            self.figures.count_end("given_up")
+        else:
+            self.figures.count_end("failed" if packed is None else "loaded")
+        for waiter in waiters:
+            waiter.set()
+
+    def _note_held(self) -> None:
+        self.figures.set_held("host", self._host.used_bytes, self._host.num_evictions)
+        self.figures.set_held("disk", self._disk.used_bytes, self._disk.num_evictions)
 
 
-class _Load:
-    """One load in progress; others who want the adapter wait for it."""
-
-    def __init__(self) -> None:
-        self.num_waiters = 0
-        self.packed: PackedAdapter | None = None
-        self.error: BaseException | None = None
-        self.is_done = threading.Event()
-
-    def wait(self) -> PackedAdapter:
-        self.is_done.wait()
-        if self.packed is not None:
-            return self.packed
-        # Each waiter raises its own exception: a traceback belongs to one thread.
-        if isinstance(self.error, AdapterCorrupt):
-            raise AdapterCorrupt(str(self.error)) from self.error
-        raise AdapterUnavailable(str(self.error)) from self.error
+def _check_digest(digest: str) -> None:
+    if not _DIGEST.fullmatch(digest):
+        raise AdapterUnavailable("what was asked for is no digest")

@@ -35,6 +35,6 @@ def create_admin_app(services: AdminServices) -> FastAPI:
     for module in ROUTERS:
         admin.include_router(module.router)
     app.include_router(admin)
-    app.include_router(metrics_router(services.metrics, services.metrics_token, services.is_loopback))
+    app.include_router(metrics_router(services.metrics, services.engine, services.metrics_token, services.is_loopback))
     app.include_router(health_router(services.database, services.engine, services.executor, tells_why=True))
     return app

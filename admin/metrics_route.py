@@ -6,12 +6,16 @@ import hmac
 
 from fastapi import APIRouter, Request, Response
 
+from loramux.platform.engine_client import EngineClient, EngineUnavailable
+from loramux.platform.engine_metrics import render_loading
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.metrics import CONTENT_TYPE, GatewayMetrics
 
+STATS_TIMEOUT_S = 2.0
 
-def metrics_router(metrics: GatewayMetrics, token: str | None, is_loopback: bool) -> APIRouter:
-    """The route; a token that is set is always asked for."""
+
+def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | None, is_loopback: bool) -> APIRouter:
+    """The route; a token that is set is always asked for. While the engine does not answer, its series are absent."""
     router = APIRouter()
 
     @router.get("/metrics")
@@ -22,6 +26,13 @@ def metrics_router(metrics: GatewayMetrics, token: str | None, is_loopback: bool
                 raise Unauthenticated("give the scrape token: Authorization: Bearer TOKEN")
         elif not is_loopback:
             raise Unauthenticated("metrics need a scrape token here: set metrics_token")
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
+        return Response(metrics.render() + await _loading(engine), media_type=CONTENT_TYPE)
 
     return router
+
+
+async def _loading(engine: EngineClient) -> bytes:
+    try:
+        return render_loading((await engine.stats(STATS_TIMEOUT_S)).loading)
+    except (EngineUnavailable, TimeoutError):
+        return b""

@@ -107,6 +107,8 @@ class Settings(DataSettings):
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
     num_threads: Annotated[int, Field(ge=1)] | None = None
+    disk_tier_dir: Path | None = None
+    """None: below the data directory. Servers on one host may name the same one, each with its own data directory."""
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_model import Model
+from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.target import PackTarget
 from loramux.engine.assembly import DTYPES
@@ -104,7 +105,7 @@ class RandomAdapters:
     def num_pages(self, digest: str) -> int:
         return self._packed[digest].num_pages
 
-    def lease(self, digest: str) -> HeldLease:
+    def lease(self, digest: str, cancel: Cancellation | None = None) -> HeldLease:
         return HeldLease(self._packed[digest])
 
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from benchmarks import peft_ways
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES, load_peft, make_base
+from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.canonical import write_canonical
 from loramux.adapter_store.packing import PackedAdapter, pack
 from loramux.adapter_store.validation import validate_files
@@ -64,7 +65,7 @@ class HeldSource:
     def __init__(self, packed: list[PackedAdapter]) -> None:
         self._packed = {one.digest: one for one in packed}
 
-    def lease(self, digest: str) -> HeldLease:
+    def lease(self, digest: str, cancel: Cancellation | None = None) -> HeldLease:
         return HeldLease(self._packed[digest])
 
 

@@ -38,6 +38,9 @@ class AdapterLoader(Protocol):
     def fetch(self, digest: str) -> None:
         """Begin to bring the packed file into memory; ends with Fetched or LoadFailed."""
 
+    def cancel(self, digest: str) -> None:
+        """Give a fetch up that has told nothing yet, and never will."""
+
     def copy(self, digest: str, pages: list[int]) -> None:
         """Begin to copy the fetched file into pages; ends with Copied or LoadFailed."""
 

@@ -205,6 +205,10 @@ class AdapterPool:
         entry = self._entries.get(digest)
         if entry is None:
             return True
+        if entry.phase is AdapterPhase.FETCHING:
+            self._loader.cancel(digest)
+            del self._entries[digest]
+            return True
         if entry.phase is AdapterPhase.PLACING:
             # It holds nothing yet but the file in memory.
             self._placing.remove(entry)

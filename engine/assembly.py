@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from loramux.adapter_store.blob_url import open_blob_store
-from loramux.adapter_store.packed_file import plain_memory
 from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.tier_figures import TierFigures
 from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.accelerator import Accelerator
 from loramux.engine.adapter_pool import AdapterPool
@@ -22,6 +22,7 @@ from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, reso
 from loramux.engine.device_sampler import DeviceSampler
 from loramux.engine.direct_executor import DirectExecutor
 from loramux.engine.engine import Engine
+from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.eviction import POLICIES, Reclaimer
 from loramux.engine.executor import Executor
 from loramux.engine.graph_executor import GraphExecutor
@@ -58,19 +59,31 @@ class AssembledEngine:
     ready: EngineReady
 
 
-def open_source(config: EngineConfig, target: PackTarget, accelerator: Accelerator) -> TieredStore:
-    """The store's tiers as the configuration places them, the host's in memory that a GPU copies from by itself."""
-    allocate = plain_memory
-    if accelerator.device.type != "cpu":
-        allocate = HostSlab(accelerator.host_slab(config.host_tier_bytes)).allocate
-    return TieredStore(
-        open_blob_store(config.blob_url),
-        target,
-        Path(config.cache_dir),
-        config.disk_tier_bytes,
-        config.host_tier_bytes,
-        allocate,
-    )
+def open_source(
+    config: EngineConfig, target: PackTarget, accelerator: Accelerator, figures: TierFigures | None = None
+) -> TieredStore:
+    """The store's tiers as the configuration places them, the host's in memory that a GPU copies from by itself.
+
+    On a CPU that is ordinary memory, but taken once: reading into fresh pages takes twice as long. Raises
+    ConfigNotUsable for a directory that cannot be used.
+    """
+    blobs = open_blob_store(config.blob_url)
+    allocate = HostSlab(accelerator.host_slab(config.host_tier_bytes)).allocate
+    try:
+        return TieredStore(
+            blobs,
+            target,
+            Path(config.cache_dir),
+            config.disk_tier_bytes,
+            config.host_tier_bytes,
+            allocate,
+            figures,
+        )
+    except OSError as error:
+        raise ConfigNotUsable(
+            f"the disk tier's directory cannot be used ({error.strerror or error}): give another disk_tier_dir, on a "
+            "disk of this host that this user may write to"
+        ) from error
 
 
 def assemble_engine(
@@ -100,8 +113,9 @@ def assemble_engine(
     kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
     reclaimer = Reclaimer(pages, POLICIES[config.eviction_policy]())
-    source = source or open_source(config, target, backend.accelerator)
-    loader = TierLoader(source, views, tables, backend.accelerator, config.num_loaders, wake)
+    loading = TierFigures()
+    source = source or open_source(config, target, backend.accelerator, loading)
+    loader = TierLoader(source, views, tables, backend.accelerator, config.num_loaders, wake, loading)
     adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer)
     page_tokens = target.geometry.page_tokens
     executor = _make_executor(config, model, max_model_len, page_tokens, decoder, kernels, tables, backend)
@@ -129,6 +143,7 @@ def assemble_engine(
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
         note_running=note_running,
+        loading=loading,
     )
     ready = EngineReady(
         max_model_len=max_model_len,

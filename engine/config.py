@@ -34,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     blob_url: str
     """Where adapters come from: `file://DIR` or `s3://BUCKET/PREFIX`."""
     cache_dir: str
-    """The disk tier's directory."""
+    """The disk tier's directory, which engines of one host and user may share."""
     device: str = "cpu"
     dtype: str = "bfloat16"
     pool_bytes: int | None = None

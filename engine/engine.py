@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.adapter_calls import AdapterCalls, PinLimits
 from loramux.engine.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
 from loramux.engine.adapter_strikes import AdapterStrikes
@@ -69,6 +70,7 @@ class Engine:
         clock: Callable[[], float],
         lookahead: bool = False,
         note_running: Callable[[list[str]], None] | None = None,
+        loading: TierFigures | None = None,
     ) -> None:
         self._limits = limits
         self._pages = pages
@@ -86,7 +88,7 @@ class Engine:
         self._num_arrivals = 0
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
-        self._stats = EngineStats(pages, adapters, prefixes, scheduler)
+        self._stats = EngineStats(pages, adapters, prefixes, scheduler, loading or TierFigures())
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
         self._calls = AdapterCalls(adapters, prefixes, self._live, pins, clock, self._post, self._leaves_room)

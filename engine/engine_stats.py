@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.adapter_pool import AdapterPhase, AdapterPool
 from loramux.engine.batch import ScheduledSequence
 from loramux.engine.messages import ResidentAdapter, Stats
@@ -13,8 +14,16 @@ from loramux.engine.scheduler import Scheduler
 class EngineStats:
     """Counts steps; the rest of `Stats`, which says what each figure means, is read from the parts when it is asked."""
 
-    def __init__(self, pages: PagePool, adapters: AdapterPool, prefixes: PrefixCache, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        pages: PagePool,
+        adapters: AdapterPool,
+        prefixes: PrefixCache,
+        scheduler: Scheduler,
+        loading: TierFigures,
+    ) -> None:
         self._pages = pages
+        self._loading = loading
         self._adapters = adapters
         self._prefixes = prefixes
         self._scheduler = scheduler
@@ -67,6 +76,7 @@ class EngineStats:
             num_preemptions=self._scheduler.num_preemptions,
             mixed_steps=self._num_mixed_steps,
             max_adapters_in_step=self._max_adapters_in_step,
+            loading=self._loading.snapshot(),
             adapters=tuple(
                 ResidentAdapter(
                     digest=entry.digest,

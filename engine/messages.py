@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from loramux.adapter_store.tier_figures import LoadCounts
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token of a sequence is chosen; names and defaults are those of the OpenAI API and of vLLM."""
@@ -237,6 +239,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     mixed_steps: int
     """Steps that held at least two different adapters."""
     max_adapters_in_step: int
+    loading: LoadCounts = LoadCounts()
     adapters: tuple[ResidentAdapter, ...] = ()
 
 

@@ -141,6 +141,11 @@ class SimulatedLoader:
         empty = np.zeros((0, 0), np.int32)
         self._report(Fetched(digest, AdapterLayout(empty, empty, self._num_pages[digest])))
 
+    def cancel(self, digest: str) -> None:
+        self._events, self._held = (
+            [event for event in events if event.digest != digest] for events in (self._events, self._held)
+        )
+
     def copy(self, digest: str, pages: list[int]) -> None:
         self._report(Copied(digest))
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.accelerator import Accelerator, Fence
 from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.slot_tables import SlotTables
@@ -27,9 +30,26 @@ class PackedLease(Protocol):
 
 
 class AdapterSource(Protocol):
-    """Where packed adapters come from; `lease` may take long and is called on loader threads only."""
+    """Where packed adapters come from; `lease` may take long and is called on loader threads only.
 
-    def lease(self, digest: str) -> PackedLease: ...
+    Once `cancel` is given it may raise a StoreError at once.
+    """
+
+    def lease(self, digest: str, *, cancel: Cancellation) -> PackedLease: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """One adapter on its way into pages, from `fetch` to `publish`, `drop` or `cancel`."""
+
+    digest: str
+    cancellation: Cancellation = field(default_factory=Cancellation)
+    lease: PackedLease | None = None
+
+    def release(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
 
 
 class TierLoader:
@@ -47,73 +67,96 @@ class TierLoader:
         accelerator: Accelerator,
         num_threads: int,
         wake: Callable[[], None],
+        figures: TierFigures | None = None,
     ) -> None:
         self._source = source
         self._views = views
         self._tables = tables
         self._accelerator = accelerator
         self._wake = wake
+        self._figures = figures or TierFigures()
         self._fetchers = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-fetcher")
         # An adapter that is being copied holds pages and a slot: it never waits behind a slow store.
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copier")
-        self._events: queue.SimpleQueue[LoadEvent] = queue.SimpleQueue()
-        self._leases: dict[str, PackedLease] = {}
+        self._events: queue.SimpleQueue[tuple[_Fetch, LoadEvent]] = queue.SimpleQueue()
+        # Touched by the caller's thread only.
+        self._fetches: dict[str, _Fetch] = {}
 
     def fetch(self, digest: str) -> None:
-        self._fetchers.submit(self._fetch, digest)
+        fetch = self._fetches[digest] = _Fetch(digest)
+        self._fetchers.submit(self._fetch, fetch)
+
+    def cancel(self, digest: str) -> None:
+        # What it may already have reported is passed over, and its hold given back, where events are collected.
+        self._fetches.pop(digest).cancellation.cancel()
 
     def copy(self, digest: str, pages: list[int]) -> None:
         # Steps submitted so far may still read these pages for their former owners.
-        self._copier.submit(self._copy, digest, pages, self._accelerator.fence())
+        self._copier.submit(self._copy, self._fetches[digest], pages, self._accelerator.fence())
 
     def publish(self, digest: str, slot: int, pages: list[int]) -> None:
-        self._tables.write(slot, pages, self._leases[digest].packed)
+        lease = self._fetches[digest].lease
+        assert lease is not None
+        self._tables.write(slot, pages, lease.packed)
         self.drop(digest)
 
     def drop(self, digest: str) -> None:
-        lease = self._leases.pop(digest, None)
-        if lease is not None:
-            lease.release()
+        fetch = self._fetches.pop(digest, None)
+        if fetch is not None:
+            fetch.release()
 
     def events(self) -> list[LoadEvent]:
         found: list[LoadEvent] = []
         while True:
             try:
-                found.append(self._events.get_nowait())
+                fetch, event = self._events.get_nowait()
             except queue.Empty:
                 return found
+            if self._fetches.get(fetch.digest) is not fetch:
+                fetch.release()
+                continue
+            if isinstance(event, LoadFailed):
+                self.drop(fetch.digest)
+            found.append(event)
 
     def close(self) -> None:
-        """Wait for loads under way; later ones are dropped."""
+        """Give up what is being fetched and wait for copies under way; later ones are dropped."""
+        for fetch in self._fetches.values():
+            fetch.cancellation.cancel()
         self._fetchers.shutdown(wait=True, cancel_futures=True)
         self._copier.shutdown(wait=True, cancel_futures=True)
-        for digest in list(self._leases):
+        self.events()
+        for digest in list(self._fetches):
             self.drop(digest)
 
-    def _fetch(self, digest: str) -> None:
+    def _fetch(self, fetch: _Fetch) -> None:
+        if fetch.cancellation.is_cancelled:
+            return
         try:
-            lease = self._source.lease(digest)
+            fetch.lease = self._source.lease(fetch.digest, cancel=fetch.cancellation)
         except StoreError as error:
-            self._report(LoadFailed(digest, str(error)))
+            self._report(fetch, LoadFailed(fetch.digest, str(error)))
             return
         except Exception as error:
             # Whatever else goes wrong must still reach the requests that wait for this adapter.
-            self._report(LoadFailed(digest, f"loading failed: {type(error).__name__}"))
+            self._report(fetch, LoadFailed(fetch.digest, f"loading failed: {type(error).__name__}"))
             return
-        self._leases[digest] = lease
-        self._report(Fetched(digest, lease.packed.layout))
+        self._report(fetch, Fetched(fetch.digest, fetch.lease.packed.layout))
 
-    def _copy(self, digest: str, pages: list[int], after: Fence) -> None:
+    def _copy(self, fetch: _Fetch, pages: list[int], after: Fence) -> None:
+        assert fetch.lease is not None
         try:
-            payload = torch.from_numpy(self._leases[digest].packed.payload)
+            packed = fetch.lease.packed
+            payload = torch.from_numpy(packed.payload)
             pairs = ((self._views.raw[page], payload[row]) for row, page in enumerate(pages))
-            self._accelerator.upload(pairs, after)
+            with self._figures.timed("pool", "copy", packed.payload.nbytes):
+                self._accelerator.upload(pairs, after)
         except Exception as error:
-            self.drop(digest)
-            self._report(LoadFailed(digest, f"copying failed: {type(error).__name__}"))
+            fetch.release()
+            self._report(fetch, LoadFailed(fetch.digest, f"copying failed: {type(error).__name__}"))
             return
-        self._report(Copied(digest))
+        self._report(fetch, Copied(fetch.digest))
 
-    def _report(self, event: LoadEvent) -> None:
-        self._events.put(event)
+    def _report(self, fetch: _Fetch, event: LoadEvent) -> None:
+        self._events.put((fetch, event))
         self._wake()

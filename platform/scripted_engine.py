@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.messages import (
     Abort,
     AdapterState,
@@ -149,6 +150,7 @@ class ScriptedEngine:
             num_preemptions=0,
             mixed_steps=0,
             max_adapters_in_step=0,
+            loading=TierFigures().snapshot(),
             adapters=tuple(
                 ResidentAdapter(digest=digest, slot=slot, num_pages=pages, num_users=0, is_pinned=digest in self.pinned)
                 for slot, (digest, pages) in enumerate(self.resident.items())

@@ -15,13 +15,14 @@ from loramux.platform.errors import Unavailable
 router = APIRouter()
 
 STATS_TIMEOUT_S = 5.0
+_NOT_COUNTERS = ("type", "call_id", "adapters")
 
 
 @router.get("/engine")
 async def get_engine(services: Services, caller: PlatformReader) -> Document:
     """The engine's limits and counters; they begin again when it restarts."""
     stats = await _stats(services)
-    counters = {name: getattr(stats, name) for name in Stats.__struct_fields__ if name not in ("call_id", "adapters")}
+    counters = {name: value for name, value in msgspec.to_builtins(stats).items() if name not in _NOT_COUNTERS}
     info = services.engine.info
     return {"object": "engine", **(msgspec.to_builtins(info) if info else {}), **counters}
 

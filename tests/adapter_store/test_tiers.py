@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,36 +12,13 @@ import numpy as np
 import pytest
 
 from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
-from loramux.adapter_store.errors import AdapterCorrupt, AdapterUnavailable, BlobStoreUnavailable
+from loramux.adapter_store.errors import AdapterCorrupt, AdapterUnavailable
 from loramux.adapter_store.memory_blobs import MemoryBlobStore
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tiers import TieredStore
+from tests.adapter_store.watched_blobs import WatchedBlobStore
 
 PLENTY = 1 << 30
-
-
-class WatchedBlobStore(MemoryBlobStore):
-    """Counts what is read, waits where told to, and can be down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_gets: Counter[str] = Counter()
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-        self.is_down = False
-
-    def get(self, key: str, destination: Path) -> None:
-        self.num_gets[key.split("/")[0]] += 1
-        self.may_answer.wait(10)
-        if self.is_down:
-            raise BlobStoreUnavailable("the store is down")
-        super().get(key, destination)
-
-    def damage(self, key: str) -> None:
-        data = bytearray(self.read_bytes(key))
-        data[-1] ^= 1
-        self.delete(key)
-        self.put(key, bytes(data))
 
 
 @pytest.fixture

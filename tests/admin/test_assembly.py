@@ -43,6 +43,12 @@ def test_what_an_operator_sets_reaches_the_engine(demo_base: Path, tmp_path: Pat
     assert getattr(config, name) == value != getattr(default, name)
 
 
+def test_servers_of_one_host_may_share_a_disk_tier(demo_base: Path, tmp_path: Path) -> None:
+    own = read_model(Settings(model=demo_base, data_dir=tmp_path / "data"))[1]
+    shared = read_model(Settings(model=demo_base, data_dir=tmp_path / "data", disk_tier_dir=tmp_path / "shared"))[1]
+    assert (own.cache_dir, shared.cache_dir) == (str(tmp_path / "data" / "disk-tier"), str(tmp_path / "shared"))
+
+
 def test_an_operator_and_an_engine_begin_with_the_same_defaults(demo_base: Path, tmp_path: Path) -> None:
     config = read_model(Settings(model=demo_base, data_dir=tmp_path))[1]
     plain = EngineConfig(model_dir="", blob_url="", cache_dir="")

@@ -6,9 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from loramux.adapter_store.tier_figures import TierFigures
 from loramux.admin.app import create_admin_app
+from loramux.engine.messages import Stats
 
 pytestmark = pytest.mark.anyio
 
@@ -50,10 +54,51 @@ async def test_metrics_are_open_to_this_machine_only(
         assert ("loramux_running_requests" in response.text) == (status == 200)
 
 
+async def test_how_adapters_come_to_the_pool_is_scraped_while_the_engine_answers(admin_side: Any) -> None:
+    figures = TierFigures()
+    figures.count_lookup("disk", True)
+    figures.count_lookup("disk", False)
+    figures.count_stage("disk", "read", 4096, 0.5)
+    figures.count_end("loaded")
+    figures.set_held("host", 4096, 3)
+    stats = await admin_side.engine.stats(1.0)
+    admin_side.engine.stats = lambda timeout_s: answer(msgspec.structs.replace(stats, loading=figures.snapshot()))
+    async with stranger(admin_side) as http:
+        text = (await http.get("/metrics")).text
+        samples = {one for one in text.splitlines() if one.startswith("loramux_adapter_")}
+        assert samples >= {
+            'loramux_adapter_lookups_total{result="hit",tier="disk"} 1.0',
+            'loramux_adapter_lookups_total{result="miss",tier="disk"} 1.0',
+            'loramux_adapter_lookups_total{result="hit",tier="host"} 0.0',
+            'loramux_adapter_tier_bytes{tier="host"} 4096.0',
+            'loramux_adapter_tier_evictions_total{tier="host"} 3.0',
+            'loramux_adapter_stages_total{stage="read",tier="disk"} 1.0',
+            'loramux_adapter_stage_bytes_total{stage="read",tier="disk"} 4096.0',
+            'loramux_adapter_stage_seconds_total{stage="read",tier="disk"} 0.5',
+            'loramux_adapter_stages_total{stage="copy",tier="pool"} 0.0',
+            'loramux_adapter_loads_total{outcome="loaded"} 1.0',
+            "loramux_adapter_files_set_aside_total 0.0",
+        }
+        assert len(samples) == 6 + 2 + 2 + 3 * 8 + 3 + 1, "nothing depends on which adapters there are"
+        parsed = list(text_string_to_metric_families(text))
+        assert len({family.name for family in parsed}) == len(parsed)
+        del admin_side.engine.stats
+        admin_side.engine.die()
+        response = await http.get("/metrics")
+        assert (response.status_code, "loramux_adapter_" in response.text) == (200, False)
+        assert "loramux_running_requests" in response.text
+
+
+async def answer(stats: Stats) -> Stats:
+    return stats
+
+
 async def test_the_engine_and_what_it_holds(http: httpx.AsyncClient, admin_side: Any) -> None:
     await admin_side.engine.load("d" * 64, 1.0)
     engine = (await http.get("/admin/v1/engine")).json()
     assert (engine["device"], engine["num_pages"], engine["num_adapter_pages"]) == ("cpu", 64, 1)
+    assert {one["tier"] for one in engine["loading"]["tiers"]} == {"host", "disk", "blobs"}
+    assert not {"call_id", "adapters"} & engine.keys()
     (adapter,) = (await http.get("/admin/v1/residency")).json()["data"]
     assert (adapter["digest"], adapter["num_pages"], adapter["num_users"]) == ("d" * 64, 1, 0)
 

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.canonical import write_canonical
 from loramux.adapter_store.packing import PackedAdapter, pack
 from loramux.adapter_store.target import PackTarget
@@ -299,5 +300,5 @@ class MemorySource:
     def add(self, packed: PackedAdapter) -> None:
         self._packed[packed.digest] = packed
 
-    def lease(self, digest: str) -> MemoryLease:
+    def lease(self, digest: str, cancel: Cancellation | None = None) -> MemoryLease:
         return MemoryLease(self._packed[digest])

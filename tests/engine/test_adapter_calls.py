@@ -48,6 +48,12 @@ def resident(simulation: Simulation) -> dict[str, ResidentAdapter]:
     return {one.digest: one for one in stats_of(simulation).adapters}
 
 
+def phase_of(simulation: Simulation, digest: str) -> AdapterPhase:
+    entry = simulation.adapters.find(digest)
+    assert entry is not None
+    return entry.phase
+
+
 def use(simulation: Simulation, *digests: str) -> None:
     """Run a short request with each adapter, one after another."""
     for digest in digests:
@@ -80,17 +86,12 @@ def test_an_unload_comes_to_its_end_although_requests_keep_coming(simulation: Si
     assert simulation.loader.num_fetches == 2
 
 
-@pytest.mark.parametrize("phase", [AdapterPhase.FETCHING, AdapterPhase.COPYING])
-def test_an_overdue_unload_frees_an_adapter_that_is_on_its_way(simulation: Simulation, phase: AdapterPhase) -> None:
+def test_an_overdue_unload_frees_an_adapter_that_is_being_copied(simulation: Simulation) -> None:
     calls = Calls(simulation)
-    if phase is AdapterPhase.FETCHING:
-        simulation.loader.hold()
     simulation.add("s", digest="a")
     simulation.loader.hold()
     simulation.step()
-    entry = simulation.adapters.find("a")
-    assert entry is not None
-    assert entry.phase is phase
+    assert phase_of(simulation, "a") is AdapterPhase.COPYING
     call = calls.unload("a", deadline_s=3.0)
     simulation.clock.now = 3.0
     simulation.step()
@@ -103,6 +104,43 @@ def test_an_overdue_unload_frees_an_adapter_that_is_on_its_way(simulation: Simul
     assert simulation.finished["late"].code == "adapter_unavailable"
     assert calls.outcome(call) == "absent"
     assert stats_of(simulation).num_adapter_pages == 0
+
+
+def test_an_overdue_unload_gives_up_a_fetch_and_waits_for_no_store(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    simulation.loader.hold()
+    simulation.add("s", digest="a")
+    simulation.step()
+    assert phase_of(simulation, "a") is AdapterPhase.FETCHING
+    call = calls.unload("a", deadline_s=3.0)
+    simulation.step()
+    assert calls.outcome(call) is None, "a request still wants it"
+    simulation.clock.now = 3.0
+    simulation.step()
+    assert simulation.finished["s"].code == "adapter_unavailable"
+    assert calls.outcome(call) == "absent"
+    assert simulation.adapters.find("a") is None
+    # What the store answers to the fetch that was given up is heard by nobody.
+    late = simulation.add("late", digest="a")
+    simulation.step()
+    simulation.loader.let_go()
+    simulation.run()
+    assert simulation.tokens["late"] == simulation.expected(late)
+    assert (simulation.loader.num_fetches, stats_of(simulation).num_adapter_loads) == (2, 1)
+
+
+def test_an_unload_leaves_a_fetch_alone_that_a_request_waits_for(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    simulation.loader.hold()
+    wanted = simulation.add("s", digest="a")
+    load, unload = calls.load("b"), calls.unload("b")
+    simulation.step()
+    assert [calls.outcome(call) for call in (load, unload)] == ["superseded", "absent"]
+    assert simulation.adapters.find("b") is None
+    assert phase_of(simulation, "a") is AdapterPhase.FETCHING
+    simulation.loader.let_go()
+    simulation.run()
+    assert simulation.tokens["s"] == simulation.expected(wanted)
 
 
 def test_the_later_of_a_load_and_an_unload_wins(simulation: Simulation) -> None:

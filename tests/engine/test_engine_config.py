@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from loramux.adapter_store.target import PackTarget
+from loramux.engine.accelerator import HostAccelerator
+from loramux.engine.assembly import open_source
 from loramux.engine.config import EngineConfig
 from loramux.engine.errors import ConfigNotUsable
+from loramux.kernels.layout import LinearShape, PageGeometry
 
 
 def config(**settings: Any) -> EngineConfig:
@@ -31,3 +37,35 @@ def test_the_engines_process_checks_what_it_is_handed() -> None:
 def test_not_everything_may_be_pinned(share: float) -> None:
     with pytest.raises(ConfigNotUsable, match="max_pinned_share"):
         config(max_pinned_share=share)
+
+
+def test_a_disk_tier_that_cannot_be_written_is_refused_without_its_path(target: PackTarget, tmp_path: Path) -> None:
+    place = tmp_path / "secret-name"
+    place.write_text("a file where a directory should be")
+    settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
+    with pytest.raises(ConfigNotUsable, match="give another disk_tier_dir") as refused:
+        open_source(settings, target, HostAccelerator())
+    assert "secret-name" not in str(refused.value)
+
+
+def test_the_host_tier_lies_in_memory_that_is_taken_once(target: PackTarget, tmp_path: Path) -> None:
+    settings = EngineConfig(
+        model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(tmp_path / "disk"), host_tier_bytes=1 << 20
+    )
+    slabs = []
+
+    class Watched(HostAccelerator):
+        def host_slab(self, num_bytes: int) -> torch.Tensor:
+            slabs.append(super().host_slab(num_bytes))
+            return slabs[-1]
+
+    source = open_source(settings, target, Watched())
+    (slab,) = slabs
+    assert slab.numel() == 1 << 20
+    address = source._allocate(5000).ctypes.data
+    assert slab.data_ptr() <= address < slab.data_ptr() + slab.numel()
+
+
+@pytest.fixture
+def target() -> PackTarget:
+    return PackTarget((LinearShape("q_proj", 32, 32),), PageGeometry(2, 2, 8, 4, 4), "float32")

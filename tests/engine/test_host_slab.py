@@ -61,4 +61,5 @@ def test_random_pieces_never_overlap_and_all_come_back(slab: HostSlab) -> None:
     held.clear()
     del piece
     gc.collect()
+    assert slab.num_free_bytes == SIZE
     assert slab._free == [(0, SIZE)]

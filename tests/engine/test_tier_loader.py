@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from loramux.adapter_store.errors import AdapterUnavailable
+from loramux.adapter_store.cancellation import Cancellation
+from loramux.adapter_store.errors import AdapterUnavailable, LoadCancelled
+from loramux.adapter_store.memory_blobs import MemoryBlobStore
 from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.tier_figures import TierFigures
+from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.accelerator import Fence, HostAccelerator
 from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.pool_memory import allocate_pool
@@ -44,11 +50,21 @@ class Lease:
 
 
 class Source:
+    """Answers once it may; `hangs` until the fetch is cancelled, as a lease of the tiers does."""
+
     def __init__(self, *adapters: PackedAdapter) -> None:
         self._adapters = {one.digest: one for one in adapters}
         self.num_leases = 0
+        self.hangs = False
+        self.asked = threading.Event()
 
-    def lease(self, digest: str) -> Lease:
+    def lease(self, digest: str, *, cancel: Cancellation) -> Lease:
+        if self.hangs:
+            cancelled = threading.Event()
+            cancel.when_cancelled(cancelled.set)
+            self.asked.set()
+            assert cancelled.wait(10)
+            raise LoadCancelled(f"{digest} is no longer wanted")
         if digest not in self._adapters:
             raise AdapterUnavailable(f"there is no {digest}")
         self.num_leases += 1
@@ -94,8 +110,11 @@ class Bench:
             GEOMETRY, NUM_PAGES * GEOMETRY.total_page_bytes, torch.float32, torch.float32, torch.device("cpu")
         )
         self.tables = SlotTables(TARGET, NUM_SLOTS, self.accelerator, FACTORS)
-        self._woken = threading.Event()
-        self.loader = TierLoader(self.source, self.views, self.tables, self.accelerator, 2, self._woken.set)
+        self.woken = threading.Event()
+        self.figures = TierFigures()
+        self.loader = TierLoader(
+            self.source, self.views, self.tables, self.accelerator, 2, self.woken.set, self.figures
+        )
 
     def next_event(self) -> LoadEvent:
         while True:
@@ -103,8 +122,8 @@ class Bench:
             if events:
                 (event,) = events
                 return event
-            assert self._woken.wait(10)
-            self._woken.clear()
+            assert self.woken.wait(10)
+            self.woken.clear()
 
 
 def test_an_adapter_comes_whole_into_its_pages_and_tables() -> None:
@@ -222,3 +241,96 @@ def test_a_fetched_adapter_that_nobody_copies_is_released(is_dropped: bool) -> N
         bench.loader.close()
     assert bench.source.num_leases == 0
     bench.loader.close()
+
+
+def test_a_fetch_that_is_cancelled_ends_and_says_nothing() -> None:
+    bench = Bench(packed("a", [[1, 1], [1, 1]]), packed("b", [[1, 1], [1, 1]]))
+    bench.source.hangs = True
+    bench.loader.fetch("a")
+    assert bench.source.asked.wait(10)
+    bench.loader.cancel("a")
+    bench.source.hangs = False
+    bench.loader.fetch("b")
+    fetched = bench.next_event()
+    assert fetched.digest == "b"
+    bench.loader.close()
+    assert bench.loader.events() == []
+
+
+def test_what_came_of_a_cancelled_fetch_is_given_back_and_not_taken_for_the_next() -> None:
+    adapter = packed("a", [[3, 0], [1, 2]])
+    bench = Bench(adapter)
+    bench.accelerator.may_upload.set()
+    bench.loader.fetch("a")
+    # It has been fetched by the time it is cancelled, and nobody has looked yet.
+    assert bench.woken.wait(10)
+    bench.woken.clear()
+    bench.loader.cancel("a")
+    bench.loader.fetch("a")
+    assert bench.woken.wait(10)
+    events = bench.loader.events()
+    assert [type(event) for event in events] == [Fetched]
+    assert bench.source.num_leases == 1
+    bench.loader.copy("a", list(range(adapter.num_pages)))
+    assert bench.next_event() == Copied("a")
+    bench.loader.drop("a")
+    assert bench.source.num_leases == 0
+    bench.loader.close()
+
+
+def test_closing_waits_for_no_fetch_that_hangs() -> None:
+    bench = Bench(packed("a", [[1, 1], [1, 1]]))
+    bench.source.hangs = True
+    bench.loader.fetch("a")
+    assert bench.source.asked.wait(10)
+    bench.loader.close()
+    assert bench.source.num_leases == 0
+
+
+def test_copies_are_counted_with_their_bytes() -> None:
+    adapter = packed("a", [[3, 0], [1, 2]])
+    bench = Bench(adapter)
+    bench.accelerator.may_upload.set()
+    loaded(bench, "a", 1)
+    (copies,) = (one for one in bench.figures.snapshot().stages if one.stage == "copy")
+    assert (copies.tier, copies.count, copies.num_bytes) == ("pool", 1, adapter.payload.nbytes)
+    assert copies.seconds > 0
+    bench.loader.close()
+
+
+class StuckBlobStore(MemoryBlobStore):
+    """Hangs for one adapter."""
+
+    def __init__(self, digest: str) -> None:
+        super().__init__()
+        self._digest = digest
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def get(self, key: str, destination: Path, **limits: Any) -> None:
+        if self._digest in key:
+            self.is_asked.set()
+            assert self.may_answer.wait(20)
+        super().get(key, destination, **limits)
+
+
+def test_a_store_that_hangs_gives_its_thread_back_when_the_fetch_is_cancelled(tmp_path: Path) -> None:
+    """With the tiers themselves: the only fetching thread is free for others although the store never answers."""
+    stuck, other = "a" * 64, "b" * 64
+    blobs = StuckBlobStore(stuck)
+    store = TieredStore(blobs, TARGET, tmp_path, 1 << 20, 1 << 20)
+    bench = Bench()
+    loader = TierLoader(store, bench.views, bench.tables, bench.accelerator, 1, bench.woken.set, store.figures)
+    bench.loader = loader
+    loader.fetch(stuck)
+    loader.fetch(other)
+    assert blobs.is_asked.wait(10)
+    assert loader.events() == []
+    loader.cancel(stuck)
+    failed = bench.next_event()
+    assert isinstance(failed, LoadFailed)
+    assert failed.digest == other
+    loader.close()
+    blobs.may_answer.set()
+    while not store.figures.snapshot().num_given_up:
+        threading.Event().wait(0.005)
+    assert store.host_used_bytes == 0

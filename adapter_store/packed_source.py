@@ -1,0 +1,184 @@
+"""An adapter's packed file from the local disk, the blob store, or made anew; verified before it is used."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+
+from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
+from loramux.adapter_store.canonical import digest_of
+from loramux.adapter_store.disk_tier import DiskTier, FileIdentity, HeldFile
+from loramux.adapter_store.errors import (
+    AdapterCorrupt,
+    AdapterRejected,
+    AdapterUnavailable,
+    BlobNotFound,
+    BlobStoreUnavailable,
+)
+from loramux.adapter_store.packed_file import HostMemory, read_open_packed, write_packed
+from loramux.adapter_store.packing import PackedAdapter, pack
+from loramux.adapter_store.payload_checks import PayloadCheck, Proof
+from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.tier_figures import Tier, TierFigures
+
+_CANONICAL_ATTEMPTS = 2
+_MAX_PROOFS = 1 << 14
+
+
+class PackedSource:
+    """Reads packed adapters for one target. Thread-safe; each call is for another digest than those under way.
+
+    What is verified, and when:
+
+    - a canonical file, whenever it comes from the blob store: its SHA-256 is the digest;
+    - a packed file's header, at each read: its SHA-256;
+    - a packed file's pages, at the first read of a file by this engine, also of one that an earlier run or another
+      engine left on the disk: their SHA-256, which the header states;
+    - at later reads of a file that has the same inode, size and time of its last change: lane sums, noted at the first.
+
+    Always what is verified is what lies in memory, after it was read. Wrong bytes are set aside and had from further
+    away, and a packed file that is missing or wrong in the blob store is rebuilt from the canonical one.
+    """
+
+    def __init__(self, blobs: BlobStore, target: PackTarget, disk: DiskTier, figures: TierFigures) -> None:
+        self._blobs = blobs
+        self._target = target
+        self._pack_key = target.pack_key
+        self._disk = disk
+        self._figures = figures
+        self._lock = threading.Lock()
+        self._proofs: OrderedDict[str, tuple[FileIdentity, Proof]] = OrderedDict()
+
+    def fetch(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
+        """An adapter in memory from `allocate`.
+
+        Between its parts it calls `check_wanted`, whose exception ends it; a packed file that has come by then stays on
+        the disk. Raises AdapterUnavailable, AdapterCorrupt, BlobStoreUnavailable or OSError.
+        """
+        check_wanted()
+        return self._from_disk(digest, allocate) or self._from_blobs(digest, allocate, check_wanted)
+
+    def _from_disk(self, digest: str, allocate: HostMemory) -> PackedAdapter | None:
+        with self._figures.timed("disk", "lookup"):
+            held = self._hold(digest)
+        self._figures.count_lookup("disk", held is not None)
+        if held is None:
+            return None
+        with held:
+            try:
+                return self._read(held.file, digest, allocate, "disk")
+            except (AdapterCorrupt, OSError):
+                self._figures.count_end("set_aside")
+                with suppress(OSError):
+                    self._disk.forget(digest, FileIdentity.of(held.file).inode)
+        return None
+
+    def _hold(self, digest: str) -> HeldFile | None:
+        try:
+            return self._disk.hold(digest)
+        except OSError:
+            # A file that cannot be opened is as good as none.
+            return None
+
+    def _from_blobs(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
+        check_wanted()
+        key = packed_key(digest, self._pack_key)
+        file = self._disk.new_file()
+        try:
+            try:
+                self._get(key, file)
+            except BlobNotFound:
+                return self._rebuild(digest, allocate, check_wanted)
+            try:
+                check_wanted()
+            except BaseException:
+                self._keep(digest, file)
+                raise
+            try:
+                packed = self._read_path(file, digest, allocate)
+            except AdapterCorrupt:
+                self._set_aside(file)
+                self._blobs.delete(key)
+                return self._rebuild(digest, allocate, check_wanted)
+            self._keep(digest, file)
+            return packed
+        finally:
+            file.unlink(missing_ok=True)
+
+    def _rebuild(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
+        """Pack an adapter for our target and give the packed file to the blob store too."""
+        check_wanted()
+        canonical, file = self._disk.new_file(), self._disk.new_file()
+        try:
+            self._get_canonical(digest, canonical)
+            check_wanted()
+            with self._figures.timed("blobs", "pack", canonical.stat().st_size):
+                write_packed(file, pack(canonical, self._target), self._target)
+            packed = self._read_path(file, digest, allocate)
+            # The adapter can be served without it; the next engine will try again.
+            with suppress(BlobStoreUnavailable):
+                self._blobs.put(packed_key(digest, self._pack_key), file)
+            self._keep(digest, file)
+        except AdapterRejected as error:
+            raise AdapterUnavailable(f"adapter {digest[:12]} does not fit the served base model") from error
+        finally:
+            canonical.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+        return packed
+
+    def _get(self, key: str, file: Path) -> None:
+        with self._figures.timed("blobs", "fetch") as stage:
+            try:
+                self._blobs.get(key, file)
+            except BlobNotFound:
+                self._figures.count_lookup("blobs", False)
+                raise
+            stage.num_bytes = file.stat().st_size
+        self._figures.count_lookup("blobs", True)
+
+    def _get_canonical(self, digest: str, destination: Path) -> None:
+        for _ in range(_CANONICAL_ATTEMPTS):
+            try:
+                self._get(canonical_key(digest), destination)
+            except BlobNotFound:
+                raise AdapterUnavailable(f"the blob store does not hold adapter {digest[:12]}") from None
+            with self._figures.timed("blobs", "verify", destination.stat().st_size):
+                is_right = digest_of(destination) == digest
+            if is_right:
+                return
+            self._set_aside(destination)
+        raise AdapterCorrupt(f"the blob store holds wrong bytes for adapter {digest[:12]}")
+
+    def _read_path(self, path: Path, digest: str, allocate: HostMemory) -> PackedAdapter:
+        with FileIO(path) as file:
+            return self._read(file, digest, allocate, "blobs")
+
+    def _read(self, file: FileIO, digest: str, allocate: HostMemory, verifies: Tier) -> PackedAdapter:
+        identity = FileIdentity.of(file)
+        with self._lock:
+            known = self._proofs.pop(digest, None)
+        check = PayloadCheck(known[1] if known is not None and known[0] == identity else None)
+        packed = read_open_packed(file, check, self._target, digest, allocate)
+        assert check.proof is not None
+        with self._lock:
+            self._proofs[digest] = (identity, check.proof)
+            if len(self._proofs) > _MAX_PROOFS:
+                self._proofs.popitem(last=False)
+        self._figures.count_stage("disk", "read", packed.payload.nbytes, check.read_s)
+        self._figures.count_stage(verifies, "verify", packed.payload.nbytes, check.verify_s)
+        return packed
+
+    def _keep(self, digest: str, file: Path) -> None:
+        # Without a place on the disk the adapter can be served all the same.
+        with suppress(OSError):
+            self._disk.add(digest, file)
+
+    def _set_aside(self, file: Path) -> None:
+        self._figures.count_end("set_aside")
+        # Whether or not there is room to keep it, it is not used.
+        with suppress(OSError):
+            self._disk.set_aside(file)

@@ -1,0 +1,135 @@
+"""Where adapters were found, and what bringing them took: counted by tier and stage, never by adapter."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["host", "disk", "blobs", "pool"]
+Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
+
+TIERS: tuple[Tier, ...] = ("host", "disk", "blobs")
+"""Those in which adapters are looked for; the pool is where they are taken to."""
+
+STAGES: tuple[tuple[Tier, Stage], ...] = (
+    ("host", "lookup"),
+    ("disk", "lookup"),
+    ("disk", "read"),
+    ("disk", "verify"),
+    ("blobs", "fetch"),
+    ("blobs", "verify"),
+    ("blobs", "pack"),
+    ("pool", "copy"),
+)
+"""All that are counted, so that the number of series is fixed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCounts:
+    """One tier; blobs are not evicted, and nobody counts their bytes."""
+
+    tier: str
+    num_hits: int = 0
+    num_misses: int = 0
+    num_evictions: int = 0
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCounts:
+    """One stage in one tier: how often it was gone through, with how many bytes, and how long that took together."""
+
+    tier: str
+    stage: str
+    count: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCounts:
+    """How adapters came to the pool since the engine started."""
+
+    tiers: tuple[TierCounts, ...] = ()
+    stages: tuple[StageCounts, ...] = ()
+    num_loaded: int = 0
+    """Adapters that were brought into host memory."""
+    num_failed: int = 0
+    num_given_up: int = 0
+    """Loads that nobody wanted any more before they were through."""
+    num_set_aside: int = 0
+    """Files with wrong bytes."""
+
+
+@dataclass(slots=True)
+class TimedStage:
+    """A stage that is under way; who learns later how many bytes it handles writes them down here."""
+
+    num_bytes: int
+
+
+class TierFigures:
+    """Counts for one engine. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hits = dict.fromkeys(TIERS, 0)
+        self._misses = dict.fromkeys(TIERS, 0)
+        self._evictions = dict.fromkeys(TIERS, 0)
+        self._used_bytes = dict.fromkeys(TIERS, 0)
+        self._stages = dict.fromkeys(STAGES, (0, 0, 0.0))
+        self._ends = {"loaded": 0, "failed": 0, "given_up": 0, "set_aside": 0}
+
+    def count_lookup(self, tier: Tier, is_hit: bool) -> None:
+        with self._lock:
+            (self._hits if is_hit else self._misses)[tier] += 1
+
+    def count_stage(self, tier: Tier, stage: Stage, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            count, total_bytes, total_s = self._stages[tier, stage]
+            self._stages[tier, stage] = (count + 1, total_bytes + num_bytes, total_s + seconds)
+
+    @contextmanager
+    def timed(self, tier: Tier, stage: Stage, num_bytes: int = 0) -> Iterator[TimedStage]:
+        """Count a stage that does not raise."""
+        timed = TimedStage(num_bytes)
+        started_s = time.perf_counter()
+        yield timed
+        self.count_stage(tier, stage, timed.num_bytes, time.perf_counter() - started_s)
+
+    def count_end(self, end: Literal["loaded", "failed", "given_up", "set_aside"]) -> None:
+        with self._lock:
+            self._ends[end] += 1
+
+    def set_held(self, tier: Tier, used_bytes: int, num_evictions: int) -> None:
+        """What a tier holds now, and how many adapters it has let go of since it was opened."""
+        with self._lock:
+            self._used_bytes[tier] = used_bytes
+            self._evictions[tier] = num_evictions
+
+    def snapshot(self) -> LoadCounts:
+        with self._lock:
+            return LoadCounts(
+                tiers=tuple(
+                    TierCounts(
+                        tier=tier,
+                        num_hits=self._hits[tier],
+                        num_misses=self._misses[tier],
+                        num_evictions=self._evictions[tier],
+                        used_bytes=self._used_bytes[tier],
+                    )
+                    for tier in TIERS
+                ),
+                stages=tuple(
+                    StageCounts(tier=tier, stage=stage, count=count, num_bytes=num_bytes, seconds=seconds)
+                    for (tier, stage), (count, num_bytes, seconds) in self._stages.items()
+                ),
+                num_loaded=self._ends["loaded"],
+                num_failed=self._ends["failed"],
+                num_given_up=self._ends["given_up"],
+                num_set_aside=self._ends["set_aside"],
+            )

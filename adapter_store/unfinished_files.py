@@ -1,0 +1,61 @@
+"""Files that are being made, of several processes in one directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+
+class UnfinishedFiles:
+    """Places `DIRECTORY/unfinished/RUN-FILE`; the run holds a lock on `DIRECTORY/runs/RUN` as long as it lives.
+
+    So what a run left that died can be told from what others are at work on. The constructor and `sweep` are to be
+    called under the directory's lock: a run that is just beginning must not be taken for a dead one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._runs = directory / "runs"
+        self._directory = directory / "unfinished"
+        for path in (self._runs, self._directory):
+            path.mkdir(parents=True, exist_ok=True)
+        self._run = uuid.uuid4().hex
+        lock = self._runs / self._run
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        weakref.finalize(self, _end_run, lock, descriptor)
+
+    def new_file(self) -> Path:
+        """A place for a file that is being made, on the file system where it will stay."""
+        return self._directory / f"{self._run}-{uuid.uuid4().hex}"
+
+    def sweep(self) -> None:
+        """Remove what runs left behind that are no more."""
+        alive = {path.name for path in self._runs.iterdir() if not _remove_if_dead(path)}
+        for path in self._directory.iterdir():
+            if path.name.partition("-")[0] not in alive:
+                path.unlink(missing_ok=True)
+
+
+def _remove_if_dead(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _end_run(lock: Path, descriptor: int) -> None:
+    with suppress(OSError):
+        lock.unlink()
+    os.close(descriptor)

@@ -1,0 +1,343 @@
+"""How fast do adapters come from the disk tier to the pool, beside a plain sequential read of the same files?
+
+In one process on a CPU, in turns, for adapters of several ranks on all linears of a 1B Llama, from the operating
+system's memory (warm) and, after it was asked to drop the files, from the disk (cold):
+
+    plain     each file's pages are read in order, straight into the same pages of the pool, by one thread
+    memory    by leases of the tiers, one after another, into host memory: open, lock, read, verify
+    fetch     the same by as many threads as an engine fetches with: what a GPU, which copies by itself, is fed with
+    pool      by the engine's loader: as `fetch`, and by one more thread from host memory to the pages of the pool
+    one       the same, each adapter from its request to its published tables before the next
+    first     as `pool`, in a store that was just opened: SHA-256 instead of lane sums
+
+What counts is the throughput of each over that of `plain` in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.hot_load_files import HotFiles, target_of
+from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.random_model import SHAPES
+from loramux.adapter_store.errors import AdapterUnavailable
+from loramux.adapter_store.memory_blobs import MemoryBlobStore
+from loramux.adapter_store.tiers import TieredStore
+from loramux.engine.accelerator import HostAccelerator
+from loramux.engine.adapter_loading import Copied, Fetched
+from loramux.engine.backend import SWITCH_INTERVAL_S
+from loramux.engine.host_slab import HostSlab
+from loramux.engine.pool_memory import allocate_pool
+from loramux.engine.slot_tables import SlotTables
+from loramux.engine.tier_loader import TierLoader
+
+SCRATCH = Path(__file__).parent / "scratch" / "hot_load"
+PLAIN, MEMORY, FETCH, POOL, ONE, FIRST = WAYS = ("plain", "memory", "fetch", "pool", "one", "first")
+TARGET = 0.8
+"""What `pool` must reach of `plain`."""
+
+MAX_UNDER_WAY = 6
+"""Adapters that are fetched and not yet copied: the memory of so many is taken."""
+
+
+MIN_FILES = 8
+"""With fewer, the first and the last are most of it, beside which nothing else is under way."""
+
+
+class CheckError(Exception):
+    """What was loaded is not what was stored."""
+
+
+class Bench:
+    """The engine's own parts between the disk tier and the pool."""
+
+    def __init__(self, files: HotFiles, num_loaders: int) -> None:
+        self.files = files
+        self._num_loaders = num_loaders
+        target, geometry = files.target, files.target.geometry
+        self._accelerator = HostAccelerator()
+        # Room for every adapter, so that no page changes hands between two rounds.
+        self.views = allocate_pool(
+            geometry, files.count * files.payload_bytes, torch.bfloat16, torch.bfloat16, self._accelerator.device
+        )
+        self._tables = SlotTables(target, files.count, self._accelerator, ())
+        self._slab = HostSlab(self._accelerator.host_slab((MAX_UNDER_WAY + 1) * (files.payload_bytes + (1 << 20))))
+        self.store = self.open_store()
+
+    def open_store(self) -> TieredStore:
+        """Without a host tier, so that each load begins at the disk tier, and without blobs behind it."""
+        files = self.files
+        return TieredStore(MemoryBlobStore(), files.target, files.directory, files.tier_bytes, 0, self._slab.allocate)
+
+    def pages(self, number: int) -> list[int]:
+        return list(range(number * self.files.num_pages, (number + 1) * self.files.num_pages))
+
+    def plain(self) -> None:
+        pages = self.views.raw.numpy().reshape(self.files.count, -1)
+        for number, digest in enumerate(self.files.digests):
+            with FileIO(self.files.path(digest)) as file:
+                file.seek(-self.files.payload_bytes, os.SEEK_END)
+                view = pages[number].data
+                while num_read := file.readinto(view):
+                    view = view[num_read:]
+
+    def memory(self) -> None:
+        for digest in self.files.digests:
+            self._lease(digest)
+
+    def fetch(self) -> None:
+        with ThreadPoolExecutor(self._num_loaders) as threads:
+            for _ in threads.map(self._lease, self.files.digests):
+                continue
+
+    def pool(self) -> None:
+        self._load(self.store, MAX_UNDER_WAY)
+
+    def one(self) -> None:
+        self._load(self.store, 1)
+
+    def first(self) -> None:
+        self._load(self.open_store(), MAX_UNDER_WAY)
+
+    def _lease(self, digest: str) -> None:
+        self.store.lease(digest).release()
+
+    def _load(self, store: TieredStore, max_under_way: int) -> None:
+        """Bring every adapter to its pages, at most so many at a time, as the engine's thread would between steps."""
+        woken = threading.Event()
+        loader = TierLoader(
+            store, self.views, self._tables, self._accelerator, self._num_loaders, woken.set, store.figures
+        )
+        numbers = {digest: number for number, digest in enumerate(self.files.digests)}
+        waiting, num_left, num_under_way = deque(numbers), len(numbers), 0
+        while num_left:
+            while waiting and num_under_way < max_under_way:
+                loader.fetch(waiting.popleft())
+                num_under_way += 1
+            woken.wait()
+            woken.clear()
+            for event in loader.events():
+                pages = self.pages(numbers[event.digest])
+                match event:
+                    case Fetched():
+                        loader.copy(event.digest, pages)
+                    case Copied():
+                        loader.publish(event.digest, numbers[event.digest], pages)
+                        num_left -= 1
+                        num_under_way -= 1
+                    case _:
+                        raise CheckError(f"an adapter could not be loaded: {event.message}")
+        loader.close()
+
+    def check(self) -> int:
+        """Compare every byte in the pool with what was stored, and have a damaged file refused; returns the bytes."""
+        num_bytes = 0
+        for load in (self.plain, self.first, self.pool):
+            self.views.raw.zero_()
+            load()
+            for number, digest in enumerate(self.files.digests):
+                found = self.views.raw[self.pages(number)].numpy()
+                if not np.array_equal(found, self.files.payload(digest)):
+                    raise CheckError("what came to the pool is not what was stored")
+                num_bytes += found.nbytes
+        self._check_damage()
+        return num_bytes
+
+    def _check_damage(self) -> None:
+        digest = self.files.digests[-1]
+        path = self.files.path(digest)
+        before = path.stat()
+        with path.open("r+b") as file:
+            file.seek(-1000, os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-1000, os.SEEK_END)
+            file.write(bytes([byte ^ 1]))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        for store in (self.store, self.open_store()):
+            try:
+                store.lease(digest).release()
+            except AdapterUnavailable:
+                continue
+            raise CheckError("a damaged file was served")
+        self.files.make()
+        self.memory()
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One way's turn."""
+
+    bytes_s: float
+    processor_s: float
+    """Of all threads, a gigabyte."""
+
+
+def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Round]]:
+    ways: dict[str, Callable[[], None]] = {way: getattr(bench, way) for way in WAYS}
+    num_bytes = bench.files.count * bench.files.payload_bytes
+    found: dict[str, list[Round]] = {way: [] for way in WAYS}
+    for number in range(num_rounds + 1):
+        # In turns, each first in its round, so that a drift of the machine meets all alike.
+        place = number % len(WAYS)
+        for way in (*WAYS[place:], *WAYS[:place]):
+            if is_cold:
+                bench.files.drop_cached()
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            started_s = time.perf_counter()
+            ways[way]()
+            seconds = time.perf_counter() - started_s
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            if number:
+                found[way].append(Round(num_bytes / seconds, processor_s / num_bytes * 1e9))
+    return found
+
+
+def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stages: dict[str, float]) -> dict[str, Any]:
+    """One case's figures; ratios are of the same round, and their median counts."""
+    ways = {}
+    for way, rounds in found.items():
+        ratios = [one.bytes_s / plain.bytes_s for one, plain in zip(rounds, found[PLAIN], strict=True)]
+        ways[way] = {
+            "MB_s": round(statistics.median(one.bytes_s for one in rounds) / 1e6, 1),
+            "over_plain": round(statistics.median(ratios), 3),
+            "over_plain_rounds": [round(ratio, 3) for ratio in ratios],
+            "processor_s_per_GB": round(statistics.median(one.processor_s for one in rounds), 3),
+        }
+    return {
+        "rank": bench.files.rank,
+        "files": bench.files.count,
+        "file_MB": round(bench.files.payload_bytes / 1e6, 2),
+        "page_cache": "cold" if is_cold else "warm",
+        "ways": ways,
+        "stage_s_per_GB": stages,
+        "meets_target": ways[POOL]["over_plain"] >= TARGET,
+    }
+
+
+@contextmanager
+def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
+    """Seconds a gigabyte of each stage of the store's loads inside the block, from the engine's own figures."""
+    found: dict[str, float] = {}
+    before = {(one.tier, one.stage): one for one in bench.store.figures.snapshot().stages}
+    yield found
+    after = {(one.tier, one.stage): one for one in bench.store.figures.snapshot().stages}
+    num_bytes = after["disk", "read"].num_bytes - before["disk", "read"].num_bytes
+    for (tier, stage), one in after.items():
+        if one.count > before[tier, stage].count:
+            # Only some ways go on to the pool.
+            per = one.num_bytes - before[tier, stage].num_bytes or num_bytes
+            found[f"{tier} {stage}"] = round((one.seconds - before[tier, stage].seconds) / per * 1e9, 4)
+
+
+def table_of(cases: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="from the disk tier, over a plain read of the same files")
+    for heading in ("rank", "MB", "cache", "plain MB/s", *WAYS[1:], "target"):
+        table.add_column(heading, justify="right")
+    for case in cases:
+        ways = case["ways"]
+        ratios = [f"{ways[way]['over_plain']:.2f}" for way in WAYS[1:]]
+        verdict = "met" if case["meets_target"] else "missed"
+        table.add_row(
+            str(case["rank"]),
+            f"{case['file_MB']:.1f}",
+            case["page_cache"],
+            f"{ways[PLAIN]['MB_s']:.0f}",
+            *ratios,
+            verdict,
+        )
+    return table
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hot_load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", choices=sorted(SHAPES), default="1b", help="whose linears the adapters change")
+    add("--ranks", type=lambda text: [int(one) for one in text.split(",")], default=[8, 16, 64], metavar="8,16,64")
+    add("--megabytes", type=int, default=360, help="of files of each rank")
+    add("--rounds", type=int, default=9, help="of each way; the median counts")
+    add("--loaders", type=int, default=4, help="fetching threads of the engine's loader; one more copies")
+    add("--skip-cold", action="store_true", help="do not ask the operating system to drop the files")
+    add("--scratch", type=Path, default=SCRATCH, help="where the files are made: the disk that is measured")
+    add("--out", type=Path, help="write the figures as JSON, for benchmarks/results/")
+    add_allow_busy(parser)
+    arguments = parser.parse_args(argv)
+    if min(*arguments.ranks, arguments.megabytes, arguments.rounds, arguments.loaders) < 1:
+        parser.error("ranks, --megabytes, --rounds and --loaders must be above 0")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    console = Console()
+    machine = describe()
+    busy_before = require_idle(arguments.allow_busy)
+    # As in an engine: whoever waits for the interpreter gets it soon.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    target = target_of(SHAPES[arguments.model])
+    cases: list[dict[str, Any]] = []
+    num_checked = 0
+    for rank in arguments.ranks:
+        size = HotFiles(target, rank, 1, arguments.scratch).payload_bytes
+        count = max(MIN_FILES, arguments.megabytes * 1_000_000 // size)
+        files = HotFiles(target, rank, count, arguments.scratch / str(rank))
+        files.make()
+        bench = Bench(files, arguments.loaders)
+        try:
+            num_checked += bench.check()
+        except CheckError as error:
+            console.print(f"[red]nothing was measured: {error}[/red]")
+            return 1
+        console.print(f"rank {rank}: {files.count} files of {files.payload_bytes / 1e6:.1f} MB came whole to the pool")
+        for is_cold in (False,) if arguments.skip_cold else (False, True):
+            with stages_of(bench) as stages:
+                found = measure(bench, is_cold, arguments.rounds)
+            cases.append(figures_of(bench, is_cold, found, stages))
+    console.print(table_of(cases))
+    for name, value in machine.items():
+        console.print(f"[dim]{name}: {value}[/dim]")
+    if arguments.out:
+        document = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": machine,
+            "busy_share": {"before": round(busy_before, 3), "after": round(busy_share(), 3)},
+            "workload": {
+                "model": arguments.model,
+                "dtype": target.dtype,
+                "loaders": arguments.loaders,
+                "rounds": arguments.rounds,
+                "target": f"pool at least {TARGET} of plain",
+            },
+            "check": {"bytes_compared": num_checked, "damaged_files_refused": 2 * len(arguments.ranks)},
+            "cases": cases,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
