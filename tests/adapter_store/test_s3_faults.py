@@ -18,7 +18,7 @@ from loramux.adapter_store.errors import BlobDamaged, BlobNotFound, BlobStoreUna
 from loramux.adapter_store.retry_budget import RetryBudget
 from loramux.adapter_store.s3_blobs import S3BlobStore
 from loramux.adapter_store.s3_limits import MIN_PART_BYTES
-from tests.adapter_store.conftest import HURRIED, IS_RADOSGW
+from tests.adapter_store.conftest import HURRIED, IS_RADOSGW, PATIENT
 from tests.adapter_store.fault_proxy import Fault, FaultProxy, ListedPlan, no_faults
 
 DATA = random.Random(1).randbytes(70_000)
@@ -48,6 +48,11 @@ def never_opens() -> CircuitBreaker:
 @pytest.fixture
 def s3_blobs(fault_proxy: FaultProxy, s3_bucket: str) -> S3BlobStore:
     return S3BlobStore(s3_bucket, "p", HURRIED)
+
+
+@pytest.fixture
+def patient_blobs(fault_proxy: FaultProxy, s3_bucket: str) -> S3BlobStore:
+    return S3BlobStore(s3_bucket, "p", PATIENT, never_opens())
 
 
 def always(fault: Fault, method: str) -> Callable[[str, str], Fault | None]:
@@ -149,23 +154,23 @@ def test_bytes_that_are_damaged_on_their_way_up_are_never_read(fault_proxy: Faul
 @pytest.mark.parametrize("method", ["PUT", "POST"], ids=["a-part", "completion"])
 @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOST_RESET, Fault.LOST_HANG, Fault.TRUNCATE], **by_value)
 def test_parts_that_fail_once_are_sent_again(
-    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault, method: str
+    raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path, fault: Fault, method: str
 ) -> None:
     (tmp_path / "source").write_bytes(LARGE)
     fault_proxy.plan = ListedPlan(method, fault, part_of_path="k/large?uploadId=")
-    assert s3_blobs.put("k/large", tmp_path / "source")
-    assert s3_blobs.read_bytes("k/large") == LARGE
+    assert patient_blobs.put("k/large", tmp_path / "source")
+    assert patient_blobs.read_bytes("k/large") == LARGE
     assert list(raw_bucket.multipart_uploads.all()) == []
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("fault", PASSING, **by_value)
 def test_one_range_that_fails_is_had_again(
-    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
+    raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path, fault: Fault
 ) -> None:
     raw_bucket.put_object(Key="p/k/large", Body=LARGE)
     fault_proxy.plan = ListedPlan("GET", None, None, fault)
-    s3_blobs.get("k/large", tmp_path / "copy")
+    patient_blobs.get("k/large", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == LARGE
 
 
@@ -179,7 +184,7 @@ def put_in_parts(raw_bucket: Any, data: bytes) -> None:
 @pytest.mark.parametrize("heeds", [True, pytest.param(False, marks=only_moto)], ids=["if-match", "without-if-match"])
 @pytest.mark.parametrize("nth", [1, 2, 3], ids=["second-range", "third-range", "last-range"])
 def test_ranges_are_of_one_object_where_it_is_replaced_meanwhile(
-    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, nth: int, heeds: bool
+    raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path, nth: int, heeds: bool
 ) -> None:
     if not heeds:
         fault_proxy.dropped.add("if-match")
@@ -197,37 +202,37 @@ def test_ranges_are_of_one_object_where_it_is_replaced_meanwhile(
         return None
 
     fault_proxy.plan = replace
-    s3_blobs.get("k/large", tmp_path / "copy")
+    patient_blobs.get("k/large", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() in (other, LARGE)
 
 
 @pytest.mark.campaign
 def test_a_range_of_another_object_is_not_taken(
-    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path
+    raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path
 ) -> None:
     raw_bucket.put_object(Key="p/k/other", Body=LARGE[::-1])
     raw_bucket.put_object(Key="p/k/large", Body=LARGE)
-    s3_blobs.get("k/other", tmp_path / "other")
+    patient_blobs.get("k/other", tmp_path / "other")
     for number in range(1, 4):
         fault_proxy.plan = ListedPlan("GET", *[None] * number, Fault.STALE)
         try:
-            s3_blobs.get("k/large", tmp_path / "copy")
+            patient_blobs.get("k/large", tmp_path / "copy")
         except BlobNotFound:
             continue
         assert (tmp_path / "copy").read_bytes() == LARGE
 
 
 @pytest.mark.parametrize("fault", [Fault.EXPIRED, Fault.NOT_IMPLEMENTED], **by_value)
-def test_what_no_retry_mends_is_asked_once(fault_proxy: FaultProxy, s3_blobs: S3BlobStore, fault: Fault) -> None:
-    s3_blobs.put("k/one", DATA)
+def test_what_no_retry_mends_is_asked_once(fault_proxy: FaultProxy, patient_blobs: S3BlobStore, fault: Fault) -> None:
+    patient_blobs.put("k/one", DATA)
     for _ in range(20):
         fault_proxy.num_requests.clear()
         fault_proxy.plan = ListedPlan("GET", fault)
         with pytest.raises(BlobStoreUnavailable) as caught:
-            s3_blobs.read_bytes("k/one")
+            patient_blobs.read_bytes("k/one")
         assert fault_proxy.num_requests == {"GET": 1}
         assert caught.value.retry_after_s is None, "the store answers, so that it is asked again at once"
-    assert s3_blobs.read_bytes("k/one") == DATA
+    assert patient_blobs.read_bytes("k/one") == DATA
 
 
 def test_a_store_that_keeps_failing_is_left_alone_for_a_while(fault_proxy: FaultProxy, s3_bucket: str) -> None:
