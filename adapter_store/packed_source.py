@@ -91,16 +91,12 @@ class PackedSource:
         try:
             try:
                 self._get(key, file)
+                self._keep_unless(check_wanted, digest, file)
+                packed = self._read_path(file, digest, allocate)
             except BlobNotFound:
                 return self._rebuild(digest, allocate, check_wanted)
-            try:
-                check_wanted()
-            except BaseException:
-                self._keep(digest, file)
-                raise
-            try:
-                packed = self._read_path(file, digest, allocate)
             except AdapterCorrupt:
+                # The store's own checks may have found it, or ours.
                 self._set_aside(file)
                 self._blobs.delete(key)
                 return self._rebuild(digest, allocate, check_wanted)
@@ -171,6 +167,14 @@ class PackedSource:
         self._figures.count_stage("disk", "read", packed.payload.nbytes, check.read_s)
         self._figures.count_stage(verifies, "verify", packed.payload.nbytes, check.verify_s)
         return packed
+
+    def _keep_unless(self, check_wanted: Callable[[], None], digest: str, file: Path) -> None:
+        """Where nobody wants the adapter any more, keep what has come all the same."""
+        try:
+            check_wanted()
+        except BaseException:
+            self._keep(digest, file)
+            raise
 
     def _keep(self, digest: str, file: Path) -> None:
         # Without a place on the disk the adapter can be served all the same.
