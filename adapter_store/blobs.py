@@ -4,10 +4,47 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from loramux.adapter_store.errors import BlobNotFound, BlobTooLarge
+
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,127}){0,7}")
+
+
+MAX_READ_BYTES = 64 << 20
+"""Larger blobs are not read into memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobInfo:
+    """What a store says of a blob without reading it; `sha256` (hexadecimal) where it keeps one that it checked."""
+
+    size: int
+    etag: str | None = None
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresignedPut:
+    """A request by which anybody may put these bytes and no others, once: exactly these headers belong to it."""
+
+    url: str
+    method: str
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresignedParts:
+    """The same for a large blob: part `i` takes the bytes `[i * part_bytes, (i + 1) * part_bytes)`, the last fewer.
+
+    `upload_id` is what `complete_parts` and `abort_parts` ask for.
+    """
+
+    upload_id: str
+    part_bytes: int
+    parts: tuple[PresignedPut, ...]
 
 
 class BlobStore(ABC):
@@ -27,15 +64,23 @@ class BlobStore(ABC):
         """Keep a file's or given bytes; False where the key is taken, whose blob then stays as it is."""
 
     @abstractmethod
-    def get(self, key: str, destination: Path) -> None:
-        """Write a blob to a file; raises BlobNotFound, and after any error the file may hold a part of it."""
+    def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
+        """Write a blob to a file; after any error the file may hold a part of it.
+
+        Raises BlobNotFound, and BlobTooLarge before more than `max_bytes` were written. Where the store is reached
+        over a network the call ends within `deadline_s`; its default grows with the blob.
+        """
 
     @abstractmethod
     def read_bytes(self, key: str) -> bytes:
-        """A small blob; raises BlobNotFound."""
+        """A small blob; raises BlobNotFound, or BlobTooLarge above `MAX_READ_BYTES`."""
 
     @abstractmethod
-    def exists(self, key: str) -> bool: ...
+    def head(self, key: str) -> BlobInfo | None:
+        """What is known of a blob; None where there is none."""
+
+    def exists(self, key: str) -> bool:
+        return self.head(key) is not None
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -49,11 +94,39 @@ class BlobStore(ABC):
     def remove_unfinished(self) -> None:
         """Remove what puts left behind that a crash ended; one that is still at work is not disturbed."""
 
+    def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
+        """A request that puts a blob without us for `expires_s` seconds; None where clients must send it to us.
+
+        It is bound to the size and the key's being free, and to the SHA-256 (hexadecimal) where the store knows that:
+        who relies on the bytes checks them. None also for blobs that `presign_parts` takes.
+        """
+        return None
+
+    def presign_parts(self, key: str, size: int, expires_s: int) -> PresignedParts | None:
+        """Requests that put the parts of a large blob; None for small ones and where clients must send it to us."""
+        return None
+
+    def complete_parts(self, key: str, upload_id: str, size: int) -> bool:
+        """Make a blob of the parts that came; False where the key is taken, whose blob then stays as it is.
+
+        Raises PartsMissing where they have not `size` bytes in all, and BlobNotFound where there is no such upload.
+        """
+        raise BlobNotFound("no such upload")
+
+    def abort_parts(self, key: str, upload_id: str) -> None:  # noqa: B027 (nothing to do where there are no parts)
+        """Drop an upload and the parts that came; no error where there is none."""
+
 
 def check_key(key: str) -> str:
     if not _KEY.fullmatch(key):
         raise ValueError(f"{key!r} is not a blob key")
     return key
+
+
+def check_size(size: int, max_bytes: int | None) -> None:
+    """Raise BlobTooLarge for a blob of more bytes than are wanted."""
+    if max_bytes is not None and size > max_bytes:
+        raise BlobTooLarge(f"the blob has {size} bytes, more than {max_bytes}")
 
 
 def canonical_key(digest: str) -> str:

@@ -93,8 +93,27 @@ class BlobNotFound(StoreError):
     """No blob has that key."""
 
 
+class BlobTooLarge(StoreError):
+    """The blob has more bytes than the caller takes."""
+
+
+class PartsMissing(StoreError):
+    """The parts of a blob that have arrived are not what was announced."""
+
+
 class BlobStoreUnavailable(StoreError):
-    """The blob store cannot be reached or refuses to work; the message says which and why."""
+    """The blob store cannot be reached or refuses to work; the message says which and why.
+
+    `retry_after_s` is how long it is left alone after it failed again and again, where it is.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class BlobDamaged(BlobStoreUnavailable):
+    """Each time the blob was read, its bytes were other than the checksum that is kept with it says."""
 
 
 class InvalidBlobUrl(StoreError):

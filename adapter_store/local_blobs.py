@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from loramux.adapter_store.blobs import BlobStore, check_key
+from loramux.adapter_store.blobs import MAX_READ_BYTES, BlobInfo, BlobStore, check_key, check_size
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 
 # No blob key begins with a dot, so that unfinished files are never taken for blobs.
 _UNFINISHED = ".unfinished"
 _PUT_ATTEMPTS = 5
+_CHUNK_BYTES = 1 << 20
 _CRASHED_AFTER_S = 86_400
 """An unfinished file that nobody has written to for so long is nobody's."""
 
@@ -45,16 +47,28 @@ class LocalBlobStore(BlobStore):
             finally:
                 unfinished.unlink()
 
-    def get(self, key: str, destination: Path) -> None:
-        with _unavailable(f"blob {key} cannot be read"), self._found(key):
-            shutil.copyfile(self._path(key), destination)
+    def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
+        path = self._path(key)
+        with _unavailable(f"blob {key} cannot be read"), self._found(key), path.open("rb") as file:
+            # A blob never grows: who asks first knows how much comes.
+            check_size(os.fstat(file.fileno()).st_size, max_bytes)
+            with destination.open("wb") as out:
+                shutil.copyfileobj(file, out, _CHUNK_BYTES)
 
     def read_bytes(self, key: str) -> bytes:
+        path = self._path(key)
         with _unavailable(f"blob {key} cannot be read"), self._found(key):
-            return self._path(key).read_bytes()
+            check_size(path.stat().st_size, MAX_READ_BYTES)
+            return path.read_bytes()
 
-    def exists(self, key: str) -> bool:
-        return self._path(key).is_file()
+    def head(self, key: str) -> BlobInfo | None:
+        path = self._path(key)
+        with _unavailable(f"blob {key} cannot be looked for"):
+            try:
+                status = path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return BlobInfo(size=status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def delete(self, key: str) -> None:
         place = self._path(key)
@@ -111,7 +125,7 @@ class LocalBlobStore(BlobStore):
                     out.write(source)
                 else:
                     with source.open("rb") as file:
-                        shutil.copyfileobj(file, out, 1 << 20)
+                        shutil.copyfileobj(file, out, _CHUNK_BYTES)
                 out.flush()
                 os.fsync(out.fileno())
         except BaseException:
@@ -131,7 +145,11 @@ class LocalBlobStore(BlobStore):
                 if attempt == _PUT_ATTEMPTS - 1:
                     raise
             else:
-                _flush_directory(place.parent)
+                # Each directory above may be as new as the blob, and made by another thread that is not as far.
+                for parent in place.parents:
+                    _flush_directory(parent)
+                    if parent == self._root:
+                        break
                 return True
         raise AssertionError("unreachable")
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from loramux.adapter_store.blobs import BlobStore, check_key
+from loramux.adapter_store.blobs import MAX_READ_BYTES, BlobInfo, BlobStore, check_key, check_size
 from loramux.adapter_store.errors import BlobNotFound
 
 
@@ -28,17 +28,19 @@ class MemoryBlobStore(BlobStore):
             self._blobs[key] = data
         return True
 
-    def get(self, key: str, destination: Path) -> None:
-        destination.write_bytes(self.read_bytes(key))
+    def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
+        data = self._find(key)
+        check_size(len(data), max_bytes)
+        destination.write_bytes(data)
 
     def read_bytes(self, key: str) -> bytes:
-        try:
-            return self._blobs[check_key(key)]
-        except KeyError:
-            raise BlobNotFound(f"no blob {key}") from None
+        data = self._find(key)
+        check_size(len(data), MAX_READ_BYTES)
+        return data
 
-    def exists(self, key: str) -> bool:
-        return check_key(key) in self._blobs
+    def head(self, key: str) -> BlobInfo | None:
+        data = self._blobs.get(check_key(key))
+        return None if data is None else BlobInfo(size=len(data))
 
     def delete(self, key: str) -> None:
         with self._lock:
@@ -51,3 +53,9 @@ class MemoryBlobStore(BlobStore):
 
     def remove_unfinished(self) -> None:
         """A crash leaves nothing of this store."""
+
+    def _find(self, key: str) -> bytes:
+        try:
+            return self._blobs[check_key(key)]
+        except KeyError:
+            raise BlobNotFound(f"no blob {key}") from None

@@ -2,156 +2,150 @@
 
 from __future__ import annotations
 
-import io
-import os
-import random
+import re
+import threading
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import Any
 
-import boto3
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from loramux.adapter_store.blobs import MAX_READ_BYTES, BlobInfo, BlobStore, PresignedParts, PresignedPut, check_key
+from loramux.adapter_store.circuit_breaker import BreakerState, CircuitBreaker
+from loramux.adapter_store.errors import BlobNotFound
+from loramux.adapter_store.retry_budget import RetryBudget
+from loramux.adapter_store.s3_calls import S3Calls
+from loramux.adapter_store.s3_connections import connect
+from loramux.adapter_store.s3_limits import Deadline, S3Limits
+from loramux.adapter_store.s3_presigned import S3Presigner
+from loramux.adapter_store.s3_probe import PROBES, S3Probe
+from loramux.adapter_store.s3_reading import SHA256_METADATA, FileSink, MemorySink, S3Reader
+from loramux.adapter_store.s3_writing import S3Writer
 
-from loramux.adapter_store.blobs import BlobStore, check_key
-from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
-
-if TYPE_CHECKING:
-    from mypy_boto3_s3 import S3Client
-
-CONNECT_TIMEOUT_S = 2.0
-READ_TIMEOUT_S = 5.0
-_ATTEMPTS = 3
-_CHUNK_BYTES = 1 << 20
-_ABSENT = ("404", "NoSuchKey", "NotFound")
-_TAKEN = ("412", "PreconditionFailed")
-_CONTENDED = ("409", "ConditionalRequestConflict")
-
-T = TypeVar("T")
+_CRASHED_AFTER_S = 86_400
+"""An upload in parts that was begun so long ago is nobody's."""
+# That of one whole object: of an upload in parts it may be a checksum of checksums, marked by its number of parts.
+_SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
 
 
 class S3BlobStore(BlobStore):
     """Keys below `prefix` of a bucket. Credentials, region and endpoint come from where boto3 looks for them."""
 
-    def __init__(self, bucket: str, prefix: str = "") -> None:
-        self._bucket = bucket
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "",
+        limits: S3Limits | None = None,
+        breaker: CircuitBreaker | None = None,
+        budget: RetryBudget | None = None,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        has_endpoint = any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
-        self._client: S3Client = boto3.client(
-            "s3",
-            config=Config(
-                connect_timeout=CONNECT_TIMEOUT_S,
-                read_timeout=READ_TIMEOUT_S,
-                retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-                # Stores other than Amazon's seldom have a host name for each bucket, and few know its new checksums.
-                s3={"addressing_style": "path" if has_endpoint else "auto"},
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-            ),
-        )
+        self._breaker = breaker or CircuitBreaker()
+        limits = limits or S3Limits()
+        self._calls = S3Calls(connect(limits), bucket, limits, self._breaker, budget or RetryBudget())
+        self._probe = S3Probe(self._calls, self._prefix)
+        self._reader = S3Reader(self._calls)
+        self._writer = S3Writer(self._calls, self._completes_conditionally)
+        self._presigner = S3Presigner(self._calls)
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._is_conditional: bool | None = None
+
+    @property
+    def breaker_state(self) -> BreakerState:
+        return self._breaker.state
 
     def check(self) -> None:
-        try:
-            self._call("be used", lambda: self._client.head_bucket(Bucket=self._bucket))
-        except BlobNotFound as error:
-            raise BlobStoreUnavailable(f"the bucket {self._bucket} does not exist") from error
+        self._probe.check()
 
-    def put(self, key: str, source: Path | bytes) -> bool:
-        if isinstance(source, bytes):
-            return self._put(key, source)
-        with source.open("rb") as file:
-            return self._put(key, file)
+    def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
+        return self._writer.put(self._key(key), source, deadline_s)
 
-    def get(self, key: str, destination: Path) -> None:
-        for attempt in range(_ATTEMPTS):
-            with destination.open("wb") as out:
-                if self._copy_body(key, out, is_last=attempt == _ATTEMPTS - 1):
-                    return
-            _pause(attempt)
+    def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
+        name = self._key(key)
+        with FileSink(destination) as sink:
+            self._reader.read(name, sink, max_bytes, deadline_s)
 
     def read_bytes(self, key: str) -> bytes:
-        for attempt in range(_ATTEMPTS):
-            out = io.BytesIO()
-            if self._copy_body(key, out, is_last=attempt == _ATTEMPTS - 1):
-                break
-            _pause(attempt)
-        return out.getvalue()
+        sink = MemorySink()
+        self._reader.read(self._key(key), sink, MAX_READ_BYTES)
+        return bytes(sink.buffer)
 
-    def exists(self, key: str) -> bool:
+    def head(self, key: str) -> BlobInfo | None:
+        name = self._key(key)
         try:
-            self._call(f"look for {key}", lambda: self._client.head_object(Bucket=self._bucket, Key=self._key(key)))
+            answer: Any = self._calls.send(
+                "look for a blob",
+                lambda: self._calls.client.head_object(Bucket=self._calls.bucket, Key=name, ChecksumMode="ENABLED"),
+            )
         except BlobNotFound:
-            return False
-        return True
+            return None
+        sha256 = answer.get("Metadata", {}).get(SHA256_METADATA)
+        if sha256 is None and _SHA256.fullmatch(answer.get("ChecksumSHA256", "")):
+            sha256 = b64decode(answer["ChecksumSHA256"]).hex()
+        return BlobInfo(size=answer["ContentLength"], etag=answer.get("ETag", "").strip('"') or None, sha256=sha256)
 
     def delete(self, key: str) -> None:
-        self._call(f"delete {key}", lambda: self._client.delete_object(Bucket=self._bucket, Key=self._key(key)))
+        name = self._key(key)
+        # Some stores say so where there is none.
+        with suppress(BlobNotFound):
+            self._calls.send(
+                "delete a blob", lambda: self._calls.client.delete_object(Bucket=self._calls.bucket, Key=name)
+            )
 
     def list_keys(self, prefix: str = "") -> Iterator[str]:
         def list_all() -> list[str]:
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix + prefix
+            pages = self._calls.client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._calls.bucket, Prefix=self._prefix + prefix
             )
             return [item["Key"].removeprefix(self._prefix) for page in pages for item in page.get("Contents", [])]
 
-        yield from sorted(self._call("list blobs", list_all))
+        deadline = Deadline(self._calls.limits.body_s)
+        yield from sorted(self._calls.send("list its blobs", list_all, deadline))
 
     def remove_unfinished(self) -> None:
-        """S3 shows no blob before its last byte came, and drops what was cut off by itself."""
+        """Abort uploads in parts that were begun a day ago or earlier, presigned ones included."""
+        oldest_s = self._now_s() - _CRASHED_AFTER_S
+        calls = self._calls
+
+        def list_uploads() -> list[Any]:
+            pages = calls.client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=calls.bucket, Prefix=self._prefix
+            )
+            return [upload for page in pages for upload in page.get("Uploads", [])]
+
+        def list_probes() -> list[Any]:
+            pages = calls.client.get_paginator("list_objects_v2").paginate(
+                Bucket=calls.bucket, Prefix=self._prefix + PROBES
+            )
+            return [item for page in pages for item in page.get("Contents", [])]
+
+        for upload in calls.send("list its uploads", list_uploads, Deadline(calls.limits.body_s)):
+            if upload["Initiated"].timestamp() < oldest_s:
+                self._presigner.abort(upload["Key"], upload["UploadId"])
+        for item in calls.send("list its probes", list_probes):
+            if item["LastModified"].timestamp() < oldest_s:
+                self.delete(item["Key"].removeprefix(self._prefix))
+
+    def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
+        return self._presigner.put(self._key(key), size, sha256, expires_s)
+
+    def presign_parts(self, key: str, size: int, expires_s: int) -> PresignedParts | None:
+        return self._presigner.parts(self._key(key), size, expires_s)
+
+    def complete_parts(self, key: str, upload_id: str, size: int) -> bool:
+        return self._presigner.complete(self._key(key), upload_id, size, self._completes_conditionally())
+
+    def abort_parts(self, key: str, upload_id: str) -> None:
+        self._presigner.abort(self._key(key), upload_id)
 
     def _key(self, key: str) -> str:
         return self._prefix + check_key(key)
 
-    def _put(self, key: str, body: bytes | IO[bytes]) -> bool:
-        try:
-            return self._call(f"write {key}", lambda: self._put_if_absent(key, body))
-        except BlobNotFound as error:
-            raise BlobStoreUnavailable(f"the bucket {self._bucket} does not exist") from error
-
-    def _put_if_absent(self, key: str, body: bytes | IO[bytes]) -> bool:
-        for attempt in range(_ATTEMPTS):
-            if not isinstance(body, bytes):
-                body.seek(0)
-            try:
-                self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=body, IfNoneMatch="*")
-            except ClientError as error:
-                code = error.response.get("Error", {}).get("Code", "")
-                if code in _TAKEN:
-                    return False
-                if code not in _CONTENDED or attempt == _ATTEMPTS - 1:
-                    raise
-                # Another writer of this key is at work: ask again once it has finished.
-                _pause(attempt)
-            else:
-                return True
-        raise AssertionError("unreachable")
-
-    def _copy_body(self, key: str, out: IO[bytes], is_last: bool) -> bool:
-        """Copy a blob; False where the connection broke inside it, after which boto3 does not try again."""
-        answer = self._call(f"read {key}", lambda: self._client.get_object(Bucket=self._bucket, Key=self._key(key)))
-        try:
-            with closing(answer["Body"]) as body:
-                for chunk in body.iter_chunks(_CHUNK_BYTES):
-                    out.write(chunk)
-        except BotoCoreError as error:
-            if is_last:
-                raise BlobStoreUnavailable(f"the bucket {self._bucket} broke off blob {key}: {error}") from error
-            return False
-        return True
-
-    def _call(self, what: str, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except ClientError as error:
-            code = error.response.get("Error", {}).get("Code", "")
-            if code in _ABSENT:
-                raise BlobNotFound(f"cannot {what}: not found") from None
-            raise BlobStoreUnavailable(f"the bucket {self._bucket} cannot {what}: {code}") from error
-        except BotoCoreError as error:
-            raise BlobStoreUnavailable(f"the bucket {self._bucket} cannot {what}: {error}") from error
-
-
-def _pause(attempt: int) -> None:
-    time.sleep(random.uniform(0.05, 0.2) * 2**attempt)
+    def _completes_conditionally(self) -> bool:
+        with self._lock:
+            if self._is_conditional is None:
+                self._is_conditional = self._probe.completes_conditionally()
+            return self._is_conditional

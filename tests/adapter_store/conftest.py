@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,12 +24,16 @@ from loramux.adapter_store.packed_file import write_packed
 from loramux.adapter_store.packing import PackedAdapter, pack
 from loramux.adapter_store.records import CONFIG_FILE, TENSORS_FILE, AdapterVersion, UploadFile
 from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.s3_blobs import S3BlobStore
+from loramux.adapter_store.s3_limits import MIN_PART_BYTES, S3Limits
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation import validate_files
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import tenants
+from tests.adapter_store.fault_proxy import FaultProxy
+from tests.adapter_store.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw
 
 HOUR_US = 3_600_000_000
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_LAYERS, VOCAB_SIZE = 32, 4, 2, 8, 48, 2, 70
@@ -182,9 +187,24 @@ def adapter_maker() -> type[AdapterMaker]:
     return AdapterMaker
 
 
+IS_RADOSGW = os.environ.get("LORAMUX_TEST_S3") == "radosgw"
+"""Whether the S3 tests run against Ceph's radosgw (`make test-s3`) in place of moto."""
+
+
 @pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
+def s3_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
     """A real HTTP server that speaks S3."""
+    if not IS_RADOSGW:
+        yield request.getfixturevalue("moto_endpoint")
+        return
+    server = Radosgw()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def moto_endpoint() -> Iterator[str]:
+    """moto over HTTP: it checks neither signatures nor checksums."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -199,8 +219,8 @@ def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables by which boto3 finds the server."""
     for name, value in (
         ("AWS_ENDPOINT_URL", s3_endpoint),
-        ("AWS_ACCESS_KEY_ID", "test"),
-        ("AWS_SECRET_ACCESS_KEY", "test"),
+        ("AWS_ACCESS_KEY_ID", ACCESS_KEY),
+        ("AWS_SECRET_ACCESS_KEY", SECRET_KEY),
         ("AWS_DEFAULT_REGION", "us-east-1"),
         ("AWS_EC2_METADATA_DISABLED", "true"),
     ):
@@ -219,12 +239,36 @@ def s3_bucket(s3_environment: None) -> str:
     return bucket
 
 
+SMALL_PARTS = S3Limits(part_bytes=MIN_PART_BYTES)
+"""Parts as small as S3 takes them, so that tests need not move much."""
+
+HURRIED = S3Limits(
+    connect_s=0.3,
+    read_s=0.3,
+    call_s=1.5,
+    body_s=2.0,
+    first_pause_s=0.01,
+    max_pause_s=0.05,
+    part_bytes=MIN_PART_BYTES,
+)
+"""Limits under which a test that waits for a hung store ends soon."""
+
+
+@pytest.fixture
+def fault_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy before the S3 server, through which stores that are opened from here on go; harmless at first."""
+    proxy = FaultProxy(s3_endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    yield proxy
+    proxy.stop()
+
+
 def open_blobs(kind: str, request: pytest.FixtureRequest) -> BlobStore:
     if kind == "memory":
         return MemoryBlobStore()
     if kind == "local":
         return open_blob_store(f"file://{request.getfixturevalue('tmp_path') / 'blobs'}")
-    return open_blob_store(f"s3://{request.getfixturevalue('s3_bucket')}/some/prefix")
+    return S3BlobStore(request.getfixturevalue("s3_bucket"), "some/prefix", SMALL_PARTS)
 
 
 @pytest.fixture(params=["memory", "local", "s3"])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,8 +16,12 @@ import pytest
 
 from loramux.adapter_store.blob_url import open_blob_store
 from loramux.adapter_store.blobs import BlobStore
-from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable, InvalidBlobUrl
+from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable, BlobTooLarge, InvalidBlobUrl
 from loramux.adapter_store.local_blobs import LocalBlobStore
+from loramux.adapter_store.s3_limits import MIN_PART_BYTES
+
+LARGE = 2 * MIN_PART_BYTES
+"""More than one part of the S3 store under test."""
 
 
 def test_what_was_put_comes_back(blobs: BlobStore, tmp_path: Path) -> None:
@@ -61,13 +70,92 @@ def test_keys_are_listed_by_prefix_in_order(blobs: BlobStore) -> None:
     assert list(blobs.list_keys("nothing/")) == []
 
 
-@pytest.mark.parametrize(
-    "key", ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", ".hidden", "a b", "ä", "a\0", "a\n"]
-)
-def test_a_key_that_is_no_key_is_an_error_of_ours(blobs: BlobStore, key: str) -> None:
-    for use in (blobs.exists, blobs.read_bytes, blobs.delete):
+HOSTILE_KEYS = {
+    "empty": "",
+    "absolute": "/etc/passwd",
+    "above": "../x",
+    "above-inside": "a/../b",
+    "empty-part": "a//b",
+    "trailing-slash": "a/",
+    "hidden": ".hidden",
+    "space": "a b",
+    "non-ascii": "ä",
+    "nul": "a\0",
+    "newline": "a\n",
+    "query": "a?versionId=1",
+    "percent": "a%2e%2e%2fb",
+    "backslash": "a\\b",
+    "too-deep": "/".join("abcdefghi"),
+    "too-long": "a" * 129,
+}
+
+
+@pytest.mark.parametrize("key", HOSTILE_KEYS.values(), ids=HOSTILE_KEYS)
+def test_a_key_that_is_no_key_is_an_error_of_ours(blobs: BlobStore, tmp_path: Path, key: str) -> None:
+    for use in (
+        blobs.exists,
+        blobs.head,
+        blobs.read_bytes,
+        blobs.delete,
+        lambda key: blobs.put(key, b"1"),
+        lambda key: blobs.get(key, tmp_path / "copy"),
+    ):
         with pytest.raises(ValueError, match="not a blob key"):
             use(key)
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, LARGE, LARGE + 1], ids=["empty", "one-byte", "two-parts", "three-parts"])
+def test_blobs_of_any_size_come_back(blobs: BlobStore, tmp_path: Path, size: int) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(random.Random(size).randbytes(size))
+    assert blobs.put("k/sized", source)
+    copy.write_bytes(b"what was there before" * 1000)
+    blobs.get("k/sized", copy)
+    assert copy.read_bytes() == source.read_bytes()
+    assert blobs.read_bytes("k/sized") == source.read_bytes()
+    info = blobs.head("k/sized")
+    assert info is not None
+    assert info.size == size
+    assert info.sha256 in (None, hashlib.sha256(source.read_bytes()).hexdigest())
+
+
+def test_a_missing_blob_has_no_facts(blobs: BlobStore) -> None:
+    assert blobs.head("k/none") is None
+
+
+def test_no_more_is_written_than_the_reader_takes(blobs: BlobStore, tmp_path: Path) -> None:
+    blobs.put("k/ten", b"0123456789")
+    blobs.get("k/ten", tmp_path / "copy", max_bytes=10)
+    assert (tmp_path / "copy").read_bytes() == b"0123456789"
+    with pytest.raises(BlobTooLarge):
+        blobs.get("k/ten", tmp_path / "other", max_bytes=9)
+    other = tmp_path / "other"
+    assert not other.exists() or other.stat().st_size == 0
+
+
+def test_a_source_that_cannot_be_read_leaves_nothing(blobs: BlobStore, tmp_path: Path) -> None:
+    with pytest.raises((OSError, BlobStoreUnavailable)):
+        blobs.put("k/one", tmp_path / "no such file")
+    assert list(blobs.list_keys()) == []
+    assert blobs.put("k/one", b"1")
+
+
+def test_clearing_up_disturbs_no_blob(blobs: BlobStore) -> None:
+    blobs.put("k/one", b"1")
+    blobs.remove_unfinished()
+    assert list(blobs.list_keys()) == ["k/one"]
+
+
+def test_a_check_leaves_nothing(blobs: BlobStore) -> None:
+    blobs.check()
+    assert list(blobs.list_keys()) == []
+
+
+def test_parts_that_were_never_begun_cannot_be_finished(blobs: BlobStore) -> None:
+    blobs.abort_parts("k/one", "no-such-upload")
+    with pytest.raises(BlobNotFound):
+        blobs.complete_parts("k/one", "no-such-upload", 10)
 
 
 def test_of_many_writers_exactly_one_wins(blobs: BlobStore) -> None:
@@ -135,3 +223,33 @@ def test_what_a_crash_left_unfinished_is_removed_after_a_day(tmp_path: Path) -> 
     os.utime(old, (yesterday, yesterday))
     blobs.remove_unfinished()
     assert (old.exists(), young.exists()) == (False, True)
+
+
+_PUT_UNTIL_KILLED = """
+import sys
+from pathlib import Path
+from loramux.adapter_store.local_blobs import LocalBlobStore
+
+blobs = LocalBlobStore(Path(sys.argv[1]))
+number = 0
+while True:
+    blobs.put(f"k/{number}", bytes([number % 256]) * 200_000)
+    print(number, flush=True)
+    number += 1
+"""
+
+
+def test_what_was_acknowledged_before_a_kill_is_whole_and_nothing_else_shows(tmp_path: Path) -> None:
+    root = tmp_path / "blobs"
+    writer = subprocess.Popen([sys.executable, "-c", _PUT_UNTIL_KILLED, str(root)], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    acknowledged = [int(writer.stdout.readline()) for _ in range(20)]
+    writer.send_signal(signal.SIGKILL)
+    rest, _ = writer.communicate()
+    acknowledged += [int(line) for line in rest.splitlines()]
+    blobs = LocalBlobStore(root)
+    keys = list(blobs.list_keys())
+    assert {f"k/{number}" for number in acknowledged} <= set(keys)
+    assert len(keys) <= len(acknowledged) + 1, "at most the put that was not acknowledged is there as well"
+    for key in keys:
+        assert blobs.read_bytes(key) == bytes([int(key.removeprefix("k/")) % 256]) * 200_000

@@ -1,0 +1,76 @@
+"""Stops asking a service that fails, and lets one caller at a time find out whether it is back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+BreakerState = Literal["closed", "open", "half_open"]
+
+
+class CircuitBreaker:
+    """Closed while calls succeed; open, so that calls fail at once, after `max_failures` of them in a row.
+
+    Once open for `first_open_s` it is half-open: one caller may try. Success closes it; failure opens it for twice as
+    long as before, up to `max_open_s`. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        max_failures: int = 8,
+        first_open_s: float = 1.0,
+        max_open_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_failures = max_failures
+        self._first_open_s = first_open_s
+        self._max_open_s = max_open_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_failures = 0
+        self._open_s = 0.0
+        self._next_trial = 0.0
+        self._has_trial = False
+
+    @property
+    def state(self) -> BreakerState:
+        with self._lock:
+            if self._open_s == 0:
+                return "closed"
+            return "half_open" if self._has_trial or self._clock() >= self._next_trial else "open"
+
+    def enter(self) -> float | None:
+        """None where the caller may go ahead, who then reports how it went; else the seconds to stay away for."""
+        with self._lock:
+            if self._open_s == 0:
+                return None
+            now = self._clock()
+            if now < self._next_trial:
+                return self._next_trial - now
+            # A trial that never reports must not keep everybody out: the next one may try after as long again.
+            self._has_trial = True
+            self._next_trial = now + self._open_s
+            return None
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._num_failures = 0
+            self._open_s = 0.0
+            self._has_trial = False
+
+    def failed(self) -> None:
+        with self._lock:
+            self._num_failures += 1
+            if self._open_s > 0:
+                # Calls that began before it opened say nothing new.
+                if self._has_trial:
+                    self._open(min(2 * self._open_s, self._max_open_s))
+            elif self._num_failures >= self._max_failures:
+                self._open(self._first_open_s)
+
+    def _open(self, seconds: float) -> None:
+        self._open_s = seconds
+        self._next_trial = self._clock() + seconds
+        self._has_trial = False

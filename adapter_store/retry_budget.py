@@ -1,0 +1,48 @@
+"""Bounds how much traffic retries may add while a service is in trouble."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class RetryBudget:
+    """A bucket of retries that all callers share: each retry takes one, each success gives a tenth of one back.
+
+    So retries add at most a tenth to the traffic for long, and a burst of `capacity` at first. `refill_per_s` keeps a
+    store that is seldom used from running dry for good. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        capacity: float = 20.0,
+        per_success: float = 0.1,
+        refill_per_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._capacity = capacity
+        self._per_success = per_success
+        self._refill_per_s = refill_per_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._level = capacity
+        self._refilled_at = clock()
+
+    def take(self) -> bool:
+        """Whether one more retry may be made."""
+        with self._lock:
+            now = self._clock()
+            self._add((now - self._refilled_at) * self._refill_per_s)
+            self._refilled_at = now
+            if self._level < 1:
+                return False
+            self._level -= 1
+            return True
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._add(self._per_success)
+
+    def _add(self, amount: float) -> None:
+        self._level = min(self._capacity, self._level + amount)

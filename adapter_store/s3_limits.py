@@ -1,0 +1,58 @@
+"""How long and how hard the S3 blob store tries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MIN_PART_BYTES = 5 << 20
+"""S3 takes no smaller part but the last."""
+MAX_PARTS = 10_000
+MAX_SINGLE_PUT_BYTES = 5 << 30
+MAX_BLOB_BYTES = 5 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Limits:
+    """Seconds, bytes and counts; the defaults suit a store in the same region.
+
+    A call without a body has `call_s` altogether, retries and pauses included; one that moves a body has `body_s`
+    and as long as the body takes at `min_bytes_per_s`. Larger files than `part_bytes` move in parts, `num_parallel`
+    at a time.
+    """
+
+    connect_s: float = 2.0
+    read_s: float = 5.0
+    call_s: float = 15.0
+    body_s: float = 30.0
+    min_bytes_per_s: int = 4 << 20
+    max_attempts: int = 4
+    first_pause_s: float = 0.1
+    max_pause_s: float = 2.0
+    part_bytes: int = 16 << 20
+    num_parallel: int = 4
+
+    def __post_init__(self) -> None:
+        if self.part_bytes < MIN_PART_BYTES:
+            raise ValueError(f"part_bytes must be at least {MIN_PART_BYTES}")
+
+    def body_deadline_s(self, num_bytes: int) -> float:
+        return self.body_s + num_bytes / self.min_bytes_per_s
+
+
+class Deadline:
+    """A moment by which a call must have ended."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begin = clock()
+        self._seconds = seconds
+
+    @property
+    def remaining_s(self) -> float:
+        return self._begin + self._seconds - self._clock()
+
+    def extend(self, seconds: float) -> None:
+        """End `seconds` after the beginning, where that is later."""
+        self._seconds = max(self._seconds, seconds)
