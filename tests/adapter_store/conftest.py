@@ -7,13 +7,13 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
-from sqlalchemy import insert
 
 from loramux.adapter_store.blob_url import open_blob_store
 from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
@@ -32,10 +32,8 @@ from loramux.adapter_store.validator import Validator
 from loramux.adapter_store.version_claims import Verdict, VersionClaims
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
-from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import tenants
 from tests.adapter_store.fault_proxy import FaultProxy
-from tests.adapter_store.house import DirectValidator, House
+from tests.adapter_store.house import DirectValidator, House, add_tenant
 from tests.adapter_store.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw
 
 HOUR_US = 3_600_000_000
@@ -288,24 +286,7 @@ def memory_blobs() -> MemoryBlobStore:
 @pytest.fixture
 def make_tenant(database: Database) -> Callable[[str], str]:
     """Adds a tenant and returns its identifier."""
-
-    def make(slug: str) -> str:
-        tenant_id = new_id("ten")
-        with database.write() as connection:
-            connection.execute(
-                insert(tenants).values(
-                    id=tenant_id,
-                    slug=slug,
-                    display_name=slug,
-                    state="active",
-                    weight=1,
-                    isolation_secret=bytes(32),
-                    created_us=database.now_us(connection),
-                )
-            )
-        return tenant_id
-
-    return make
+    return partial(add_tenant, database)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, insert
 from sqlalchemy.exc import OperationalError
 
 from loramux.adapter_store.aliases import AdapterAliases
@@ -26,6 +26,8 @@ from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation_worker import run_job
 from loramux.adapter_store.validator import Accepted, ValidationFailed, ValidationJob, Validator
 from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import tenants
 
 SECOND_US = 1_000_000
 
@@ -150,3 +152,21 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
             return
         waiting.wait(0.02)
     raise AssertionError("it did not happen in time")
+
+
+def add_tenant(database: Database, slug: str) -> str:
+    """Add a tenant and return its identifier."""
+    tenant_id = new_id("ten")
+    with database.write() as connection:
+        connection.execute(
+            insert(tenants).values(
+                id=tenant_id,
+                slug=slug,
+                display_name=slug,
+                state="active",
+                weight=1,
+                isolation_secret=bytes(32),
+                created_us=database.now_us(connection),
+            )
+        )
+    return tenant_id
