@@ -21,11 +21,14 @@ import structlog
 from safetensors.numpy import save_file
 
 from loramux.adapter_store.aliases import AdapterAliases
+from loramux.adapter_store.blobs import BlobStore
+from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.local_blobs import LocalBlobStore
 from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import SubprocessValidator
 from loramux.adapter_store.version_states import VersionStates
@@ -71,17 +74,36 @@ class AdminSide:
     """The services behind the app, and what a test may look into or break."""
 
     services: AdminServices
-    blobs: LocalBlobStore
+    blobs: BlobStore
     engine: ScriptedEngine
 
 
 @pytest.fixture
-def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
+def admin_blobs(tmp_path: Path) -> BlobStore:
+    """What a module may put another store in the place of."""
+    return LocalBlobStore(tmp_path / "blobs")
+
+
+@pytest.fixture
+def admin_target() -> PackTarget:
+    return TARGET
+
+
+@pytest.fixture
+def admin_sources() -> AdapterSources:
+    return AdapterSources()
+
+
+@pytest.fixture
+def admin_side(
+    tmp_path: Path, admin_blobs: BlobStore, admin_target: PackTarget, admin_sources: AdapterSources
+) -> Iterator[AdminSide]:
     database = Database(f"sqlite:///{tmp_path / 'loramux.db'}")
     database.upgrade()
     registry = AdapterRegistry(database, reserved_names=("the-base",))
-    blobs = LocalBlobStore(tmp_path / "blobs")
-    ingest = Ingest(registry, blobs, TARGET, tmp_path / "scratch", SubprocessValidator())
+    ingest = Ingest(
+        registry, admin_blobs, admin_target, tmp_path / "scratch", SubprocessValidator(), sources=admin_sources
+    )
     worker = IngestWorker(ingest)
     engine = ScriptedEngine()
     with ThreadPoolExecutor(4) as executor:
@@ -94,6 +116,7 @@ def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
             grants=AdapterGrants(database),
             version_states=VersionStates(database, registry),
             ingest=ingest,
+            export=VersionExport(database, admin_blobs, tmp_path / "scratch"),
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),
             engine=engine,
@@ -103,7 +126,7 @@ def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
             executor=executor,
         )
         worker.start()
-        yield AdminSide(services, blobs, engine)
+        yield AdminSide(services, admin_blobs, engine)
         worker.stop()
     database.close()
 
