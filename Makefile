@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-peers clean
+.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-peers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ campaign-simulation: $(WARM) ## Long random lives of the engine on a simulated d
 
 campaign-life: $(WARM) ## A long random life of the engine with real weights (LORAMUX_LIFE_EVENTS=10000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_long_life.py -m campaign --timeout 3600 $(ARGS)
+
+campaign-ingest: $(WARM) ## Servers killed at every step of the ingestion, on both databases and both blob stores
+	$(VENV)/bin/python -m pytest tests/adapter_store/test_ingest_crashes.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
