@@ -105,8 +105,6 @@ class Intake:
                     adapter_versions.c.state.in_(UNFINISHED),
                     uploads.c.source_url == source_url,
                 )
-                .order_by(adapter_versions.c.id)
-                .limit(1)
             )
             version_id = connection.execute(on_its_way).scalar()
             if version_id is not None:
@@ -208,7 +206,8 @@ def identical_version(
         columns.state != "rejected",
         columns.id != but,
     )
-    return connection.execute(query.order_by(columns.number).limit(1)).first()
+    # Sorted here: asked for the lowest number, SQLite would go through all of the adapter's versions in that order.
+    return min(connection.execute(query), key=lambda row: row.number, default=None)
 
 
 def upload_of(row: Row[*tuple[Any, ...]]) -> Upload:

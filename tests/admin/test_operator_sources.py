@@ -85,7 +85,6 @@ async def test_a_version_is_taken_from_a_bucket(
     ("name", "change", "code"),
     [
         pytest.param("adapter_model.safetensors", lambda path: path.unlink(), "source_not_found", id="no tensors"),
-        pytest.param("adapter_config.json", lambda path: path.unlink(), "source_not_found", id="no configuration"),
         pytest.param(
             "adapter_config.json", lambda path: path.write_bytes(b" " * (2 << 20)), "file_too_large", id="huge"
         ),
@@ -127,11 +126,10 @@ async def test_what_a_bucket_holds_is_checked_like_an_upload(
         pytest.param("", "invalid_source", id="empty"),
     ],
 )
-async def test_nothing_else_may_be_named(http: httpx.AsyncClient, source: str, code: str) -> None:
-    adapter_id = await new_adapter(http)
-    response = await http.post(f"/admin/v1/adapters/{adapter_id}/versions", json={"source": source})
-    assert (response.status_code, response.json()["error"]["code"]) == (400, code)
-    assert (await http.get(f"/admin/v1/adapters/{adapter_id}/versions")).json()["data"] == []
+def test_nothing_else_may_be_named(admin_sources: AdapterSources, source: str, code: str) -> None:
+    with pytest.raises(UploadRefused) as refused:
+        admin_sources.check(source)
+    assert (refused.value.code, refused.value.param) == (code, "source")
 
 
 async def test_only_the_operator_may_name_a_source(http: httpx.AsyncClient) -> None:
@@ -143,9 +141,11 @@ async def test_only_the_operator_may_name_a_source(http: httpx.AsyncClient) -> N
         ({}, {"source": "s3://operator/adapters/one", "upload_id": "upl_1"}, (400, "invalid_value")),
         ({}, {}, (400, "invalid_value")),
         ({}, {"source": 7}, (400, "invalid_type")),
+        ({}, {"source": "s3://another/adapters/one"}, (400, "source_not_allowed")),
     ):
         response = await http.post(url, json=body, headers=headers)
         assert (response.status_code, response.json()["error"]["code"]) == expected
+    assert (await http.get(url)).json()["data"] == []
 
 
 def test_no_source_is_allowed_by_default() -> None:
