@@ -5,6 +5,7 @@ VENV ?= .venv
 ARGS ?=
 READY := $(VENV)/.ready
 WARM := $(VENV)/.warm
+S3_TESTS := $(addprefix tests/adapter_store/test_,blobs.py s3_blobs.py s3_faults.py store_faults.py tiers.py)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Idle OpenMP threads spin for a moment and then sleep, as in the engine process, since others use the cores too.
@@ -12,10 +13,10 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-peers clean
+.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-peers clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(WARM) ## Make the virtual environment (PYTHON=python3.11 CONSTRAINTS=constraints.txt)
 
@@ -51,8 +52,17 @@ campaign-life: $(WARM) ## A long random life of the engine with real weights (LO
 campaign-ingest: $(WARM) ## Servers killed at every step of the ingestion, on both databases and both blob stores
 	$(VENV)/bin/python -m pytest tests/adapter_store/test_ingest_crashes.py -m campaign --timeout 3600 $(ARGS)
 
+campaign-store-faults: $(WARM) ## A running server while its S3 store fails in every way (LORAMUX_STORE_FAULTS=1000)
+	$(VENV)/bin/python -m pytest tests/conformance/test_store_faults.py -m campaign -s $(ARGS)
+
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
+
+test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real radosgw (Debian's, installed where root may)
+	$(VENV)/bin/python -m tests.adapter_store.radosgw
+	$(VENV)/bin/python -m pytest $(S3_TESTS) -m campaign --timeout 3600 $(ARGS)
+	LORAMUX_TEST_S3=radosgw $(VENV)/bin/python -m pytest $(S3_TESTS) \
+		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
 
 check: $(READY) ## Lint, types, layers
 	$(VENV)/bin/ruff check .

@@ -21,9 +21,9 @@ def open_blob_store(url: str) -> BlobStore:
     if scheme == "s3" and separator:
         bucket, _, prefix = rest.partition("/")
         if not _BUCKET.fullmatch(bucket) or not _PREFIX.fullmatch(prefix):
-            raise InvalidBlobUrl(f"the blob URL {url!r} names no bucket: use s3://BUCKET or s3://BUCKET/PREFIX")
+            raise InvalidBlobUrl("the blob URL names no bucket: use s3://BUCKET or s3://BUCKET/PREFIX")
         # boto3 takes a quarter of a second to import; only who uses S3 waits for it.
         from loramux.adapter_store.s3_blobs import S3BlobStore
 
         return S3BlobStore(bucket, prefix)
-    raise InvalidBlobUrl(f"the blob URL {url!r} is not supported: use file://DIRECTORY or s3://BUCKET/PREFIX")
+    raise InvalidBlobUrl("the blob URL is not supported: use file://DIRECTORY or s3://BUCKET/PREFIX")

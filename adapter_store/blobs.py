@@ -60,8 +60,11 @@ class BlobStore(ABC):
         """Raise BlobStoreUnavailable, with a sentence that helps, unless blobs can be kept here."""
 
     @abstractmethod
-    def put(self, key: str, source: Path | bytes) -> bool:
-        """Keep a file's or given bytes; False where the key is taken, whose blob then stays as it is."""
+    def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
+        """Keep a file's or given bytes; False where the key is taken, whose blob then stays as it is.
+
+        After BlobStoreUnavailable the blob may be there or not. `deadline_s` is as for `get`.
+        """
 
     @abstractmethod
     def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
@@ -119,7 +122,7 @@ class BlobStore(ABC):
 
 def check_key(key: str) -> str:
     if not _KEY.fullmatch(key):
-        raise ValueError(f"{key!r} is not a blob key")
+        raise ValueError("this is not a blob key: one has up to eight parts of letters, digits, '.', '_' and '-'")
     return key
 
 

@@ -128,8 +128,11 @@ class BlobStoreUnavailable(StoreError):
         self.retry_after_s = retry_after_s
 
 
-class BlobDamaged(BlobStoreUnavailable):
-    """Each time the blob was read, its bytes were other than the checksum that is kept with it says."""
+class BlobDamaged(AdapterCorrupt, BlobStoreUnavailable):
+    """Each time the blob was read, its bytes were other than the checksum that is kept with it says.
+
+    It is either error's kind: a file that can be made again is, and who has no other source tries later.
+    """
 
 
 class InvalidBlobUrl(StoreError):

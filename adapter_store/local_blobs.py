@@ -35,11 +35,14 @@ class LocalBlobStore(BlobStore):
         with _unavailable(f"the blob directory {self._root} cannot be written"):
             unfinished = self._write_unfinished(b"")
             unfinished.unlink()
+            # The directory may have been made just now.
+            _flush_directory(self._root.parent)
 
-    def put(self, key: str, source: Path | bytes) -> bool:
+    def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
         place = self._path(key)
         with _unavailable(f"blob {key} cannot be written"):
             if place.exists():
+                self._flush_directories(place)
                 return False
             unfinished = self._write_unfinished(source)
             try:
@@ -139,19 +142,23 @@ class LocalBlobStore(BlobStore):
             try:
                 os.link(unfinished, place)
             except FileExistsError:
+                self._flush_directories(place)
                 return False
             except FileNotFoundError:
                 # A deletion has just removed the directory that it left empty.
                 if attempt == _PUT_ATTEMPTS - 1:
                     raise
             else:
-                # Each directory above may be as new as the blob, and made by another thread that is not as far.
-                for parent in place.parents:
-                    _flush_directory(parent)
-                    if parent == self._root:
-                        break
+                self._flush_directories(place)
                 return True
         raise AssertionError("unreachable")
+
+    def _flush_directories(self, place: Path) -> None:
+        """Make a blob's name durable: its directories may be as new as itself, and another's who is not as far."""
+        for parent in place.parents:
+            _flush_directory(parent)
+            if parent == self._root:
+                break
 
 
 def _flush_directory(directory: Path) -> None:

@@ -20,7 +20,7 @@ class MemoryBlobStore(BlobStore):
     def check(self) -> None:
         """Memory is always there."""
 
-    def put(self, key: str, source: Path | bytes) -> bool:
+    def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
         data = source if isinstance(source, bytes) else source.read_bytes()
         with self._lock:
             if check_key(key) in self._blobs:

@@ -156,4 +156,5 @@ def _meaning(error: ClientError) -> Exception:
     if status in (408, 429) or (status >= 500 and status != 501):
         return AttemptFailed(code)
     # Expired credentials, a missing permission, a method that the store does not have: a retry changes nothing.
-    return AttemptFailed(code, can_retry=False, is_outage=False)
+    hint = "; look at its credentials and their permissions" if status in (401, 403) else ""
+    return AttemptFailed(f"{code}{hint}", can_retry=False, is_outage=False)

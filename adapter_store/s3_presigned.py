@@ -6,12 +6,16 @@ from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 
+from botocore.exceptions import BotoCoreError
+
 from loramux.adapter_store.blobs import PresignedParts, PresignedPut
-from loramux.adapter_store.errors import BlobNotFound, PartsMissing
+from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable, PartsMissing
 from loramux.adapter_store.s3_calls import PreconditionFailed, S3Calls
 from loramux.adapter_store.s3_limits import MAX_PARTS
 
 _WHAT = "take an upload in parts"
+_MAX_EXPIRES_S = 7 * 86_400
+"""Stores refuse signatures that are good for longer."""
 
 
 class S3Presigner:
@@ -107,9 +111,17 @@ class S3Presigner:
             return None
 
     def _sign(self, call: str, expires_s: int, parameters: Mapping[str, Any]) -> str:
-        return self._calls.client.generate_presigned_url(
-            call, Params={"Bucket": self._calls.bucket, **parameters}, ExpiresIn=expires_s
-        )
+        try:
+            return self._calls.client.generate_presigned_url(
+                call,
+                Params={"Bucket": self._calls.bucket, **parameters},
+                ExpiresIn=min(expires_s, _MAX_EXPIRES_S),
+            )
+        except BotoCoreError as error:
+            # There are no credentials, or those that change cannot be had now.
+            raise BlobStoreUnavailable(
+                f"no request for the bucket {self._calls.bucket} can be signed ({type(error).__name__})"
+            ) from error
 
 
 def _presigned(url: str, headers: Mapping[str, str]) -> PresignedPut:

@@ -228,16 +228,32 @@ def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture
-def s3_bucket(s3_environment: None) -> str:
-    """A new bucket."""
+@pytest.fixture(scope="session")
+def s3_resource(s3_endpoint: str) -> Any:
+    """The server without us and without any proxy."""
     import boto3
 
+    return boto3.resource(
+        "s3",
+        endpoint_url=s3_endpoint,
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+        region_name="us-east-1",
+    )
+
+
+@pytest.fixture
+def s3_bucket(s3_environment: None, s3_resource: Any) -> str:
+    """A new bucket."""
     bucket = f"loramux-{uuid.uuid4().hex}"
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=bucket)
-    client.close()
+    s3_resource.create_bucket(Bucket=bucket)
     return bucket
+
+
+@pytest.fixture
+def raw_bucket(s3_resource: Any, s3_bucket: str) -> Any:
+    """The new bucket without us and without any proxy."""
+    return s3_resource.Bucket(s3_bucket)
 
 
 SMALL_PARTS = S3Limits(part_bytes=MIN_PART_BYTES)
@@ -245,7 +261,7 @@ SMALL_PARTS = S3Limits(part_bytes=MIN_PART_BYTES)
 
 HURRIED = S3Limits(
     connect_s=0.3,
-    read_s=0.3,
+    read_s=0.2,
     call_s=1.5,
     body_s=2.0,
     first_pause_s=0.01,

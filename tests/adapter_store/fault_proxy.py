@@ -122,6 +122,10 @@ class FaultProxy:
         self._server.server_close()
         self._thread.join(10)
 
+    def reseed(self, seed: int) -> None:
+        """Begin the choice of bits and of stale answers anew."""
+        self._random.seed(seed)
+
     def choose(self, method: str, path: str) -> Fault | None:
         fault = self.plan(method, path)
         with self._lock:

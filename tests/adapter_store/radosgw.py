@@ -1,6 +1,6 @@
 """A real S3-compatible server on loopback for tests: Ceph's radosgw over one monitor and one OSD that lies in memory.
 
-    python -m tests.adapter_store.radosgw install     installs Debian's packages where they are absent
+    python -m tests.adapter_store.radosgw     installs Debian's packages where they are absent
 
 `Radosgw` starts one below a directory of its own and stops it. Nothing of it is meant to outlive the test.
 """
@@ -18,10 +18,11 @@ import time
 import uuid
 from pathlib import Path
 
+import boto3
 import httpx
 
 PACKAGES = ("radosgw", "ceph-mon", "ceph-osd")
-PROGRAMS = ("monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
+PROGRAMS = ("setpriv", "monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "LORAMUXTEST", "loramux-test-secret"
 _START_S = 120
 _CONFIG = """
@@ -56,6 +57,8 @@ mon_data_avail_crit = 0
 osd_data = {directory}/osd
 osd_objectstore = memstore
 memstore_device_bytes = 4294967296
+osd_class_update_on_start = false
+osd_crush_update_on_start = false
 osd_class_load_list = *
 osd_class_default_list = *
 [client.rgw]
@@ -108,6 +111,8 @@ class Radosgw:
         self._spawn("ceph-mon", "-f", "-i", "a")
         osd_uuid = str(uuid.uuid4())
         self._run("ceph", "osd", "new", osd_uuid)
+        # The OSD would do this itself, but now and then asks before it knows which cluster it is in, and gives up.
+        self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=localhost")
         self._run("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd_uuid)
         self._spawn("ceph-osd", "-f", "-i", "0")
         self._spawn("radosgw", "-f", "-n", "client.rgw")
@@ -117,6 +122,20 @@ class Radosgw:
             *("radosgw-admin", "-n", "client.rgw", "user", "create", "--uid", "tests", "--display-name", "tests"),
             *("--access-key", ACCESS_KEY, "--secret-key", SECRET_KEY),
         )
+        self._make_pools()
+
+    def _make_pools(self) -> None:
+        """Put a first object, for which radosgw makes its pools: that takes a second or two."""
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            region_name="us-east-1",
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+        )
+        client.create_bucket(Bucket="first")
+        client.put_object(Bucket="first", Key="first", Body=b"1")
+        client.close()
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [program, *([] if program == "monmaptool" else ["-c", str(self._config)]), *arguments]
@@ -125,7 +144,8 @@ class Radosgw:
             raise RuntimeError(f"{program} failed: {done.stderr[-2000:]}")
 
     def _spawn(self, program: str, *arguments: str) -> None:
-        command = [program, "-c", str(self._config), *arguments]
+        # They end with us even where we are killed.
+        command = ["setpriv", "--pdeathsig", "KILL", "--", program, "-c", str(self._config), *arguments]
         with (self._directory / f"{program}.out").open("wb") as out:
             self._processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
 
@@ -164,7 +184,7 @@ def install() -> None:
 
 def _how_to_install(missing: list[str]) -> str:
     return (
-        f"these programs of Ceph are missing: {', '.join(missing)}; on Debian 12 install them as root with "
+        f"these programs are missing: {', '.join(missing)}; on Debian 12 install them as root with "
         f"`apt-get install --no-install-recommends {' '.join(PACKAGES)}`"
     )
 

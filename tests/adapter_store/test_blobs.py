@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,19 +91,32 @@ HOSTILE_KEYS = {
 }
 
 
-@pytest.mark.parametrize("key", HOSTILE_KEYS.values(), ids=HOSTILE_KEYS)
-def test_a_key_that_is_no_key_is_an_error_of_ours(blobs: BlobStore, tmp_path: Path, key: str) -> None:
-    for use in (
-        blobs.exists,
-        blobs.head,
-        blobs.read_bytes,
-        blobs.delete,
-        lambda key: blobs.put(key, b"1"),
-        lambda key: blobs.get(key, tmp_path / "copy"),
-    ):
-        with pytest.raises(ValueError, match="not a blob key"):
-            use(key)
+def is_refused_as_key(call: Callable[[str], object], key: str) -> bool:
+    try:
+        call(key)
+    except ValueError as error:
+        return "is not a blob key" in str(error)
+    return False
+
+
+def test_a_key_that_is_no_key_is_an_error_of_ours(blobs: BlobStore, tmp_path: Path) -> None:
+    calls: dict[str, Callable[[str], object]] = {
+        "exists": blobs.exists,
+        "head": blobs.head,
+        "read_bytes": blobs.read_bytes,
+        "delete": blobs.delete,
+        "put": lambda key: blobs.put(key, b"1"),
+        "get": lambda key: blobs.get(key, tmp_path / "copy"),
+    }
+    taken = [
+        f"{name}: {kind}"
+        for kind, key in HOSTILE_KEYS.items()
+        for name, call in calls.items()
+        if not is_refused_as_key(call, key)
+    ]
+    assert taken == []
     assert not (tmp_path / "copy").exists()
+    assert list(blobs.list_keys()) == []
 
 
 @pytest.mark.parametrize("size", [0, 1, LARGE, LARGE + 1], ids=["empty", "one-byte", "two-parts", "three-parts"])

@@ -35,12 +35,6 @@ def s3_blobs(s3_bucket: str) -> S3BlobStore:
     return S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
 
 
-@pytest.fixture
-def raw(s3_bucket: str) -> Any:
-    """The bucket without us."""
-    return boto3.resource("s3").Bucket(s3_bucket)
-
-
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -51,17 +45,22 @@ def send(put: PresignedPut, data: bytes, **headers: str) -> int:
 
 
 @only_moto
-def test_a_large_file_goes_up_in_parts(fault_proxy: FaultProxy, s3_bucket: str, raw: Any, tmp_path: Path) -> None:
+def test_a_large_file_goes_up_in_parts(
+    fault_proxy: FaultProxy, s3_bucket: str, raw_bucket: Any, tmp_path: Path
+) -> None:
     blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
     (tmp_path / "source").write_bytes(THREE_PARTS)
     assert blobs.put("k/large", tmp_path / "source")
     assert not blobs.put("k/large", tmp_path / "source")
-    assert raw.Object(f"{PREFIX}/k/large").e_tag.endswith('-3"')
+    assert raw_bucket.Object(f"{PREFIX}/k/large").e_tag.endswith('-3"')
     assert blobs.read_bytes("k/large") == THREE_PARTS
 
 
 @only_moto
-def test_of_many_writers_of_parts_exactly_one_wins(fault_proxy: FaultProxy, s3_bucket: str, tmp_path: Path) -> None:
+@pytest.mark.campaign
+def test_of_many_writers_of_parts_exactly_one_wins(
+    fault_proxy: FaultProxy, s3_bucket: str, raw_bucket: Any, tmp_path: Path
+) -> None:
     blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
     won = []
 
@@ -78,12 +77,12 @@ def test_of_many_writers_of_parts_exactly_one_wins(fault_proxy: FaultProxy, s3_b
         thread.join()
     assert len(won) == 1
     assert blobs.read_bytes("k/contended") == b"%d" % won[0] * 2 * MIN_PART_BYTES
-    assert list(boto3.resource("s3").Bucket(s3_bucket).multipart_uploads.all()) == []
+    assert list(raw_bucket.multipart_uploads.all()) == []
 
 
 @only_moto
 def test_where_parts_cannot_be_conditional_a_large_file_goes_in_one_piece(
-    s3_endpoint: str, s3_bucket: str, raw: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    s3_endpoint: str, s3_bucket: str, raw_bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "source").write_bytes(THREE_PARTS)
     proxy = FaultProxy(s3_endpoint, ListedPlan("POST", None, Fault.NOT_IMPLEMENTED))
@@ -91,38 +90,40 @@ def test_where_parts_cannot_be_conditional_a_large_file_goes_in_one_piece(
     blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
     assert blobs.put("k/large", tmp_path / "source")
     proxy.stop()
-    assert "-" not in raw.Object(f"{PREFIX}/k/large").e_tag
-    assert [item.key for item in raw.objects.all()] == [f"{PREFIX}/k/large"], "the probe is gone"
+    assert "-" not in raw_bucket.Object(f"{PREFIX}/k/large").e_tag
+    assert [item.key for item in raw_bucket.objects.all()] == [f"{PREFIX}/k/large"], "the probe is gone"
 
 
 @only_moto
-def test_parts_that_failed_are_aborted(fault_proxy: FaultProxy, s3_bucket: str, raw: Any, tmp_path: Path) -> None:
+def test_parts_that_failed_are_aborted(
+    fault_proxy: FaultProxy, s3_bucket: str, raw_bucket: Any, tmp_path: Path
+) -> None:
     (tmp_path / "source").write_bytes(THREE_PARTS)
     blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
     fault_proxy.plan = ListedPlan("PUT", Fault.EXPIRED, part_of_path="partNumber=2")
     with pytest.raises(BlobStoreUnavailable, match="ExpiredToken"):
         blobs.put("k/large", tmp_path / "source")
-    assert list(raw.multipart_uploads.all()) == []
+    assert list(raw_bucket.multipart_uploads.all()) == []
     assert not blobs.exists("k/large")
 
 
-def test_uploads_in_parts_are_aborted_a_day_after_they_began(s3_bucket: str, raw: Any) -> None:
-    ours, other = raw.Object(f"{PREFIX}/k/large"), raw.Object("another/prefix")
+def test_uploads_in_parts_are_aborted_a_day_after_they_began(s3_bucket: str, raw_bucket: Any) -> None:
+    ours, other = raw_bucket.Object(f"{PREFIX}/k/large"), raw_bucket.Object("another/prefix")
     uploads = [ours.initiate_multipart_upload(), other.initiate_multipart_upload()]
-    began_s = next(iter(raw.multipart_uploads.all())).initiated.timestamp()
+    began_s = next(iter(raw_bucket.multipart_uploads.all())).initiated.timestamp()
     S3BlobStore(s3_bucket, PREFIX, now_s=lambda: began_s + DAY_S - 60).remove_unfinished()
-    assert {upload.id for upload in raw.multipart_uploads.all()} == {upload.id for upload in uploads}
+    assert {upload.id for upload in raw_bucket.multipart_uploads.all()} == {upload.id for upload in uploads}
     S3BlobStore(s3_bucket, PREFIX, now_s=lambda: began_s + DAY_S + 60).remove_unfinished()
-    assert [upload.id for upload in raw.multipart_uploads.all()] == [uploads[1].id]
+    assert [upload.id for upload in raw_bucket.multipart_uploads.all()] == [uploads[1].id]
 
 
-def test_probes_that_a_crash_left_are_removed_after_a_day(s3_bucket: str, raw: Any) -> None:
-    raw.put_object(Key=f"{PREFIX}/probes/left", Body=b"1")
+def test_probes_that_a_crash_left_are_removed_after_a_day(s3_bucket: str, raw_bucket: Any) -> None:
+    raw_bucket.put_object(Key=f"{PREFIX}/probes/left", Body=b"1")
     tomorrow_s = datetime.now(UTC).timestamp() + DAY_S + 60
     S3BlobStore(s3_bucket, PREFIX).remove_unfinished()
-    assert len(list(raw.objects.all())) == 1
+    assert len(list(raw_bucket.objects.all())) == 1
     S3BlobStore(s3_bucket, PREFIX, now_s=lambda: tomorrow_s).remove_unfinished()
-    assert list(raw.objects.all()) == []
+    assert list(raw_bucket.objects.all()) == []
 
 
 def test_a_presigned_put_is_used_with_any_client(s3_blobs: S3BlobStore) -> None:
@@ -156,7 +157,9 @@ def test_a_presigned_put_takes_nothing_but_what_was_signed(
     assert not s3_blobs.exists("uploads/u/file")
 
 
-@pytest.mark.parametrize("extra", [0, 1], ids=["whole-parts", "a-byte-more"])
+@pytest.mark.parametrize(
+    "extra", [pytest.param(0, marks=pytest.mark.campaign, id="whole-parts"), pytest.param(1, id="a-byte-more")]
+)
 def test_presigned_parts_become_a_blob(s3_blobs: S3BlobStore, tmp_path: Path, extra: int) -> None:
     data = random.Random(4).randbytes(2 * MIN_PART_BYTES + extra)
     assert s3_blobs.presign_put("uploads/u/file", len(data), sha256(data), 60) is None
@@ -175,7 +178,7 @@ def test_presigned_parts_become_a_blob(s3_blobs: S3BlobStore, tmp_path: Path, ex
     assert not s3_blobs.complete_parts("uploads/u/file", upload.upload_id, len(data)), "the key is taken"
 
 
-def test_presigned_parts_do_not_replace_a_blob(s3_blobs: S3BlobStore, raw: Any) -> None:
+def test_presigned_parts_do_not_replace_a_blob(s3_blobs: S3BlobStore, raw_bucket: Any) -> None:
     data = bytes(MIN_PART_BYTES + 1)
     upload = s3_blobs.presign_parts("uploads/u/file", len(data), 60)
     assert upload is not None
@@ -185,18 +188,41 @@ def test_presigned_parts_do_not_replace_a_blob(s3_blobs: S3BlobStore, raw: Any) 
     s3_blobs.put("uploads/u/file", b"first")
     assert not s3_blobs.complete_parts("uploads/u/file", upload.upload_id, len(data))
     assert s3_blobs.read_bytes("uploads/u/file") == b"first"
-    assert list(raw.multipart_uploads.all()) == []
+    assert list(raw_bucket.multipart_uploads.all()) == []
 
 
-def test_aborted_parts_are_gone(s3_blobs: S3BlobStore, raw: Any) -> None:
+def test_aborted_parts_are_gone(s3_blobs: S3BlobStore, raw_bucket: Any) -> None:
     upload = s3_blobs.presign_parts("uploads/u/file", MIN_PART_BYTES + 1, 60)
     assert upload is not None
     assert send(upload.parts[1], b"1") == 200
     s3_blobs.abort_parts("uploads/u/file", upload.upload_id)
     s3_blobs.abort_parts("uploads/u/file", upload.upload_id)
-    assert list(raw.multipart_uploads.all()) == []
+    assert list(raw_bucket.multipart_uploads.all()) == []
     with pytest.raises(BlobNotFound):
         s3_blobs.complete_parts("uploads/u/file", upload.upload_id, MIN_PART_BYTES + 1)
+
+
+def test_nothing_is_presigned_for_longer_than_stores_take(s3_blobs: S3BlobStore) -> None:
+    put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 30 * DAY_S)
+    assert put is not None
+    assert send(put, b"hello") == 200
+    assert "X-Amz-Expires=604800" in put.url
+
+
+def test_nothing_is_presigned_without_credentials(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # boto3 remembers those it once found.
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    blobs = S3BlobStore(s3_bucket, PREFIX)
+    with pytest.raises(BlobStoreUnavailable, match="can be signed"):
+        blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 60)
+    with pytest.raises(BlobStoreUnavailable, match="there are no credentials for it"):
+        blobs.read_bytes("uploads/u/file")
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
@@ -206,8 +232,8 @@ def test_other_stores_presign_nothing(tmp_path: Path, kind: str) -> None:
     assert blobs.presign_parts("k/one", 1 << 30, 60) is None
 
 
-def test_objects_of_others_are_read_through_their_url(s3_bucket: str, raw: Any, tmp_path: Path) -> None:
-    raw.put_object(Key="team/adapter/adapter_model.safetensors", Body=b"not ours")
+def test_objects_of_others_are_read_through_their_url(s3_bucket: str, raw_bucket: Any, tmp_path: Path) -> None:
+    raw_bucket.put_object(Key="team/adapter/adapter_model.safetensors", Body=b"not ours")
     blobs = open_blob_store(f"s3://{s3_bucket}/team/adapter")
     info = blobs.head("adapter_model.safetensors")
     assert info is not None
@@ -216,8 +242,8 @@ def test_objects_of_others_are_read_through_their_url(s3_bucket: str, raw: Any, 
     assert (tmp_path / "copy").read_bytes() == b"not ours"
 
 
-def test_a_blob_that_is_damaged_where_it_lies_says_so(s3_bucket: str, raw: Any, tmp_path: Path) -> None:
-    raw.put_object(Key="k/one", Body=b"changed", Metadata={"loramux-sha256": sha256(b"written")})
+def test_a_blob_that_is_damaged_where_it_lies_says_so(s3_bucket: str, raw_bucket: Any, tmp_path: Path) -> None:
+    raw_bucket.put_object(Key="k/one", Body=b"changed", Metadata={"loramux-sha256": sha256(b"written")})
     blobs = S3BlobStore(s3_bucket, limits=S3Limits(first_pause_s=0.01))
     with pytest.raises(BlobDamaged):
         blobs.get("k/one", tmp_path / "copy")
@@ -225,9 +251,9 @@ def test_a_blob_that_is_damaged_where_it_lies_says_so(s3_bucket: str, raw: Any, 
         blobs.read_bytes("k/one")
 
 
-def test_a_good_store_passes_the_probe(s3_blobs: S3BlobStore, raw: Any) -> None:
+def test_a_good_store_passes_the_probe(s3_blobs: S3BlobStore, raw_bucket: Any) -> None:
     s3_blobs.check()
-    assert list(raw.objects.all()) == []
+    assert list(raw_bucket.objects.all()) == []
 
 
 def test_a_store_that_ignores_conditions_is_refused(
