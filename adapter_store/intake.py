@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, or_, select, update
 
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
 from loramux.adapter_store.records import UPLOAD_FILES, AdapterVersion, Upload, UploadFile
@@ -153,6 +153,12 @@ class Intake:
         for start in range(0, len(asked), _MAX_NAMES):
             wanted |= self._in_use(asked[start : start + _MAX_NAMES])
         return wanted
+
+    def forget_expired(self, age_us: int) -> None:
+        """Delete the rows of uploads that expired so long ago without having been used."""
+        with self._database.write() as connection:
+            expired_us = self._database.now_us(connection) - age_us
+            connection.execute(delete(uploads).where(uploads.c.state == "open", uploads.c.expires_us < expired_us))
 
     def _in_use(self, upload_ids: Sequence[str]) -> set[str]:
         # One statement, so that no upload is used between two.

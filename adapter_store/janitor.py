@@ -5,6 +5,9 @@ from __future__ import annotations
 from loramux.adapter_store.blobs import UPLOADS, BlobStore
 from loramux.adapter_store.intake import Intake
 
+FORGET_AFTER_US = 7 * 86_400 * 1_000_000
+"""How long a client that comes too late is told that its upload has expired, and not that there is none."""
+
 
 class Janitor:
     """Any number of servers may clear up at once, at any time: what an upload or a version needs stays.
@@ -29,6 +32,7 @@ class Janitor:
         for key in keys:
             if _upload_id(key) not in in_use:
                 self._blobs.delete(key)
+        self._intake.forget_expired(FORGET_AFTER_US)
 
 
 def _upload_id(key: str) -> str:

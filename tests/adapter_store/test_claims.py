@@ -235,3 +235,23 @@ def test_weights_that_are_quarantined_while_they_are_published_again_stay_out(
     assert isinstance(AdapterRejected(**second.report["error"]), AdapterRejected)
     kept = [house.registry.get_version(house.adapter_id, number) for number in (1, 2)]
     house.assert_nothing_left_over(*(version for version in kept if version is not None))
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_an_equal_adapters_blobs_do_not_stand_in_for_the_files_that_a_version_keeps(
+    house: House, make_adapter: Any, database: Database, clock: Clock
+) -> None:
+    first = house.push(make_adapter())
+    files = make_adapter()
+    files.config = dict(reversed(files.config.items()))
+    upload = house.upload(files.config_bytes, files.tensor_bytes)
+    second = house.ingest.create_version(house.adapter_id, upload.id)
+    # A server dies once it has noted what passed; the canonical file is there, since the first has the same.
+    dead = VersionClaims(database)
+    assert dead.take(second.id) is not None
+    assert first.digest is not None
+    dead.accept(second, Verdict(first.digest, 4, first.num_pages or 0, first.canonical_bytes or 0, first.report))
+    clock.advance(LEASE_S)
+    ready = house.ingest.process(second.id)
+    assert (ready.state, ready.digest) == ("ready", first.digest)
+    house.assert_nothing_left_over(first, ready)

@@ -226,6 +226,13 @@ def test_an_expired_upload_is_refused_and_cleared_away(
     with pytest.raises(UploadRefused) as refused:
         house.ingest.create_version(adapter.id, upload.id)
     assert refused.value.code == "upload_expired", "still said when its files are gone"
+    used = house.push(make_adapter(seed=1))
+    now[0] += 8 * 86_400 * SECOND_US
+    house.ingest.remove_abandoned()
+    with pytest.raises(UploadNotFound):
+        house.ingest.create_version(adapter.id, upload.id)
+    house.assert_nothing_left_over(used)
+    assert house.push(make_adapter(seed=1)) == used, "what was used is not forgotten"
     database.close()
 
 
