@@ -250,7 +250,8 @@ def test_servers_that_die_all_the_time_still_publish_each_version_once(
     wait_until(lambda: {version.state for version in lab.versions()} == {"ready"}, timeout_s=30)
     for server in servers:
         lab.makers.signal(server, SIGTERM)
-        assert lab.makers.wait(server) == 0
+        # The last one may not have come so far as to listen to the signal.
+        assert lab.makers.wait(server) in (0, -SIGTERM)
     versions = lab.versions()
     assert [version.number for version in versions] == list(range(1, 21))
     assert len({version.digest for version in versions}) == 20
