@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admission bench-peers clean
+.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admission bench-peers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ campaign-life: $(WARM) ## A long random life of the engine with real weights (LO
 campaign-validation: $(WARM) ## The whole hostile catalogue in its process, 20,000 headers, 300 peft configurations
 	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
 		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)
+
+campaign-ingest: $(WARM) ## Servers killed at every step of the ingestion, on both databases and both blob stores
+	$(VENV)/bin/python -m pytest tests/adapter_store/test_ingest_crashes.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-store-faults: $(WARM) ## A running server while its S3 store fails in every way (LORAMUX_STORE_FAULTS=1000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_store_faults.py -m campaign -s $(ARGS)

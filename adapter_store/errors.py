@@ -98,6 +98,22 @@ class UploadNotFound(StoreError):
     """There is no such upload."""
 
 
+class ClaimLost(StoreError):
+    """Another server holds the version now, or it has been decided."""
+
+
+class SourceUnavailable(StoreError):
+    """The operator's bucket that a version is to come from cannot be read now."""
+
+
+class OriginalNotKept(StoreError):
+    """The version was made before uploaded files were kept."""
+
+
+class FileNotFound(StoreError):
+    """A version has no file of that name."""
+
+
 class AdapterUnavailable(StoreError):
     """The adapter's bytes cannot be had now; a later try may succeed."""
 

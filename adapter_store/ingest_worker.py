@@ -7,7 +7,7 @@ import time
 
 import structlog
 
-from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest import MAX_WAITING, Ingest
 
 _log = structlog.get_logger(__name__)
 
@@ -15,8 +15,8 @@ _log = structlog.get_logger(__name__)
 class IngestWorker:
     """Processes pending versions as they come, and from time to time removes abandoned uploads.
 
-    Versions that other gateways made are found every `poll_s`; one that a failing store or database kept from being
-    processed is tried again as often.
+    Versions that other gateways made, or that a dead one left, are found every `poll_s`; one that a failing store or
+    database kept from being processed is tried again as often.
     """
 
     def __init__(self, ingest: Ingest, poll_s: float = 5.0, clear_up_s: float = 300.0) -> None:
@@ -41,8 +41,7 @@ class IngestWorker:
             self._ingest.has_pending.wait(self._poll_s)
             self._ingest.has_pending.clear()
             try:
-                self._ingest.give_back_stranded()
-                self._process_pending()
+                self._process_waiting()
                 if time.monotonic() >= next_clear_up:
                     next_clear_up = time.monotonic() + self._clear_up_s
                     self._ingest.remove_abandoned()
@@ -50,8 +49,10 @@ class IngestWorker:
                 # The database or the blob store is down, which must not end the thread.
                 _log.warning("ingest_postponed", error=str(error))
 
-    def _process_pending(self) -> None:
-        for version_id in self._ingest.pending_versions():
+    def _process_waiting(self) -> None:
+        waiting = self._ingest.waiting_versions()
+        num_done = 0
+        for version_id in waiting:
             if self._is_stopping.is_set():
                 return
             try:
@@ -59,4 +60,8 @@ class IngestWorker:
             except Exception as error:
                 _log.warning("validation_postponed", version_id=version_id, error=str(error))
             else:
+                num_done += 1
                 _log.info("version_processed", version_id=version_id, state=version.state)
+        if num_done and len(waiting) == MAX_WAITING:
+            # There are more of them.
+            self._ingest.has_pending.set()

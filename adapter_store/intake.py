@@ -1,20 +1,24 @@
-"""The SQL of uploads and of versions on their way to ready or rejected."""
+"""The SQL of uploads, and of versions until a server takes them."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, or_, select, update
 
-from loramux.adapter_store.aliases import DEFAULT_WEIGHT, SYSTEM, change_alias
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
-from loramux.adapter_store.records import DEFAULT_ALIAS, AdapterVersion, AliasTarget, Upload, UploadFile
+from loramux.adapter_store.records import UPLOAD_FILES, AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry import is_identifier, lock_adapter, select_versions, version_of
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import adapter_aliases, adapter_versions, uploads
+from loramux.migrations.schema import adapter_versions, uploads
+
+UNFINISHED = ("pending", "validating")
+_MAX_NAMES = 500
+"""Identifiers in one query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,45 +30,35 @@ class AddedVersion:
 
 
 class Intake:
-    """Every change of an upload's or a version's state is one transaction here.
-
-    A version goes pending -> validating -> ready or rejected; recovery and a store that is down lead it back to
-    pending. Only one worker gets a version from pending to validating.
-    """
+    """Every change of an upload's state is one transaction here, and so is a version's coming into being."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def open_upload(self, adapter_id: str, files: Sequence[UploadFile], lifetime_us: int) -> Upload:
         """Raises AdapterNotFound."""
-        upload_id = new_id("upl")
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
-            now_us = self._database.now_us(connection)
-            connection.execute(
-                insert(uploads).values(
-                    id=upload_id,
-                    adapter_id=adapter_id,
-                    files=[asdict(file) for file in files],
-                    state="open",
-                    created_us=now_us,
-                    expires_us=now_us + lifetime_us,
-                )
-            )
-        return Upload(upload_id, adapter_id, tuple(files), "open", now_us, now_us + lifetime_us)
+            return self._insert_upload(connection, adapter_id, files, "open", None, lifetime_us)
+
+    def note_parts(self, upload: Upload, parts_ids: Mapping[str, str]) -> None:
+        """Keep what the blob store calls the uploads in parts of an open upload's files."""
+        files = [asdict(replace(file, parts_id=parts_ids.get(file.name))) for file in upload.files]
+        with self._database.write() as connection:
+            connection.execute(update(uploads).where(uploads.c.id == upload.id).values(files=files))
 
     def get_upload(self, upload_id: str) -> Upload | None:
         if not is_identifier(upload_id):
             return None
         with self._database.read() as connection:
             row = connection.execute(select(uploads).where(uploads.c.id == upload_id)).first()
-        return _upload(row) if row else None
+        return upload_of(row) if row else None
 
     def require_open(self, upload_id: str) -> Upload:
         """Raises UploadNotFound, or UploadRefused for one that is used or expired."""
         upload = self.get_upload(upload_id)
         if upload is None:
-            raise UploadNotFound(f"no upload {upload_id!r}")
+            raise UploadNotFound("there is no such upload")
         self.check_open(upload)
         return upload
 
@@ -75,8 +69,9 @@ class Intake:
     def add_version(self, adapter_id: str, upload_id: str) -> AddedVersion:
         """Use an upload for a new pending version.
 
-        The upload may have been used already, or its files may be those of another version that was not refused;
-        that version is then returned. Raises AdapterNotFound, UploadNotFound, or UploadRefused for an expired upload.
+        The upload may have been used already, or its files may be those of another version that was not rejected;
+        that version is then returned, in whatever state it is: what was taken out of service does not come back
+        under a new number. Raises AdapterNotFound, UploadNotFound, or UploadRefused for an expired upload.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -84,15 +79,38 @@ class Intake:
             if is_identifier(upload_id):
                 row = connection.execute(select(uploads).where(uploads.c.id == upload_id)).first()
             if row is None or row.adapter_id != adapter_id:
-                raise UploadNotFound(f"the adapter has no upload {upload_id!r}")
-            upload = _upload(row)
+                raise UploadNotFound("the adapter has no such upload")
+            upload = upload_of(row)
             added = _existing_version(connection, upload)
             if added is None:
                 now_us = self._database.now_us(connection)
                 _check_open(upload, now_us)
                 added = _insert_version(connection, upload, now_us)
-            connection.execute(update(uploads).where(uploads.c.id == upload_id).values(state="used"))
+            if upload.state == "open":
+                connection.execute(update(uploads).where(uploads.c.id == upload_id).values(state="used"))
         return added
+
+    def add_version_from(self, adapter_id: str, source_url: str, lifetime_us: int) -> AdapterVersion:
+        """Add a pending version whose files a server is to take from `source_url` within `lifetime_us`.
+
+        One that is still on its way from there is returned instead. Raises AdapterNotFound.
+        """
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            on_its_way = (
+                select(adapter_versions.c.id)
+                .join(uploads, uploads.c.id == adapter_versions.c.upload_id)
+                .where(
+                    adapter_versions.c.adapter_id == adapter_id,
+                    adapter_versions.c.state.in_(UNFINISHED),
+                    uploads.c.source_url == source_url,
+                )
+            )
+            version_id = connection.execute(on_its_way).scalar()
+            if version_id is not None:
+                return _version(connection, version_id)
+            upload = self._insert_upload(connection, adapter_id, (), "used", source_url, lifetime_us)
+            return _insert_version(connection, upload, upload.created_us).version
 
     def get_version(self, version_id: str) -> AdapterVersion:
         """Raises VersionNotFound."""
@@ -101,90 +119,106 @@ class Intake:
             with self._database.read() as connection:
                 row = connection.execute(select_versions().where(adapter_versions.c.id == version_id)).first()
         if row is None:
-            raise VersionNotFound(f"no version {version_id!r}")
+            raise VersionNotFound("there is no such version")
         return version_of(row)
 
-    def pending_versions(self) -> list[str]:
-        """Identifiers of the versions that wait for validation, oldest first."""
-        query = select(adapter_versions.c.id).where(adapter_versions.c.state == "pending")
+    def upload_of_version(self, version_id: str) -> Upload:
+        """The upload that a version was made of; raises VersionNotFound."""
+        query = (
+            select(uploads)
+            .join(adapter_versions, adapter_versions.c.upload_id == uploads.c.id)
+            .where(adapter_versions.c.id == version_id)
+        )
         with self._database.read() as connection:
-            return [row.id for row in connection.execute(query.order_by(adapter_versions.c.id))]
+            row = connection.execute(query).first() if is_identifier(version_id) else None
+        if row is None:
+            raise VersionNotFound("there is no such version")
+        return upload_of(row)
 
-    def claim(self, version_id: str) -> Upload | None:
-        """Take a pending version for validation and return its upload; None where it is not pending."""
-        with self._database.write() as connection:
-            if not _change_state(connection, version_id, "pending", {"state": "validating"}):
-                return None
-            row = connection.execute(
-                select(uploads)
-                .join(adapter_versions, adapter_versions.c.upload_id == uploads.c.id)
-                .where(adapter_versions.c.id == version_id)
-            ).one()
-        return _upload(row)
-
-    def give_back(self, version_id: str) -> None:
-        """Let a version wait again: its validation could not be finished."""
-        with self._database.write() as connection:
-            _change_state(connection, version_id, "validating", {"state": "pending"})
-
-    def give_back_older(self, age_us: int) -> None:
-        """Let every version wait again that was made so long ago and is still in validation."""
-        with self._database.write() as connection:
-            made_us = self._database.now_us(connection) - age_us
-            connection.execute(
-                update(adapter_versions)
-                .where(adapter_versions.c.state == "validating", adapter_versions.c.created_us < made_us)
-                .values(state="pending")
-            )
-
-    def publish(
-        self,
-        version: AdapterVersion,
-        digest: str,
-        max_rank: int,
-        num_pages: int,
-        canonical_bytes: int,
-        report: Mapping[str, Any],
-    ) -> bool:
-        """Make a version ready, and the default one where the adapter has none; False where none was validating it."""
-        with self._database.write() as connection:
-            lock_adapter(connection, version.adapter_id)
+    def waiting_versions(self, limit: int) -> list[str]:
+        """Identifiers of versions that wait for a server, or whose server is silent; the oldest, at most `limit`."""
+        columns = adapter_versions.c
+        with self._database.read() as connection:
             now_us = self._database.now_us(connection)
-            facts = {
-                "state": "ready",
-                "digest": digest,
-                "max_rank": max_rank,
-                "num_pages": num_pages,
-                "canonical_bytes": canonical_bytes,
-                "report": dict(report),
-                "ready_us": now_us,
-            }
-            if not _change_state(connection, version.id, "validating", facts):
-                return False
-            aliases = adapter_aliases.c
-            default = select(aliases.name).where(
-                aliases.adapter_id == version.adapter_id, aliases.name == DEFAULT_ALIAS
+            query = select(columns.id).where(
+                columns.state.in_(UNFINISHED),
+                or_(columns.claim_expires_us.is_(None), columns.claim_expires_us <= now_us),
             )
-            if connection.execute(default).first() is None:
-                first = [AliasTarget(version.id, version.number, DEFAULT_WEIGHT)]
-                change_alias(connection, version.adapter_id, DEFAULT_ALIAS, first, SYSTEM, "set", now_us)
-        return True
-
-    def reject(self, version_id: str, report: Mapping[str, Any]) -> bool:
-        """False where the version was not being validated."""
-        with self._database.write() as connection:
-            return _change_state(connection, version_id, "validating", {"state": "rejected", "report": dict(report)})
+            return [row.id for row in connection.execute(query.order_by(columns.id).limit(limit))]
 
     def uploads_in_use(self, upload_ids: Collection[str]) -> set[str]:
         """Those of the uploads whose files are still wanted: open and not expired, or of an unfinished version."""
+        wanted: set[str] = set()
+        asked = sorted(upload_id for upload_id in upload_ids if is_identifier(upload_id))
+        for start in range(0, len(asked), _MAX_NAMES):
+            wanted |= self._in_use(asked[start : start + _MAX_NAMES])
+        return wanted
+
+    def forget_expired(self, age_us: int) -> None:
+        """Delete the rows of uploads that expired so long ago without having been used."""
+        with self._database.write() as connection:
+            expired_us = self._database.now_us(connection) - age_us
+            connection.execute(delete(uploads).where(uploads.c.state == "open", uploads.c.expires_us < expired_us))
+
+    def _in_use(self, upload_ids: Sequence[str]) -> set[str]:
+        # One statement, so that no upload is used between two.
+        unfinished = select(adapter_versions.c.upload_id).where(adapter_versions.c.state.in_(UNFINISHED))
         with self._database.read() as connection:
-            now_us = self._database.now_us(connection)
-            is_open = select(uploads.c.id).where(uploads.c.state == "open", uploads.c.expires_us > now_us)
-            is_unfinished = select(adapter_versions.c.upload_id).where(
-                adapter_versions.c.state.in_(("pending", "validating"))
+            is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
+            query = select(uploads.c.id).where(uploads.c.id.in_(upload_ids), is_open | uploads.c.id.in_(unfinished))
+            return {row.id for row in connection.execute(query)}
+
+    def _insert_upload(
+        self,
+        connection: Connection,
+        adapter_id: str,
+        files: Sequence[UploadFile],
+        state: str,
+        source_url: str | None,
+        lifetime_us: int,
+    ) -> Upload:
+        upload_id = new_id("upl")
+        now_us = self._database.now_us(connection)
+        connection.execute(
+            insert(uploads).values(
+                id=upload_id,
+                adapter_id=adapter_id,
+                files=[asdict(file) for file in files],
+                state=state,
+                source_url=source_url,
+                created_us=now_us,
+                expires_us=now_us + lifetime_us,
             )
-            wanted = {row[0] for query in (is_open, is_unfinished) for row in connection.execute(query)}
-        return wanted & set(upload_ids)
+        )
+        return upload_of(connection.execute(select(uploads).where(uploads.c.id == upload_id)).one())
+
+
+def files_sha256(files: Collection[UploadFile]) -> str | None:
+    """What identical uploads have in common: SHA-256 of their files' checksums; None until they are known."""
+    checksums = {file.name: file.sha256 for file in files}
+    if not checksums:
+        return None
+    return hashlib.sha256("".join(checksums[name] for name in UPLOAD_FILES).encode()).hexdigest()
+
+
+def identical_version(
+    connection: Connection, adapter_id: str, sha256: str, but: str = ""
+) -> Row[*tuple[Any, ...]] | None:
+    """The first version of an adapter that was made of the same bytes and not rejected, other than `but`."""
+    columns = adapter_versions.c
+    query = select(columns.id, columns.number, columns.upload_id).where(
+        columns.adapter_id == adapter_id,
+        columns.files_sha256 == sha256,
+        columns.state != "rejected",
+        columns.id != but,
+    )
+    # Sorted here: asked for the lowest number, SQLite would go through all of the adapter's versions in that order.
+    return min(connection.execute(query), key=lambda row: row.number, default=None)
+
+
+def upload_of(row: Row[*tuple[Any, ...]]) -> Upload:
+    files = tuple(UploadFile(**file) for file in row.files)
+    return Upload(row.id, row.adapter_id, files, row.state, row.created_us, row.expires_us, row.source_url)
 
 
 def _check_open(upload: Upload, now_us: int) -> None:
@@ -195,23 +229,15 @@ def _check_open(upload: Upload, now_us: int) -> None:
 
 
 def _existing_version(connection: Connection, upload: Upload) -> AddedVersion | None:
-    query = (
-        select(adapter_versions.c.id, adapter_versions.c.state, adapter_versions.c.upload_id, uploads.c.files)
-        .join(uploads, uploads.c.id == adapter_versions.c.upload_id)
-        .where(adapter_versions.c.adapter_id == upload.adapter_id)
-        .order_by(adapter_versions.c.number)
+    sha256 = files_sha256(upload.files)
+    if sha256 is None:
+        return None
+    columns = adapter_versions.c
+    own = select(columns.id, columns.upload_id).where(
+        columns.adapter_id == upload.adapter_id, columns.files_sha256 == sha256, columns.upload_id == upload.id
     )
-    rows = connection.execute(query).all()
-    checksums = {file.name: file.sha256 for file in upload.files}
-    own = [row for row in rows if row.upload_id == upload.id]
-    identical = [
-        row
-        for row in rows
-        if row.state != "rejected" and {file["name"]: file["sha256"] for file in row.files} == checksums
-    ]
-    for row in own + identical:
-        return AddedVersion(_version(connection, row.id), row.upload_id)
-    return None
+    found = connection.execute(own).first() or identical_version(connection, upload.adapter_id, sha256)
+    return None if found is None else AddedVersion(_version(connection, found.id), found.upload_id)
 
 
 def _insert_version(connection: Connection, upload: Upload, now_us: int) -> AddedVersion:
@@ -224,6 +250,7 @@ def _insert_version(connection: Connection, upload: Upload, now_us: int) -> Adde
             number=(connection.execute(last).scalar() or 0) + 1,
             state="pending",
             upload_id=upload.id,
+            files_sha256=files_sha256(upload.files),
             report={},
             created_us=now_us,
         )
@@ -233,17 +260,3 @@ def _insert_version(connection: Connection, upload: Upload, now_us: int) -> Adde
 
 def _version(connection: Connection, version_id: str) -> AdapterVersion:
     return version_of(connection.execute(select_versions().where(adapter_versions.c.id == version_id)).one())
-
-
-def _change_state(connection: Connection, version_id: str, wanted: str, values: Mapping[str, Any]) -> bool:
-    changed = connection.execute(
-        update(adapter_versions)
-        .where(adapter_versions.c.id == version_id, adapter_versions.c.state == wanted)
-        .values(values)
-    )
-    return changed.rowcount == 1
-
-
-def _upload(row: Row[*tuple[Any, ...]]) -> Upload:
-    files = tuple(UploadFile(**file) for file in row.files)
-    return Upload(row.id, row.adapter_id, files, row.state, row.created_us, row.expires_us)

@@ -36,8 +36,9 @@ class Adapter:
 class AdapterVersion:
     """One immutable set of weights, or the record of why it was refused.
 
-    `digest`, `max_rank`, `num_pages`, `canonical_bytes` and `ready_us` are known once the state is `ready`. `report`
-    then holds what validation found; of a rejected version it is `{"error": {"code", "message", "param"}}`.
+    `digest`, `max_rank`, `num_pages` and `canonical_bytes` are known once validation has passed, `ready_us` once the
+    version is ready. `report` holds what validation found; of a rejected version it has `{"error": {"code",
+    "message", "param"}}`.
     """
 
     id: str
@@ -102,11 +103,16 @@ class UploadFile:
     name: str
     size: int
     sha256: str
+    parts_id: str | None = None
+    """What the blob store calls it while the client puts its parts there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Files on their way to becoming a version; open until used or expired."""
+    """Files on their way to becoming a version; open until used or expired.
+
+    One with a `source_url` is used from the start, and has no `files` before a server has read them from there.
+    """
 
     id: str
     adapter_id: str
@@ -114,6 +120,7 @@ class Upload:
     state: UploadState
     created_us: int
     expires_us: int
+    source_url: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from loramux.admin.rest import (
     tenants,
     uploads,
     usage,
+    version_files,
     versions,
 )
 from loramux.admin.services import AdminServices
@@ -23,7 +24,7 @@ from loramux.admin.store_errors import api_error
 from loramux.platform.error_responses import install_error_handling
 from loramux.platform.health import health_router
 
-ROUTERS = (tenants, api_keys, adapters, aliases, grants, uploads, versions, quotas, usage, engine_state)
+ROUTERS = (tenants, api_keys, adapters, aliases, grants, uploads, versions, version_files, quotas, usage, engine_state)
 
 
 def create_admin_app(services: AdminServices) -> FastAPI:

@@ -15,10 +15,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.blob_url import open_blob_store
 from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.validator import SubprocessValidator
 from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
@@ -77,7 +79,15 @@ def assemble(
             tokenizer = ModelTokenizer.load(settings.model)
             registry = AdapterRegistry(database, reserved_names=(served_name,))
             validator = SubprocessValidator()
-            ingest = Ingest(registry, blobs, target, directory.scratch, validator)
+            ingest = Ingest(
+                registry,
+                blobs,
+                target,
+                directory.scratch,
+                validator,
+                sources=AdapterSources(settings.adapter_sources),
+                is_presigning=settings.presigned_uploads,
+            )
             ingest.recover()
         except (DatabaseError, StoreError, ModelFilesError) as error:
             raise StartRefused(str(error)) from error
@@ -119,6 +129,7 @@ def assemble(
             grants=AdapterGrants(database),
             version_states=VersionStates(database, registry),
             ingest=ingest,
+            export=VersionExport(database, blobs, directory.scratch),
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),
             engine=engine,

@@ -6,9 +6,10 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from loramux.admin.client import AdminClient, AdminError, Document
+from loramux.admin.client import AdminClient, AdminError, Document, ServerUnreachable
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 CHUNK_BYTES = 1 << 20
@@ -57,14 +58,12 @@ def push_adapter(
     files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
     adapter = _adapter(client, tenant, name)
     upload = client.post(f"adapters/{adapter['id']}/uploads", {"files": files})
-    urls = {file["name"]: file["url"] for file in upload["files"]}
+    ways = {file["name"]: file for file in upload["files"]}
     for path in paths:
-        client.put_bytes(urls[path.name], path.stat().st_size, _chunks(path, "upload", progress))
+        _send(client, path, ways[path.name], progress)
     version = client.post(f"adapters/{adapter['id']}/versions", {"upload_id": upload["id"]})
     version = _settled(client, f"adapters/{adapter['id']}/versions/{version['number']}", timeout_s)
-    if version["state"] == "rejected":
-        error = version["error"]
-        raise PushRefused(error["message"], error["code"], error["param"])
+    _check_ready(version)
     # The tenant may have been given by its identifier, but a model is named by its slug.
     return PushedVersion(adapter["model"], version["number"], version["digest"], version["max_rank"])
 
@@ -101,12 +100,56 @@ def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
     return dict(client.get("adapters", tenant=tenant, name=name)["data"][0])
 
 
+def _send(client: AdminClient, path: Path, way: Document, progress: Progress) -> None:
+    """Send a file to the server, or to where it says: the blob store, whole or in parts."""
+    size = path.stat().st_size
+    if "parts" in way:
+        for number, part in enumerate(way["parts"]):
+            begin = number * way["part_size"]
+            _persist(partial(_put_part, client, part, path, begin, min(size, begin + way["part_size"]), progress))
+    elif "method" in way:
+        _persist(partial(_put_part, client, way, path, 0, size, progress))
+    else:
+        _persist(lambda: client.put_bytes(way["url"], size, _chunks(path, "upload", progress)))
+
+
+def _put_part(client: AdminClient, way: Document, path: Path, begin: int, end: int, progress: Progress) -> None:
+    client.put_presigned(way, _chunks(path, "upload", progress, begin, end))
+
+
+def _persist(send: Callable[[], None]) -> None:
+    """Send once more what a server that is busy, or a connection that broke, did not take: a file may come twice."""
+    for pause_s in (0.5, 2.0, 5.0):
+        try:
+            return send()
+        except ServerUnreachable:
+            pass
+        except AdminError as error:
+            if error.status not in (429, 500, 502, 503, 504):
+                raise
+        time.sleep(pause_s)
+    return send()
+
+
+def _check_ready(version: Document) -> None:
+    """Raises PushRefused unless the version can be served."""
+    if version["state"] == "rejected":
+        error = version["error"]
+        raise PushRefused(error["message"], error["code"], error["param"])
+    if version["state"] != "ready":
+        raise PushRefused(
+            f"version {version['number']} has the same files and is {version['state']}",
+            f"version_{version['state']}",
+            None,
+        )
+
+
 def _settled(client: AdminClient, path: str, timeout_s: float) -> Document:
     deadline = time.monotonic() + timeout_s
     pause_s = 0.02
     while True:
         version = client.get(path)
-        if version["state"] in ("ready", "rejected"):
+        if version["state"] not in ("pending", "validating"):
             return version
         if time.monotonic() > deadline:
             raise PushRefused(
@@ -119,9 +162,13 @@ def _settled(client: AdminClient, path: str, timeout_s: float) -> Document:
         pause_s = min(1.0, pause_s * 1.5)
 
 
-def _chunks(path: Path, what: str, progress: Progress) -> Iterator[bytes]:
+def _chunks(path: Path, what: str, progress: Progress, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """The bytes `[begin, end)` of a file."""
+    remaining = (path.stat().st_size if end is None else end) - begin
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        file.seek(begin)
+        while chunk := file.read(min(CHUNK_BYTES, remaining)):
+            remaining -= len(chunk)
             yield chunk
             progress(what, len(chunk))
 

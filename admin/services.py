@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 import anyio
 
 from loramux.adapter_store.aliases import AdapterAliases
+from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.registry import AdapterRegistry
@@ -28,6 +29,8 @@ R = TypeVar("R")
 
 MAX_UPLOADS = 32
 """How many files are taken at once; each holds a thread for as long as its client sends."""
+MAX_DOWNLOADS = 8
+"""How many files are given out at once; each holds a copy on the disk for as long as its client reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ class AdminServices:
     grants: AdapterGrants
     version_states: VersionStates
     ingest: Ingest
+    export: VersionExport
     quotas: QuotaPolicies
     ledger: Ledger
     engine: EngineClient
@@ -53,6 +57,7 @@ class AdminServices:
     executor: Executor
     uploading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_UPLOADS))
     """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
+    downloading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_DOWNLOADS))
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function on a thread."""

@@ -14,10 +14,13 @@ from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validato
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+
+from loramux.adapter_store.sources import is_source_url
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG"})
@@ -97,6 +100,8 @@ class Settings(DataSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None
+    adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
+    presigned_uploads: bool = True
     pool_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -160,6 +165,22 @@ class Settings(DataSettings):
         if blob_url is not None and not re.fullmatch(r"(file|s3)://.+", blob_url):
             raise ValueError(f"{blob_url!r} is no blob store: use file://DIRECTORY or s3://BUCKET/PREFIX")
         return blob_url
+
+    @field_validator("adapter_sources", mode="before")
+    @classmethod
+    def _split(cls, sources: Any) -> Any:
+        """A variable holds them separated by commas, a file as a list."""
+        if not isinstance(sources, str):
+            return sources
+        return [source.strip() for source in sources.split(",") if source.strip()]
+
+    @field_validator("adapter_sources")
+    @classmethod
+    def _are_buckets(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
+        for source in sources:
+            if not is_source_url(source):
+                raise ValueError(f"{source!r} is no place to take adapters from: use s3://BUCKET or s3://BUCKET/PREFIX")
+        return sources
 
     @property
     def resolved_served_name(self) -> str:

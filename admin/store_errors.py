@@ -11,8 +11,10 @@ from loramux.adapter_store.errors import (
     AliasChanged,
     AliasNotFound,
     BlobStoreUnavailable,
+    FileNotFound,
     GrantNotFound,
     NothingToRollBack,
+    OriginalNotKept,
     Refused,
     TenantNotFound,
     UploadNotFound,
@@ -29,6 +31,8 @@ _NOT_FOUND: Mapping[type[Exception], str] = {
     AliasNotFound: "alias_not_found",
     GrantNotFound: "grant_not_found",
     UploadNotFound: "upload_not_found",
+    FileNotFound: "file_not_found",
+    OriginalNotKept: "original_not_kept",
 }
 RETRY_AFTER_S = 5.0
 

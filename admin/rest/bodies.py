@@ -50,7 +50,10 @@ class NewUpload(_Body):
 
 
 class NewVersion(_Body):
-    upload_id: str
+    """Either an `upload_id` or a `source`, which is the operator's."""
+
+    upload_id: str | None = None
+    source: str | None = None
 
 
 class WeightedVersion(_Body):

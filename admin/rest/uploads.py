@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 import anyio
 import anyio.from_thread
@@ -11,11 +11,13 @@ import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 from starlette.requests import ClientDisconnect
 
+from loramux.adapter_store.blobs import PresignedParts, PresignedPut
 from loramux.adapter_store.records import Adapter, Upload, UploadFile
 from loramux.admin.rest.access import Services, Writer
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewUpload, read_json
 from loramux.admin.rest.listing import Document, seconds
+from loramux.admin.rest.slots import slot
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound
 
@@ -29,11 +31,16 @@ UPLOAD_TIMEOUT_S = 600.0
 
 @router.post("", status_code=201)
 async def create_upload(adapter_id: str, request: Request, services: Services, caller: Writer) -> Document:
-    """Declare name, size and SHA-256 of both files; answers the URL to PUT each of them to."""
+    """Declare name, size and SHA-256 of both files; answers how to PUT each of them.
+
+    A `url` alone is ours. One with `method` and `headers` is the blob store's, which wants exactly these headers and
+    no key; `parts` of `part_size` bytes each, the last fewer, are the same for a large file.
+    """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewUpload)
     files = tuple(UploadFile(file.name, file.size, file.sha256) for file in body.files)
-    return _describe_upload(await services.call(services.ingest.create_upload, adapter.id, files))
+    upload = await services.call(services.ingest.create_upload, adapter.id, files)
+    return _describe_upload(upload, await services.call(services.ingest.presign, upload))
 
 
 @router.put("/{upload_id}/files/{name}", status_code=204)
@@ -43,8 +50,13 @@ async def put_file(
     """Send one file's raw bytes; they must be what was declared."""
     adapter = await find_adapter(services, caller, adapter_id)
     upload = await find_upload(services, adapter, upload_id)
+    length = request.headers.get("content-length", "")
+    num_bytes = int(length) if length.isdecimal() and length.isascii() else None
     chunks = _chunks(request.stream())
-    await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, limiter=services.uploading)
+    async with slot(services.uploading, "uploads"):
+        # The place is what bounds the threads: waiting for it ends, as waiting for a thread would not.
+        thread = anyio.CapacityLimiter(1)
+        await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread)
     return Response(status_code=204)
 
 
@@ -79,7 +91,7 @@ async def _next_chunk(body: AsyncIterator[bytes]) -> bytes:
     return b""
 
 
-def _describe_upload(upload: Upload) -> Document:
+def _describe_upload(upload: Upload, presigned: Mapping[str, PresignedPut | PresignedParts]) -> Document:
     base = f"/admin/v1/adapters/{upload.adapter_id}/uploads/{upload.id}/files"
     return {
         "id": upload.id,
@@ -87,9 +99,26 @@ def _describe_upload(upload: Upload) -> Document:
         "adapter_id": upload.adapter_id,
         "state": upload.state,
         "files": [
-            {"name": file.name, "size": file.size, "sha256": file.sha256, "url": f"{base}/{file.name}"}
+            {
+                "name": file.name,
+                "size": file.size,
+                "sha256": file.sha256,
+                **_describe_way(f"{base}/{file.name}", presigned.get(file.name)),
+            }
             for file in upload.files
         ],
         "created_at": seconds(upload.created_us),
         "expires_at": seconds(upload.expires_us),
     }
+
+
+def _describe_way(url: str, presigned: PresignedPut | PresignedParts | None) -> Document:
+    if presigned is None:
+        return {"url": url}
+    if isinstance(presigned, PresignedPut):
+        return _describe_request(presigned)
+    return {"part_size": presigned.part_bytes, "parts": [_describe_request(part) for part in presigned.parts]}
+
+
+def _describe_request(presigned: PresignedPut) -> Document:
+    return {"url": presigned.url, "method": presigned.method, "headers": dict(presigned.headers)}

@@ -15,7 +15,7 @@ from loramux.admin.rest.listing import After, Before, Document, Limit, list_docu
 from loramux.admin.rest.service import drain
 from loramux.admin.rest.uploads import find_upload
 from loramux.admin.services import AdminServices
-from loramux.platform.errors import NotFound
+from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
 
 router = APIRouter(prefix="/adapters/{adapter_id}/versions")
 
@@ -24,9 +24,21 @@ Number = Annotated[int, Path(ge=1, le=MAX_VERSION)]
 
 @router.post("", status_code=202)
 async def create_version(adapter_id: str, request: Request, services: Services, caller: Writer) -> Document:
-    """Turn an upload into a version; poll it until it is `ready` or `rejected`. Identical bytes answer the old one."""
+    """Turn an upload into a version; poll it until it is `ready` or `rejected`. Identical bytes answer the old one.
+
+    A platform administrator may give a `source` instead, `s3://BUCKET/PREFIX`, where the operator allows it.
+    """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewVersion)
+    if body.upload_id is None and body.source is None:
+        raise InvalidRequest("upload_id is required", param="upload_id", code="missing_required_parameter")
+    if body.upload_id is not None and body.source is not None:
+        raise InvalidRequest("give either upload_id or source", param="source")
+    if body.source is not None:
+        if not caller.principal.is_platform_admin:
+            raise PermissionDenied("only a platform administrator may name a source", param="source")
+        return describe_version(await services.call(services.ingest.create_version_from, adapter.id, body.source))
+    assert body.upload_id is not None
     upload = await find_upload(services, adapter, body.upload_id)
     return describe_version(await services.call(services.ingest.create_version, adapter.id, upload.id))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -40,6 +42,7 @@ def upgrade() -> None:
         )
     _create_tables()
     _insert_aliases(aliases)
+    _fill_files_sha256()
 
 
 def _aliases() -> list[sa.Row[tuple[str, str, str, int, int]]]:
@@ -129,6 +132,19 @@ def _insert_aliases(aliases: list[sa.Row[tuple[str, str, str, int, int]]]) -> No
                 created_us=alias.updated_us,
             )
         )
+
+
+def _fill_files_sha256() -> None:
+    """What identical uploads have in common: SHA-256 of their two files' checksums, the configuration's first."""
+    made = sa.MetaData()
+    bind = op.get_bind()
+    versions = sa.Table("adapter_versions", made, autoload_with=bind)
+    uploads = sa.Table("uploads", made, sa.Column("files", sa.JSON), autoload_with=bind)
+    query = sa.select(versions.c.id, uploads.c.files).join(uploads, uploads.c.id == versions.c.upload_id)
+    for version_id, files in bind.execute(query).all():
+        checksums = "".join(file["sha256"] for file in sorted(files, key=lambda file: str(file["name"])))
+        sha256 = hashlib.sha256(checksums.encode()).hexdigest()
+        bind.execute(versions.update().where(versions.c.id == version_id).values(files_sha256=sha256))
 
 
 def downgrade() -> None:

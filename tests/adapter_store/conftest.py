@@ -7,13 +7,13 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
-from sqlalchemy import insert
 
 from loramux.adapter_store.blob_url import open_blob_store
 from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
@@ -28,11 +28,12 @@ from loramux.adapter_store.s3_blobs import S3BlobStore
 from loramux.adapter_store.s3_limits import MIN_PART_BYTES, S3Limits
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation import validate_files
+from loramux.adapter_store.validator import Validator
+from loramux.adapter_store.version_claims import Verdict, VersionClaims
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
-from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import tenants
 from tests.adapter_store.fault_proxy import FaultProxy
+from tests.adapter_store.house import DirectValidator, House, add_tenant
 from tests.adapter_store.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw
 
 HOUR_US = 3_600_000_000
@@ -304,24 +305,7 @@ def memory_blobs() -> MemoryBlobStore:
 @pytest.fixture
 def make_tenant(database: Database) -> Callable[[str], str]:
     """Adds a tenant and returns its identifier."""
-
-    def make(slug: str) -> str:
-        tenant_id = new_id("ten")
-        with database.write() as connection:
-            connection.execute(
-                insert(tenants).values(
-                    id=tenant_id,
-                    slug=slug,
-                    display_name=slug,
-                    state="active",
-                    weight=1,
-                    isolation_secret=bytes(32),
-                    created_us=database.now_us(connection),
-                )
-            )
-        return tenant_id
-
-    return make
+    return partial(add_tenant, database)
 
 
 @dataclass(frozen=True)
@@ -329,16 +313,18 @@ class Versions:
     """Adds versions to an adapter without any bytes."""
 
     intake: Intake
+    claims: VersionClaims
 
     def add(self, adapter_id: str, mark: str, is_ready: bool = True, digest: str | None = None) -> AdapterVersion:
         files = [UploadFile(name, 1, mark * 64) for name in (CONFIG_FILE, TENSORS_FILE)]
         upload = self.intake.open_upload(adapter_id, files, HOUR_US)
         version = self.intake.add_version(adapter_id, upload.id).version
-        self.intake.claim(version.id)
+        assert self.claims.take(version.id) is not None
         if is_ready:
-            self.intake.publish(version, digest or mark * 64, 8, 3, 1000, {"max_rank": 8})
+            self.claims.accept(version, Verdict(digest or mark * 64, 8, 3, 1000, {"max_rank": 8}))
+            self.claims.publish(version)
         else:
-            self.intake.reject(version.id, {"error": {"code": "not_finite", "message": "NaN", "param": None}})
+            self.claims.reject(version.id, {"error": {"code": "not_finite", "message": "NaN", "param": None}})
         return self.intake.get_version(version.id)
 
 
@@ -349,7 +335,7 @@ def registry(database: Database) -> AdapterRegistry:
 
 @pytest.fixture
 def versions(database: Database) -> Versions:
-    return Versions(Intake(database))
+    return Versions(Intake(database), VersionClaims(database))
 
 
 @dataclass(frozen=True)
@@ -377,3 +363,23 @@ def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path
         return StoredAdapter(digest, packed)
 
     return store
+
+
+@pytest.fixture
+def open_house(
+    database: Database, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
+) -> Callable[..., House]:
+    """Opens a house with one tenant's adapter."""
+
+    def open_one(blobs: BlobStore, validator: Validator | None = None) -> House:
+        registry = AdapterRegistry(database)
+        adapter = registry.create_adapter(make_tenant("acme"), "support")
+        return House(registry, blobs, target, tmp_path / "scratch", validator or DirectValidator(), adapter.id)
+
+    return open_one
+
+
+@pytest.fixture
+def house(open_house: Callable[..., House], memory_blobs: MemoryBlobStore) -> House:
+    """One with blobs in memory."""
+    return open_house(memory_blobs)

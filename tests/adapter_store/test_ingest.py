@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from sqlalchemy import Connection
-from sqlalchemy.exc import OperationalError
 
-from loramux.adapter_store.aliases import AdapterAliases
-from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
+from loramux.adapter_store.blobs import BlobStore, canonical_key, upload_key
 from loramux.adapter_store.errors import (
     AdapterNotFound,
     AdapterRejected,
@@ -24,141 +18,17 @@ from loramux.adapter_store.errors import (
     UploadNotFound,
     UploadRefused,
 )
-from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.memory_blobs import MemoryBlobStore
 from loramux.adapter_store.records import CONFIG_FILE, TENSORS_FILE, AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tiers import TieredStore
-from loramux.adapter_store.validation_worker import run_job
-from loramux.adapter_store.validator import Accepted, SubprocessValidator, ValidationFailed, ValidationJob, Validator
+from loramux.adapter_store.validator import SubprocessValidator, ValidationFailed
+from loramux.adapter_store.version_states import VersionStates
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-
-SECOND_US = 1_000_000
-
-
-class DirectValidator:
-    """Validates in this process, which is quicker; can be broken."""
-
-    def __init__(self) -> None:
-        self.is_broken = False
-        self.num_calls = 0
-        self.meanwhile: Callable[[], None] = lambda: None
-        """What happens while the next adapter is validated."""
-
-    def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
-        self.num_calls += 1
-        if self.is_broken:
-            raise ValidationFailed("no process can be started")
-        meanwhile, self.meanwhile = self.meanwhile, lambda: None
-        meanwhile()
-        return run_job(job, target)
-
-
-class FailingDatabase(Database):
-    """Writes nothing while it is down."""
-
-    is_down = False
-
-    @contextmanager
-    def write(self) -> Iterator[Connection]:
-        if self.is_down:
-            raise OperationalError("BEGIN", None, Exception("the server closed the connection"))
-        with super().write() as connection:
-            yield connection
-
-
-class FailingBlobStore(MemoryBlobStore):
-    """Works for `num_calls` more changes, then is down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 1_000_000
-
-    def put(self, key: str, source: Path | bytes) -> bool:
-        self._count()
-        return super().put(key, source)
-
-    def delete(self, key: str) -> None:
-        self._count()
-        super().delete(key)
-
-    def _count(self) -> None:
-        self.num_calls -= 1
-        if self.num_calls < 0:
-            raise BlobStoreUnavailable("the store is down")
-
-
-@dataclass
-class House:
-    """Everything that ingestion works on."""
-
-    registry: AdapterRegistry
-    blobs: BlobStore
-    target: PackTarget
-    scratch: Path
-    validator: Validator
-    adapter_id: str
-
-    def __post_init__(self) -> None:
-        self.ingest = self.restart()
-
-    def restart(self) -> Ingest:
-        self.ingest = Ingest(self.registry, self.blobs, self.target, self.scratch, self.validator)
-        return self.ingest
-
-    def aliases(self) -> dict[str, dict[int, int]]:
-        """The weights of each alias's versions."""
-        named = AdapterAliases(self.registry.database).of([self.adapter_id])[self.adapter_id]
-        return {name: {target.number: target.weight for target in alias.targets} for name, alias in named.items()}
-
-    def announce(self, config: bytes, tensors: bytes) -> Upload:
-        files = [
-            UploadFile(name, len(data), hashlib.sha256(data).hexdigest())
-            for name, data in ((CONFIG_FILE, config), (TENSORS_FILE, tensors))
-        ]
-        return self.ingest.create_upload(self.adapter_id, files)
-
-    def upload(self, config: bytes, tensors: bytes) -> Upload:
-        upload = self.announce(config, tensors)
-        for name, data in ((CONFIG_FILE, config), (TENSORS_FILE, tensors)):
-            self.ingest.put_file(upload.id, name, chunks(data))
-        return upload
-
-    def push(self, files: Any, tensors: bytes | None = None) -> AdapterVersion:
-        upload = self.upload(files.config_bytes, files.tensor_bytes if tensors is None else tensors)
-        version = self.ingest.create_version(self.adapter_id, upload.id)
-        return self.ingest.process(version.id) if version.state == "pending" else version
-
-    def assert_nothing_left_over(self, *digests: str) -> None:
-        wanted = {canonical_key(digest) for digest in digests}
-        wanted |= {packed_key(digest, self.target.pack_key) for digest in digests}
-        assert set(self.blobs.list_keys()) == wanted
-        assert not self.scratch.exists() or list(self.scratch.iterdir()) == []
-
-
-def chunks(data: bytes, size: int = 1000) -> Iterator[bytes]:
-    for start in range(0, len(data), size):
-        yield data[start : start + size]
-
-
-@pytest.fixture
-def open_house(
-    database: Database, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
-) -> Callable[..., House]:
-    def open_one(blobs: BlobStore, validator: Validator | None = None) -> House:
-        registry = AdapterRegistry(database)
-        adapter = registry.create_adapter(make_tenant("acme"), "support")
-        return House(registry, blobs, target, tmp_path / "scratch", validator or DirectValidator(), adapter.id)
-
-    return open_one
-
-
-@pytest.fixture
-def house(open_house: Callable[..., House], memory_blobs: MemoryBlobStore) -> House:
-    return open_house(memory_blobs)
+from tests.adapter_store.house import SECOND_US, DirectValidator, FailingBlobStore, House, chunks, wait_until
 
 
 def test_an_adapter_goes_all_the_way_to_the_engine(
@@ -170,7 +40,7 @@ def test_an_adapter_goes_all_the_way_to_the_engine(
     assert version.digest is not None
     assert version.canonical_bytes == len(blobs.read_bytes(canonical_key(version.digest)))
     assert house.aliases() == {"default": {1: 100}}
-    house.assert_nothing_left_over(version.digest)
+    house.assert_nothing_left_over(version)
     ref = house.registry.resolve("acme", "support")
     assert ref is not None
     with TieredStore(blobs, target, tmp_path / "disk", 1 << 30, 1 << 30).lease(ref.digest) as lease:
@@ -198,7 +68,7 @@ def test_equal_adapters_of_two_tenants_share_their_blobs(
     second = house.push(make_adapter())
     assert second.id != first.id
     assert second.digest == first.digest
-    house.assert_nothing_left_over(first.digest or "")
+    house.assert_nothing_left_over(first, second)
 
 
 def nan(files: Any) -> bytes:
@@ -356,10 +226,18 @@ def test_an_expired_upload_is_refused_and_cleared_away(
     with pytest.raises(UploadRefused) as refused:
         house.ingest.create_version(adapter.id, upload.id)
     assert refused.value.code == "upload_expired", "still said when its files are gone"
+    used = house.push(make_adapter(seed=1))
+    now[0] += 8 * 86_400 * SECOND_US
+    house.ingest.remove_abandoned()
+    with pytest.raises(UploadNotFound):
+        house.ingest.create_version(adapter.id, upload.id)
+    house.assert_nothing_left_over(used)
+    assert house.push(make_adapter(seed=1)) == used, "what was used is not forgotten"
     database.close()
 
 
-@pytest.mark.parametrize("num_calls", range(6))
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("num_calls", range(7))
 def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
     open_house: Callable[..., House], make_adapter: Any, num_calls: int
 ) -> None:
@@ -369,142 +247,122 @@ def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
     upload = house.upload(files.config_bytes, files.tensor_bytes)
     version = house.ingest.create_version(house.adapter_id, upload.id)
     blobs.num_calls = num_calls
-    # Two blobs are put and two deleted.
+    # Four blobs are put and two deleted; the latter can wait.
     if num_calls < 4:
         with pytest.raises(BlobStoreUnavailable):
             house.ingest.process(version.id)
     else:
-        house.ingest.process(version.id)
+        assert house.ingest.process(version.id).state == "ready"
     blobs.num_calls = 1_000_000
     (house.scratch / "left by a crash").mkdir(parents=True)
     house.restart().recover()
-    for version_id in house.ingest.pending_versions():
+    for version_id in house.ingest.waiting_versions():
         house.ingest.process(version_id)
     found = house.registry.get_version(house.adapter_id, 1)
     assert found is not None
     assert found.state == "ready"
-    house.assert_nothing_left_over(found.digest or "")
+    house.assert_nothing_left_over(found)
 
 
-def test_a_version_that_was_in_hand_when_the_process_died_is_taken_up_again(house: House, make_adapter: Any) -> None:
-    upload = house.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("state", ["quarantined", "archived"])
+def test_bytes_that_were_taken_out_of_service_do_not_come_back(
+    house: House, make_adapter: Any, state: str, database: Database
+) -> None:
+    house.push(make_adapter(seed=1))
+    house.push(make_adapter())
+    states = VersionStates(database, house.registry)
+    (states.quarantine if state == "quarantined" else states.archive)(house.adapter_id, 2)
+    again = house.push(make_adapter())
+    assert (again.number, again.state) == (2, state), "the same files name the same version"
+    shuffled = make_adapter()
+    shuffled.config = dict(reversed(shuffled.config.items()))
+    other = house.push(shuffled)
+    if state == "quarantined":
+        assert (other.number, other.state, other.report["error"]["code"]) == (3, "rejected", "quarantined")
+        assert (other.digest, other.max_rank) == (None, None)
+        house.adapter_id = house.registry.create_adapter(
+            house.registry.list_adapters(None, 1).data[0].tenant_id, "under-another-name"
+        ).id
+        elsewhere = house.push(make_adapter())
+        assert (elsewhere.state, elsewhere.report["error"]["code"]) == ("rejected", "quarantined")
+    else:
+        assert (other.number, other.state) == (3, "ready")
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_what_is_put_where_the_files_belong_is_not_taken_for_them(house: House, make_adapter: Any) -> None:
+    files = make_adapter()
+    upload = house.announce(files.config_bytes, files.tensor_bytes)
+    for name in (CONFIG_FILE, TENSORS_FILE):
+        house.blobs.put(upload_key(upload.id, name), b"something else")
+    with pytest.raises(UploadRefused) as refused:
+        house.ingest.create_version(house.adapter_id, upload.id)
+    assert (refused.value.code, refused.value.param) == ("size_mismatch", "upload_id")
+    house.ingest.put_file(upload.id, CONFIG_FILE, chunks(files.config_bytes))
+    house.ingest.put_file(upload.id, TENSORS_FILE, chunks(files.tensor_bytes))
     version = house.ingest.create_version(house.adapter_id, upload.id)
-    die_while_validating(house, version)
-    assert house.ingest.process(version.id).state == "validating", "another worker has it"
-    house.restart().recover()
-    assert house.ingest.pending_versions() == [version.id]
     assert house.ingest.process(version.id).state == "ready"
 
 
-def die_while_validating(house: House, version: AdapterVersion) -> None:
-    """Leave everything as a process does that is killed in the middle."""
-    house.ingest._claims.note(version.id)
-    assert house.ingest._intake.claim(version.id) is not None
-
-
-def test_a_second_server_that_starts_leaves_the_first_its_version(
-    house: House, make_adapter: Any, tmp_path: Path
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        pytest.param(lambda data: data[:-1] + b"x", "checksum_mismatch", id="other bytes"),
+        pytest.param(lambda data: data + b"x", "size_mismatch", id="more bytes"),
+        pytest.param(lambda data: data[:-1], "size_mismatch", id="fewer bytes"),
+        pytest.param(lambda data: None, "upload_incomplete", id="gone"),
+    ],
+)
+def test_files_that_changed_after_the_version_was_made_are_not_validated(
+    house: House, make_adapter: Any, change: Callable[[bytes], bytes | None], code: str
 ) -> None:
-    assert isinstance(house.validator, DirectValidator)
-    second = Ingest(house.registry, house.blobs, house.target, tmp_path / "second", DirectValidator())
-    seen: list[list[str]] = []
-
-    def start_second() -> None:
-        second.recover()
-        seen.append(second.pending_versions())
-
-    house.validator.meanwhile = start_second
-    version = house.push(make_adapter())
-    assert (seen, version.state) == ([[]], "ready")
-    house.assert_nothing_left_over(version.digest or "")
-
-
-@pytest.mark.parametrize("first_to_end", ["first", "second"])
-def test_two_servers_that_validate_one_version_end_with_one_verdict(
-    house: House, make_adapter: Any, tmp_path: Path, first_to_end: str
-) -> None:
-    assert isinstance(house.validator, DirectValidator)
-    second = Ingest(house.registry, house.blobs, house.target, tmp_path / "second", DirectValidator())
-    upload = house.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
+    files = make_adapter()
+    upload = house.upload(files.config_bytes, files.tensor_bytes)
     version = house.ingest.create_version(house.adapter_id, upload.id)
-
-    def take_away() -> None:
-        house.ingest._intake.give_back(version.id)
-        if first_to_end == "second":
-            second.process(version.id)
-
-    house.validator.meanwhile = take_away
-    after_first = house.ingest.process(version.id)
-    if first_to_end == "first":
-        assert after_first.state == "pending", "it is another's now, who still needs the files"
-        after_first = second.process(version.id)
-    assert after_first.state == "ready"
-    house.assert_nothing_left_over(after_first.digest or "")
+    key = upload_key(upload.id, TENSORS_FILE)
+    data = change(house.blobs.read_bytes(key))
+    house.blobs.delete(key)
+    if data is not None:
+        house.blobs.put(key, data)
+    found = house.ingest.process(version.id)
+    assert (found.state, found.report["error"]["code"]) == ("rejected", code)
+    assert isinstance(house.validator, DirectValidator)
+    assert house.validator.num_calls == 0
+    house.assert_nothing_left_over()
 
 
-def test_files_that_another_server_used_up_are_no_reason_to_reject(house: House, make_adapter: Any) -> None:
-    upload = house.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
-    version = house.ingest.create_version(house.adapter_id, upload.id)
-    claimed = house.ingest._intake.claim(version.id)
-    house.ingest._intake.give_back(version.id)
-    assert house.ingest.process(version.id).state == "ready"
-    assert claimed is not None
-    assert not house.ingest._reach_verdict(version, claimed)
-    assert house.ingest._intake.get_version(version.id).state == "ready"
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_file_of_another_length_is_refused_before_it_is_read(house: House) -> None:
+    upload = house.announce(b"x" * 10, b"t")
+
+    def unread() -> Iterator[bytes]:
+        raise AssertionError("it was read")
+        yield b""
+
+    with pytest.raises(UploadRefused) as refused:
+        house.ingest.put_file(upload.id, CONFIG_FILE, unread(), num_bytes=11)
+    assert refused.value.code == "size_mismatch"
 
 
-def test_a_version_whose_server_is_lost_is_taken_up_after_an_hour(
-    database_url: str,
-    memory_blobs: MemoryBlobStore,
-    target: PackTarget,
-    tmp_path: Path,
-    make_adapter: Any,
-    make_tenant: Callable[[str], str],
-) -> None:
-    now = [1_000_000 * SECOND_US]
-    database = Database(database_url, clock=lambda: now[0])
-    registry = AdapterRegistry(database)
-    adapter = registry.create_adapter(make_tenant("acme"), "support")
-    lost = House(registry, memory_blobs, target, tmp_path / "lost", DirectValidator(), adapter.id)
-    upload = lost.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
-    version = lost.ingest.create_version(adapter.id, upload.id)
-    die_while_validating(lost, version)
-    other = House(registry, memory_blobs, target, tmp_path / "other", DirectValidator(), adapter.id)
-    now[0] += 3599 * SECOND_US
-    other.ingest.recover()
-    assert other.ingest.pending_versions() == []
-    now[0] += 2 * SECOND_US
-    other.ingest.remove_abandoned()
-    assert other.ingest.process(version.id).state == "ready"
-    database.close()
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_file_that_comes_after_its_version_is_cleared_away(house: House, make_adapter: Any) -> None:
+    files = make_adapter()
+    upload = house.upload(files.config_bytes, files.tensor_bytes)
+    made: list[AdapterVersion] = []
 
+    def slow() -> Iterator[bytes]:
+        # Meanwhile the version is made, decided, and its files are deleted.
+        version = house.ingest.create_version(house.adapter_id, upload.id)
+        made.append(house.ingest.process(version.id))
+        yield files.config_bytes
 
-def test_a_version_that_could_not_be_given_back_is_given_back_later(
-    database_url: str,
-    memory_blobs: MemoryBlobStore,
-    target: PackTarget,
-    tmp_path: Path,
-    make_adapter: Any,
-    make_tenant: Callable[[str], str],
-) -> None:
-    database = FailingDatabase(database_url)
-    registry = AdapterRegistry(database)
-    adapter = registry.create_adapter(make_tenant("acme"), "support")
-    validator = DirectValidator()
-    house = House(registry, memory_blobs, target, tmp_path / "scratch", validator, adapter.id)
-    upload = house.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
-    version = house.ingest.create_version(adapter.id, upload.id)
-    validator.meanwhile = lambda: setattr(database, "is_down", True)
-    worker = IngestWorker(house.ingest, poll_s=0.02)
-    worker.start()
-    wait_until(lambda: database.is_down and bool(house.ingest._stranded))
-    assert house.ingest._intake.get_version(version.id).state == "validating"
-    database.is_down = False
-    wait_until(lambda: house.ingest._intake.get_version(version.id).state == "ready")
-    worker.stop()
-    assert validator.num_calls == 2
-    house.assert_nothing_left_over(house.ingest._intake.get_version(version.id).digest or "")
-    database.close()
+    with pytest.raises(UploadRefused) as refused:
+        house.ingest.put_file(upload.id, CONFIG_FILE, slow())
+    assert refused.value.code == "upload_used"
+    house.ingest.remove_abandoned()
+    house.assert_nothing_left_over(*made)
 
 
 def test_a_validator_that_cannot_run_refuses_nobody(house: House, make_adapter: Any) -> None:
@@ -512,7 +370,7 @@ def test_a_validator_that_cannot_run_refuses_nobody(house: House, make_adapter: 
     house.validator.is_broken = True
     with pytest.raises(ValidationFailed):
         house.push(make_adapter())
-    (version_id,) = house.ingest.pending_versions()
+    (version_id,) = house.ingest.waiting_versions()
     house.validator.is_broken = False
     assert house.ingest.process(version_id).state == "ready"
 
@@ -551,15 +409,6 @@ def test_the_worker_takes_what_comes_and_outlives_failures(house: House, make_ad
     wait_until(lambda: house.registry.resolve("acme", "support") is not None)
     worker.stop()
     assert not worker._thread.is_alive()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    waiting = threading.Event()
-    for _ in range(int(timeout_s / 0.02)):
-        if condition():
-            return
-        waiting.wait(0.02)
-    raise AssertionError("it did not happen in time")
 
 
 def test_a_rejection_says_what_and_where(house: House, make_adapter: Any) -> None:

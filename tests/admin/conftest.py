@@ -21,11 +21,14 @@ import structlog
 from safetensors.numpy import save_file
 
 from loramux.adapter_store.aliases import AdapterAliases
+from loramux.adapter_store.blobs import BlobStore
+from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.local_blobs import LocalBlobStore
 from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import SubprocessValidator
 from loramux.adapter_store.version_states import VersionStates
@@ -71,18 +74,38 @@ class AdminSide:
     """The services behind the app, and what a test may look into or break."""
 
     services: AdminServices
-    blobs: LocalBlobStore
+    blobs: BlobStore
     engine: ScriptedEngine
 
 
+@pytest.fixture
+def admin_blobs(tmp_path: Path) -> BlobStore:
+    """What a module may put another store in the place of."""
+    return LocalBlobStore(tmp_path / "blobs")
+
+
+@pytest.fixture
+def admin_target() -> PackTarget:
+    return TARGET
+
+
+@pytest.fixture
+def admin_sources() -> AdapterSources:
+    return AdapterSources()
+
+
 @contextmanager
-def open_admin_side(directory: Path, target: PackTarget) -> Iterator[AdminSide]:
-    """The services over an empty database and an empty blob store in `directory`."""
+def open_admin_side(
+    directory: Path, target: PackTarget, blobs: BlobStore | None = None, sources: AdapterSources | None = None
+) -> Iterator[AdminSide]:
+    """The services over an empty database in `directory`, where the blobs are too unless another store is given."""
     database = Database(f"sqlite:///{directory / 'loramux.db'}")
     database.upgrade()
     registry = AdapterRegistry(database, reserved_names=("the-base",))
-    blobs = LocalBlobStore(directory / "blobs")
-    ingest = Ingest(registry, blobs, target, directory / "scratch", SubprocessValidator())
+    blobs = blobs or LocalBlobStore(directory / "blobs")
+    ingest = Ingest(
+        registry, blobs, target, directory / "scratch", SubprocessValidator(), sources=sources or AdapterSources()
+    )
     worker = IngestWorker(ingest)
     engine = ScriptedEngine()
     with ThreadPoolExecutor(4) as executor:
@@ -95,6 +118,7 @@ def open_admin_side(directory: Path, target: PackTarget) -> Iterator[AdminSide]:
             grants=AdapterGrants(database),
             version_states=VersionStates(database, registry),
             ingest=ingest,
+            export=VersionExport(database, blobs, directory / "scratch"),
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),
             engine=engine,
@@ -110,8 +134,10 @@ def open_admin_side(directory: Path, target: PackTarget) -> Iterator[AdminSide]:
 
 
 @pytest.fixture
-def admin_side(tmp_path: Path) -> Iterator[AdminSide]:
-    with open_admin_side(tmp_path, TARGET) as side:
+def admin_side(
+    tmp_path: Path, admin_target: PackTarget, admin_blobs: BlobStore, admin_sources: AdapterSources
+) -> Iterator[AdminSide]:
+    with open_admin_side(tmp_path, admin_target, admin_blobs, admin_sources) as side:
         yield side
 
 

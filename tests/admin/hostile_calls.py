@@ -257,7 +257,7 @@ USES = [
     _use("nothing", 400, "invalid_json", b""),
     _use("a list", 400, "invalid_json", [MARK]),
     _use("no upload", 400, "missing_required_parameter", {}),
-    _use("upload is null", 400, "invalid_type", {"upload_id": None}),
+    _use("upload is null", 400, "missing_required_parameter", {"upload_id": None}),
     _use("upload is a number", 400, "invalid_type", {"upload_id": 7}),
     _use("upload is a list", 400, "invalid_type", {"upload_id": [MARK]}),
     _use("upload given twice", 400, "invalid_json", b'{"upload_id": "a", "upload_id": "kilroy"}'),

@@ -127,7 +127,7 @@ async def test_hostile_files_leave_one_rejected_row(visit: Visit, admin_side: Ad
     assert num_versions(admin_side, visit) == 1
     await wait_for_no_blobs(admin_side)
     aliases = await visit.http.get(f"/admin/v1/adapters/{visit.adapter_id}/aliases")
-    assert aliases.json()["data"] == {}
+    assert aliases.json()["data"] == []
 
 
 async def test_an_upload_is_used_once(visit: Visit, admin_side: AdminSide) -> None:

@@ -144,3 +144,15 @@ def test_a_secret_that_no_header_carries_is_refused(model: Path, monkeypatch: py
     with pytest.raises(SettingsError, match="printable ASCII") as caught:
         load_settings(Settings, {"model": model})
     assert secret not in str(caught.value)
+
+
+def test_sources_are_separated_by_commas_or_a_list(model: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(Settings, {"model": model}).adapter_sources == ()
+    toml.write_text(toml.read_text() + 'adapter_sources = ["s3://one/adapters", "s3://two"]\n')
+    assert load_settings(Settings, {"config": toml}).adapter_sources == ("s3://one/adapters", "s3://two")
+    monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", "s3://three/a, s3://four")
+    assert load_settings(Settings, {"config": toml}).adapter_sources == ("s3://three/a", "s3://four")
+    for wrong in ("file:///etc", '["s3://five"]', "s3://six/../seven"):
+        monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", wrong)
+        with pytest.raises(SettingsError, match="no place to take adapters from"):
+            load_settings(Settings, {"model": model})

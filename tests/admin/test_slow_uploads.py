@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from loramux.admin.rest import uploads
+from loramux.admin.rest import slots, uploads
 from loramux.admin.services import MAX_UPLOADS
 from tests.admin.conftest import ADMIN_KEY, RunningServer
 
@@ -59,8 +59,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_slow_uploads_hold_up_only_each_other(
-    admin_server: RunningServer, admin_side: Any, client: httpx.Client, file_path: str
+    admin_server: RunningServer,
+    admin_side: Any,
+    client: httpx.Client,
+    file_path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(slots, "SLOT_TIMEOUT_S", 1.5)
     uploading = admin_side.services.uploading
     with ExitStack() as stack:
         # More than anyio's threads for everybody, which are 40.
@@ -68,6 +73,11 @@ def test_slow_uploads_hold_up_only_each_other(
             stack.enter_context(begin(admin_server.url, file_path))
         wait_until(lambda: uploading.borrowed_tokens == MAX_UPLOADS and uploading.statistics().tasks_waiting == 18)
         assert client.get("/admin/v1/tenants").status_code == 200
+        # Who finds no place for a while is told to come again, and is not kept waiting for ever.
+        put = client.put(file_path, content=b"x" * SIZE)
+        assert (put.status_code, put.json()["error"]["code"]) == (503, "too_many_uploads")
+        assert int(put.headers["retry-after"]) > 0
+        assert uploading.borrowed_tokens == MAX_UPLOADS
     wait_until(lambda: uploading.borrowed_tokens == 0)
     put = client.put(file_path, content=b"x" * SIZE)
     assert (put.status_code, put.json()["error"]["code"]) == (400, "checksum_mismatch")

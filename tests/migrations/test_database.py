@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -154,6 +155,9 @@ def test_aliases_of_before_keep_what_they_name(database_url: str) -> None:
             f"INSERT INTO adapters (id, tenant_id, name, created_us) VALUES ('ada_1', '{owner}', 'support', 1)",
             "INSERT INTO adapter_versions (id, adapter_id, number, state, upload_id, report, created_us)"
             " VALUES ('adv_7', 'ada_1', 7, 'ready', 'upl_1', '{}', 1)",
+            "INSERT INTO uploads (id, adapter_id, files, state, created_us, expires_us) VALUES ('upl_1', 'ada_1',"
+            ' \'[{"name": "adapter_model.safetensors", "size": 1, "sha256": "bb"},'
+            ' {"name": "adapter_config.json", "size": 1, "sha256": "aa"}]\', \'used\', 1, 2)',
             "INSERT INTO adapter_aliases (adapter_id, name, version_id, updated_us)"
             " VALUES ('ada_1', 'default', 'adv_7', 5), ('ada_1', 'stable', 'adv_7', 6)",
         ):
@@ -165,7 +169,8 @@ def test_aliases_of_before_keep_what_they_name(database_url: str) -> None:
     with database.read() as connection:
         targets = connection.execute(select(adapter_alias_targets).order_by(adapter_alias_targets.c.name)).all()
         history = connection.execute(select(adapter_alias_history).order_by(adapter_alias_history.c.name)).all()
-        assert connection.exec_driver_sql("SELECT number, state FROM adapter_versions").all() == [(7, "ready")]
+        versions = connection.exec_driver_sql("SELECT number, state, files_sha256 FROM adapter_versions").all()
+        assert [tuple(row) for row in versions] == [(7, "ready", hashlib.sha256(b"aabb").hexdigest())]
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     assert [tuple(row) for row in targets] == [("ada_1", "default", "adv_7", 100), ("ada_1", "stable", "adv_7", 100)]
     assert [(row.name, row.revision, row.targets[0]["number"], row.created_us) for row in history] == [
