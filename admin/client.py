@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
@@ -83,6 +84,19 @@ class AdminClient:
 
     def get_text(self, path: str, **params: object) -> str:
         return self._send("GET", path, params=_given(params)).text
+
+    @contextmanager
+    def stream(self, path: str) -> Iterator[Iterator[bytes]]:
+        """The bytes at a path, in chunks as they come."""
+        try:
+            with self._http.stream("GET", path) as response:
+                if not response.is_success:
+                    response.read()
+                    raise _refusal(response)
+                yield response.iter_bytes()
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnreachable(f"{self._base_url} broke off ({reason})") from None
 
     def post(self, path: str, body: Document) -> Document:
         return self._document(self._send("POST", path, json=body))

@@ -50,6 +50,30 @@ def push(
             print(f"{still}: loramux adapters promote {pushed.model}@{pushed.version}")
 
 
+@app.command()
+def pull(
+    model: Annotated[
+        str, typer.Argument(metavar="TENANT/ADAPTER[@VERSION]", help="By default the version of the bare name.")
+    ],
+    directory: Annotated[Path, typer.Argument(help="Where to put both files.", file_okay=False)],
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Download a version's files, byte for byte as they were uploaded."""
+    from loramux.admin.named_adapter import find_named
+    from loramux.admin.pull import PullRefused, pull_version
+
+    try:
+        with connected(as_json) as client, _progress(None, as_json) as progress:
+            pulled = pull_version(client, find_named(client, model), directory, may_replace=force, progress=progress)
+    except (PullRefused, OSError) as error:
+        fail(str(error), REFUSED)
+    if as_json:
+        print_json({"model": pulled.model, "version": pulled.version, "digest": pulled.digest})
+    else:
+        print(f"{pulled.model} is in {pulled.directory}")
+
+
 @app.command("list")
 def list_adapters(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
     """List adapters with the versions that their aliases name."""
@@ -104,8 +128,8 @@ app.command()(restore)
 
 
 @contextmanager
-def _progress(num_bytes: int, as_json: bool) -> Iterator[Progress]:
-    """A progress bar on a terminal, silence elsewhere."""
+def _progress(num_bytes: int | None, as_json: bool) -> Iterator[Progress]:
+    """A progress bar on a terminal, silence elsewhere; without `num_bytes` it shows only how much has come."""
     if as_json or not sys.stderr.isatty():
         yield lambda _what, _num_bytes: None
         return
@@ -115,5 +139,5 @@ def _progress(num_bytes: int, as_json: bool) -> Iterator[Progress]:
 
     columns = (TextColumn("{task.description:>7}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("read", total=num_bytes)
+        task = bars.add_task("", total=num_bytes)
         yield lambda what, done: bars.update(task, description=what, advance=done)

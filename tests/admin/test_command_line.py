@@ -97,6 +97,26 @@ def test_a_version_is_promoted_by_parts_and_rolled_back(loramux: Run, make_adapt
     assert loramux("adapters", "enable", "acme/support").stdout == "acme/support is active\n"
 
 
+def test_what_was_pushed_can_be_pulled(loramux: Run, make_adapter: Callable[..., Path], tmp_path: Path) -> None:
+    loramux("tenants", "create", "acme")
+    first, second, place = make_adapter(), make_adapter(), tmp_path / "deep" / "pulled"
+    for directory in (first, second):
+        assert loramux("adapters", "push", directory, "--tenant", "acme", "--name", "support").exit_code == 0
+
+    def files(directory: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+    assert loramux("adapters", "pull", "acme/support@2", place).stdout == f"acme/support@2 is in {place}\n"
+    assert files(place) == files(second)
+    kept = loramux("adapters", "pull", "acme/support", place)
+    assert (kept.exit_code, "--force" in kept.stderr) == (1, True)
+    assert files(place) == files(second)
+    assert answer(loramux("adapters", "pull", "acme/support", place, "--force", "--json"))["version"] == 1
+    assert files(place) == files(first)
+    unknown = loramux("adapters", "pull", "acme/support@9", tmp_path / "none")
+    assert (unknown.exit_code, (tmp_path / "none").exists()) == (1, False)
+
+
 @pytest.mark.parametrize(
     "name", ["support", "acme/support", "acme/support@0", "acme/support@x", "acme//x@1", "a/b@1@2"]
 )
