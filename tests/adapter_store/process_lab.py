@@ -86,10 +86,14 @@ class Lab:
     num_servers: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self._database = Database(self.database_url)
         self.acknowledged_path = self.directory / "acknowledged"
         self.files_directory = self.directory / "files"
         self.files_directory.mkdir()
         self.replace_files(self.files)
+
+    def close(self) -> None:
+        self._database.close()
 
     def replace_files(self, files: Mapping[str, bytes]) -> None:
         """Let the next processes upload another adapter."""
@@ -129,33 +133,25 @@ class Lab:
         return [name for kind, name in pairs if kind == what]
 
     def versions(self) -> list[AdapterVersion]:
-        database = Database(self.database_url)
-        try:
-            return list(reversed(AdapterRegistry(database).list_versions(self.adapter_id, 100).data))
-        finally:
-            database.close()
+        return list(reversed(AdapterRegistry(self._database).list_versions(self.adapter_id, 100).data))
 
     def check_served(self) -> AdapterVersion | None:
         """The version that the adapter's name means, if any; its bytes are there, whole and right."""
-        database = Database(self.database_url)
-        try:
-            registry = AdapterRegistry(database)
-            ref = registry.resolve("acme", "support")
-            if ref is None:
-                return None
-            canonical = self.blobs.read_bytes(canonical_key(ref.digest))
-            assert digest_of(canonical) == ref.digest
-            assert pack(canonical, self.target).digest == ref.digest
-            version = registry.get_version(self.adapter_id, ref.version)
-            assert version is not None
-            assert version.state == "ready"
-            export = VersionExport(database, self.blobs, self.directory / "export")
-            for name in UPLOAD_FILES:
-                with export.open(version, name) as file:
-                    assert b"".join(file.chunks()) == self.files[name], "the files come back as they were sent"
-            return version
-        finally:
-            database.close()
+        registry = AdapterRegistry(self._database)
+        ref = registry.resolve("acme", "support")
+        if ref is None:
+            return None
+        canonical = self.blobs.read_bytes(canonical_key(ref.digest))
+        assert digest_of(canonical) == ref.digest
+        assert pack(canonical, self.target).digest == ref.digest
+        version = registry.get_version(self.adapter_id, ref.version)
+        assert version is not None
+        assert version.state == "ready"
+        export = VersionExport(self._database, self.blobs, self.directory / "export")
+        for name in UPLOAD_FILES:
+            with export.open(version, name) as file:
+                assert b"".join(file.chunks()) == self.files[name], "the files come back as they were sent"
+        return version
 
     def check_blobs(self) -> None:
         """Exactly what ready versions need is kept; packed files of them may be there."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGTERM
@@ -80,23 +83,31 @@ def empty_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def lab_directory() -> Iterator[Path]:
+    """In memory where there is such a place: what a killed process wrote stays, flushed to a disk or not."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
 def open_lab(
     makers: ProcessMaker,
     empty_sqlite: Path,
     request: pytest.FixtureRequest,
-    tmp_path: Path,
+    lab_directory: Path,
     target: PackTarget,
     make_adapter: Any,
-) -> OpenLab:
+) -> Iterator[OpenLab]:
     """Makes a lab on a database and a blob store of the given kinds, with the files of an adapter."""
 
     def open_one(database: str = "sqlite", store: str = "local", is_valid: bool = True, **details: Any) -> Lab:
         if database == "sqlite":
-            shutil.copyfile(empty_sqlite, tmp_path / "loramux.db")
-            database_url = f"sqlite:///{tmp_path / 'loramux.db'}"
+            shutil.copyfile(empty_sqlite, lab_directory / "loramux.db")
+            database_url = f"sqlite:///{lab_directory / 'loramux.db'}"
         else:
             database_url = request.getfixturevalue("postgres_url")
-        blob_url = f"file://{tmp_path / 'blobs'}"
+        blob_url = f"file://{lab_directory / 'blobs'}"
         if store == "s3":
             blob_url = f"s3://{request.getfixturevalue('s3_bucket')}/adapters"
         opened = Database(database_url)
@@ -105,19 +116,22 @@ def open_lab(
         adapter_id = registry.create_adapter(add_tenant(opened, "acme"), "support").id
         opened.close()
         files = make_adapter(use_dora=not is_valid)
-        return Lab(
+        lab = Lab(
             makers=makers,
             database_url=database_url,
             blob_url=blob_url,
             blobs=open_blob_store(blob_url),
             target=target,
-            directory=tmp_path,
+            directory=lab_directory,
             adapter_id=adapter_id,
             files={CONFIG_FILE: files.config_bytes, TENSORS_FILE: files.tensor_bytes},
             **details,
         )
+        stack.callback(lab.close)
+        return lab
 
-    return open_one
+    with ExitStack() as stack:
+        yield open_one
 
 
 def crash_and_recover(lab: Lab, crash: Crash) -> None:
