@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from sqlalchemy.sql import func
 Clock = Callable[[], int]
 """Microseconds since 1970."""
 
+_WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _READ_ONLY = "loramux_read_only"
 
 
@@ -129,7 +131,7 @@ def _create_engine(url: URL) -> Engine:
         # The driver must not begin transactions by itself: `write` begins them with the write lock.
         connection.isolation_level = None
         cursor = connection.cursor()
-        cursor.execute("PRAGMA journal_mode=WAL")
+        _use_wal(cursor)
         cursor.execute("PRAGMA synchronous=FULL")
         cursor.execute("PRAGMA foreign_keys=ON")
         cursor.close()
@@ -140,6 +142,21 @@ def _create_engine(url: URL) -> Engine:
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def _use_wal(cursor: Any) -> None:
+    """Switch the file to WAL, which stays so; servers that start together on a new file may all try at once."""
+    for _ in range(_WAL_ATTEMPTS):
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            # The driver's own wait for locks does not cover this change.
+            if "locked" not in str(error):
+                raise
+            time.sleep(_WAL_PAUSE_S)
+        else:
+            return
+    cursor.execute("PRAGMA journal_mode=WAL")
 
 
 @contextmanager

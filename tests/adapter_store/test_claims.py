@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
 from loramux.adapter_store.ingest_steps import IngestStep
-from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.memory_blobs import MemoryBlobStore
 from loramux.adapter_store.records import AdapterVersion
 from loramux.adapter_store.registry import AdapterRegistry
@@ -20,7 +20,7 @@ from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.version_claims import LEASE_S, Verdict, VersionClaims
 from loramux.adapter_store.version_states import VersionStates
 from loramux.migrations.database import Database
-from tests.adapter_store.house import SECOND_US, DirectValidator, FailingDatabase, House, wait_until
+from tests.adapter_store.house import SECOND_US, DirectValidator, FailingDatabase, House
 
 
 @dataclass
@@ -174,14 +174,14 @@ def test_a_version_that_could_not_be_given_back_waits_for_its_claim_to_expire(
     validator = house.validator
     assert isinstance(validator, DirectValidator)
     validator.meanwhile = lambda: setattr(database, "is_down", True)
-    worker = IngestWorker(house.ingest, poll_s=0.02)
-    worker.start()
-    wait_until(lambda: validator.num_calls == 1 and not list(house.scratch.iterdir()))
+    with pytest.raises(OperationalError):
+        house.ingest.process(version.id)
     database.is_down = False
+    assert house.ingest.waiting_versions() == []
     assert house.ingest.process(version.id).state == "validating"
     clock.advance(LEASE_S)
-    wait_until(lambda: house.ingest.process(version.id).state == "ready")
-    worker.stop()
+    assert house.ingest.waiting_versions() == [version.id]
+    assert house.ingest.process(version.id).state == "ready"
     assert validator.num_calls == 2
 
 

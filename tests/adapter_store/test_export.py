@@ -59,9 +59,18 @@ def with_equal_tensors(files: Any) -> bytes:
     return in_order(files, sorted(files.tensors, reverse=True), {})
 
 
+def with_older_names(files: Any) -> bytes:
+    """Names as older versions of PEFT wrote them, which are others in the canonical file."""
+    files.tensors = {
+        name.replace(".weight", ".default.weight"): tensor for name, tensor in reversed(files.tensors.items())
+    }
+    return in_order(files, list(files.tensors), {})
+
+
 @pytest.mark.parametrize(
     ("tensors", "adapter"),
     [
+        pytest.param(with_older_names, {}, id="older names"),
         pytest.param(lambda files: files.tensor_bytes, {}, id="as peft saves it"),
         pytest.param(lambda files: files.tensor_bytes, {"dtype": np.float16}, id="float16"),
         pytest.param(shuffled, {}, id="another order"),
