@@ -33,8 +33,9 @@ $(WARM): $(READY) $(wildcard kernels/*.py)
 demo: $(WARM) ## Serve three tenants' adapters in one batch (ARGS=--exit to stop after the report)
 	@$(VENV)/bin/loramux demo $(ARGS)
 
+# Two files of tests at a time: many wait for a process, a disk or a clock. A file's tests share their fixtures.
 test: $(WARM) ## Run the tests, under 10 minutes on two cores
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 campaign-kernels: $(WARM) ## The long kernel tests, real models' sizes (ARGS='-k NAME' for some)
 	$(VENV)/bin/python -m pytest tests/kernels -m campaign --timeout 3600 $(ARGS)

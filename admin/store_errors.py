@@ -52,9 +52,12 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, AliasChanged):
         return PreconditionFailed(str(error), param="If-Match")
     if isinstance(error, AdapterUnavailable | BlobStoreUnavailable):
+        closed_for_s = error.retry_after_s if isinstance(error, BlobStoreUnavailable) else None
         # Which bucket at which address is the operator's affair, who reads it in the log.
         return Unavailable(
-            "the adapter store cannot be reached; try again", code="store_unavailable", retry_after_s=RETRY_AFTER_S
+            "the adapter store cannot be reached; try again",
+            code="store_unavailable",
+            retry_after_s=closed_for_s or RETRY_AFTER_S,
         )
     if type(error) in _NOT_FOUND:
         return NotFound(str(error), code=_NOT_FOUND[type(error)])
