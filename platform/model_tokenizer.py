@@ -12,8 +12,8 @@ from loramux.platform.chat_template import ChatTemplate, ModelFilesError
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.token_bytes import TokenBytes
 
-MAX_SHORT = 4 * 1024
-"""Characters whose tokenising takes less time than handing it to another thread."""
+MAX_TOKENISED_AT_ONCE = 4 * 1024
+"""Characters that are tokenised in less than a millisecond; more would hold up every other request."""
 
 
 class ModelTokenizer:
@@ -76,7 +76,7 @@ class ModelTokenizer:
         return self._bytes.in_text(token_id)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        if len(text) <= MAX_SHORT:
+        if len(text) <= MAX_TOKENISED_AT_ONCE:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         # A batch of one: only for a batch does the library let other threads, and so the event loop, run meanwhile.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -9,13 +9,11 @@ from loramux.engine.messages import SamplingParams
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation import CHUNK_TOKENS, Plan
 from loramux.platform.model_names import ResolvedModel
+from loramux.platform.model_tokenizer import MAX_TOKENISED_AT_ONCE
 from loramux.platform.openai_requests import GenerationRequest
 from loramux.platform.principals import Principal
 from loramux.platform.services import GatewayServices
 from loramux.platform.tenants import Share
-
-MAX_TOKENISED_AT_ONCE = 4 * 1024
-"""Bytes that are tokenised in less than a millisecond; more would hold up every other request."""
 
 Prompts = tuple[tuple[int, ...], ...]
 
@@ -35,14 +33,15 @@ async def resolve(services: GatewayServices, principal: Principal, body: Generat
     Raises ModelNotFound and PermissionDenied.
     """
 
+    recent = None if principal.tenant_id is None else services.tenants.recent_share(principal.tenant_id)
+
     def read() -> Target:
         model = services.resolver.resolve(principal, body.model, body.user)
         assert principal.tenant_id is not None
-        share = services.tenants.recent_share(principal.tenant_id) or services.tenants.share(principal.tenant_id)
-        return Target(principal.tenant_id, model, share)
+        return Target(principal.tenant_id, model, recent or services.tenants.share(principal.tenant_id))
 
     # The base is found without the database, and so is a share that was read a moment ago: no thread is needed.
-    if body.model == services.resolver.served_name and services.tenants.recent_share(principal.tenant_id or ""):
+    if recent is not None and body.model == services.resolver.served_name:
         return read()
     return await services.call(read)
 

@@ -19,7 +19,7 @@ from loramux.admin.rest.listing import (
     list_document,
     seconds,
 )
-from loramux.admin.rest.service import drain
+from loramux.admin.rest.warm_and_drain import drain
 from loramux.admin.services import AdminServices
 from loramux.migrations.paging import Page
 from loramux.platform.errors import InvalidRequest, NotFound

@@ -12,7 +12,7 @@ from loramux.admin.rest.access import Reader, Services, Writer
 from loramux.admin.rest.adapters import describe_targets, find_adapter
 from loramux.admin.rest.bodies import AliasTargets, Rollback, read_json, read_optional_json
 from loramux.admin.rest.listing import After, Before, Document, Limit, list_document, seconds
-from loramux.admin.rest.service import warm
+from loramux.admin.rest.warm_and_drain import warm
 from loramux.platform.errors import InvalidRequest
 
 router = APIRouter(prefix="/adapters/{adapter_id}/aliases")

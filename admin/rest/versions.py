@@ -12,8 +12,8 @@ from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewVersion, read_json
 from loramux.admin.rest.listing import After, Before, Document, Limit, list_document, seconds
-from loramux.admin.rest.service import drain
 from loramux.admin.rest.uploads import find_upload
+from loramux.admin.rest.warm_and_drain import drain
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
 

@@ -148,4 +148,5 @@ def _fill_files_sha256() -> None:
 
 
 def downgrade() -> None:
+    """There is no way back: the older schema has no place for weights, states and grants."""
     raise NotImplementedError("weighted aliases cannot be expressed in the older schema")

@@ -34,32 +34,17 @@ from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from tests.adapter_store.fault_proxy import FaultProxy
 from tests.adapter_store.house import DirectValidator, House, add_tenant
+from tests.adapter_store.linears import fused_linears, llama_linears, outer_linears
 from tests.adapter_store.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw
 
 HOUR_US = 3_600_000_000
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_LAYERS, VOCAB_SIZE = 32, 4, 2, 8, 48, 2, 70
 
-MODULES = (
-    LinearShape("self_attn.q_proj", HIDDEN, HEADS * HEAD_DIM),
-    LinearShape("self_attn.k_proj", HIDDEN, KV_HEADS * HEAD_DIM),
-    LinearShape("self_attn.v_proj", HIDDEN, KV_HEADS * HEAD_DIM),
-    LinearShape("self_attn.o_proj", HEADS * HEAD_DIM, HIDDEN),
-    LinearShape("mlp.gate_proj", HIDDEN, INTERMEDIATE),
-    LinearShape("mlp.up_proj", HIDDEN, INTERMEDIATE),
-    LinearShape("mlp.down_proj", INTERMEDIATE, HIDDEN),
-)
+FEATURES = (HIDDEN, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, INTERMEDIATE)
 
-FUSED_MODULES = (
-    LinearShape("self_attn.qkv_proj", HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
-    LinearShape("self_attn.o_proj", HEADS * HEAD_DIM, HIDDEN),
-    LinearShape("mlp.gate_up_proj", HIDDEN, 2 * INTERMEDIATE),
-    LinearShape("mlp.down_proj", INTERMEDIATE, HIDDEN),
-)
-
-OUTER_MODULES = (
-    LinearShape("model.embed_tokens", VOCAB_SIZE, HIDDEN, is_embedding=True),
-    LinearShape("lm_head", HIDDEN, VOCAB_SIZE),
-)
+MODULES = llama_linears(*FEATURES)
+FUSED_MODULES = fused_linears(*FEATURES)
+OUTER_MODULES = outer_linears(VOCAB_SIZE, HIDDEN)
 
 
 def tensor_name(layer: int, module: str, half: str) -> str:

@@ -13,27 +13,17 @@ import pytest
 from loramux.adapter_store.expected_modules import module_places
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import Limits, SubprocessValidator, ValidationJob
-from loramux.kernels.layout import MAX_RANK, LinearShape, PageGeometry
+from loramux.kernels.layout import MAX_RANK, PageGeometry
+from tests.adapter_store.linears import llama_linears, outer_linears
 
 
 def make_base(hidden: int, kv: int, intermediate: int, num_layers: int, vocab: int, dtype: str) -> PackTarget:
     itemsize = 4 if dtype == "float32" else 2
     return PackTarget(
-        modules=(
-            LinearShape("self_attn.q_proj", hidden, hidden),
-            LinearShape("self_attn.k_proj", hidden, kv),
-            LinearShape("self_attn.v_proj", hidden, kv),
-            LinearShape("self_attn.o_proj", hidden, hidden),
-            LinearShape("mlp.gate_proj", hidden, intermediate),
-            LinearShape("mlp.up_proj", hidden, intermediate),
-            LinearShape("mlp.down_proj", intermediate, hidden),
-        ),
+        modules=llama_linears(hidden, hidden, kv, intermediate),
         geometry=PageGeometry(num_layers, kv // 64, 64, itemsize, itemsize),
         dtype=dtype,
-        outer_modules=(
-            LinearShape("model.embed_tokens", vocab, hidden, is_embedding=True),
-            LinearShape("lm_head", hidden, vocab),
-        ),
+        outer_modules=outer_linears(vocab, hidden),
     )
 
 

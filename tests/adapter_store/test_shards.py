@@ -19,30 +19,15 @@ from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tiers import TieredStore
 from loramux.adapter_store.validation import validate_files
 from loramux.kernels.layout import A, B, LinearShape, PageGeometry, part_layout
+from tests.adapter_store.linears import fused_linears, llama_linears, outer_linears
 from tests.adapter_store.watched_blobs import WatchedBlobStore
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB_SIZE = 32, 8, 4, 8, 56, 72
 QUERIES, KEYS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 
-PLAIN = (
-    LinearShape("self_attn.q_proj", HIDDEN, QUERIES),
-    LinearShape("self_attn.k_proj", HIDDEN, KEYS),
-    LinearShape("self_attn.v_proj", HIDDEN, KEYS),
-    LinearShape("self_attn.o_proj", QUERIES, HIDDEN),
-    LinearShape("mlp.gate_proj", HIDDEN, INTERMEDIATE),
-    LinearShape("mlp.up_proj", HIDDEN, INTERMEDIATE),
-    LinearShape("mlp.down_proj", INTERMEDIATE, HIDDEN),
-)
-FUSED = (
-    LinearShape("self_attn.qkv_proj", HIDDEN, QUERIES + 2 * KEYS),
-    LinearShape("self_attn.o_proj", QUERIES, HIDDEN),
-    LinearShape("mlp.gate_up_proj", HIDDEN, 2 * INTERMEDIATE),
-    LinearShape("mlp.down_proj", INTERMEDIATE, HIDDEN),
-)
-OUTER = (
-    LinearShape("model.embed_tokens", VOCAB_SIZE, HIDDEN, is_embedding=True),
-    LinearShape("lm_head", HIDDEN, VOCAB_SIZE),
-)
+PLAIN = llama_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
+FUSED = fused_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
+OUTER = outer_linears(VOCAB_SIZE, HIDDEN)
 
 # Modules whose outputs are several parts, each of which is split; and those whose inputs are split.
 FUSED_PARTS = {"qkv_proj": (QUERIES, KEYS, KEYS), "gate_up_proj": (INTERMEDIATE, INTERMEDIATE)}
@@ -158,7 +143,7 @@ def test_ranks_have_pack_keys_of_their_own(tmp_path: Path, adapter_maker: Any) -
         read_packed(tmp_path / "p", targets[2])
 
 
-def test_a_target_of_one_gpu_has_the_key_that_it_had_before_there_were_shards(target: PackTarget) -> None:
+def test_a_target_of_one_gpu_says_nothing_of_shards_in_its_key(target: PackTarget) -> None:
     assert target.pack_key == "ba3abbf2026f37ea"
     document = target.document()
     del document["tp_size"], document["tp_rank"]

@@ -13,9 +13,8 @@ from pydantic import ValidationError
 from sqlalchemy import select
 
 from loramux.migrations import schema
-from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.model_tokenizer import MAX_TOKENISED_AT_ONCE, ModelTokenizer
 from loramux.platform.openai_requests import MAX_MESSAGES, MAX_PROMPTS, ChatRequest, CompletionRequest
-from loramux.platform.planning import MAX_TOKENISED_AT_ONCE
 from loramux.platform.request_body import MAX_PARSED_AT_ONCE, parse_body_on
 from loramux.platform.services import GatewaySettings
 

@@ -1,0 +1,38 @@
+"""The linears of a base: a Llama's, the same with q/k/v and gate/up fused as in Phi-3, and those outside the layers."""
+
+from __future__ import annotations
+
+from loramux.kernels.layout import LinearShape
+
+Linears = tuple[LinearShape, ...]
+
+
+def llama_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Linears:
+    """`queries` and `keys` are features: heads times head_dim."""
+    return (
+        LinearShape("self_attn.q_proj", hidden, queries),
+        LinearShape("self_attn.k_proj", hidden, keys),
+        LinearShape("self_attn.v_proj", hidden, keys),
+        LinearShape("self_attn.o_proj", queries, hidden),
+        LinearShape("mlp.gate_proj", hidden, intermediate),
+        LinearShape("mlp.up_proj", hidden, intermediate),
+        LinearShape("mlp.down_proj", intermediate, hidden),
+    )
+
+
+def fused_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Linears:
+    """The same features with two linears fewer in each half."""
+    return (
+        LinearShape("self_attn.qkv_proj", hidden, queries + 2 * keys),
+        LinearShape("self_attn.o_proj", queries, hidden),
+        LinearShape("mlp.gate_up_proj", hidden, 2 * intermediate),
+        LinearShape("mlp.down_proj", intermediate, hidden),
+    )
+
+
+def outer_linears(vocab: int, hidden: int) -> Linears:
+    """The embedding and the head."""
+    return (
+        LinearShape("model.embed_tokens", vocab, hidden, is_embedding=True),
+        LinearShape("lm_head", hidden, vocab),
+    )
