@@ -62,6 +62,8 @@ class Plan:
     granted_tokens: int
     sampling: SamplingParams
     stops: tuple[str, ...]
+    base: str
+    end_user: str | None
 
     @property
     def prompt_tokens(self) -> int:

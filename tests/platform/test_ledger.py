@@ -148,6 +148,7 @@ def test_csv_reads_back_and_holds_no_formula() -> None:
         prompt_tokens=2,
         cached_tokens=0,
         completion_tokens=3,
+            cost_nanos=0,
     )
     text = "".join(usage_csv([row, replace(row, model=None)], ["tenant", "model"]))
     header, first, second = csv.reader(text.splitlines())
