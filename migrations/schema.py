@@ -256,3 +256,12 @@ usage_adjustments = Table(
     Column("created_us", BigInteger, nullable=False),
     Index("ix_usage_adjustments_tenant_created", "tenant_id", "created_us"),
 )
+
+signals = Table(
+    "signals",
+    metadata,
+    # `caches`: counts the changes of what gateways keep in memory, see cache_triggers.py. `probe`: written by a gateway
+    # that wants to know whether the database takes writes again.
+    Column("name", String(16), primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
