@@ -138,7 +138,9 @@ def assemble(
             is_loopback=is_loopback,
             executor=executor,
         )
-        yield Assembled(create_openai_app(gateway), create_admin_app(admin), gateway.running, api_keys)
+        yield Assembled(
+            create_openai_app(gateway), create_admin_app(admin, settings.admin_root_path), gateway.running, api_keys
+        )
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:
