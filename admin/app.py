@@ -14,6 +14,7 @@ from loramux.admin.rest import (
     engine_state,
     grants,
     quotas,
+    server,
     tenants,
     uploads,
     usage,
@@ -26,7 +27,20 @@ from loramux.admin.store_errors import api_error
 from loramux.platform.error_responses import install_error_handling
 from loramux.platform.health import health_router
 
-ROUTERS = (tenants, api_keys, adapters, aliases, grants, uploads, versions, version_files, quotas, usage, engine_state)
+ROUTERS = (
+    tenants,
+    api_keys,
+    adapters,
+    aliases,
+    grants,
+    uploads,
+    versions,
+    version_files,
+    quotas,
+    usage,
+    engine_state,
+    server,
+)
 
 
 def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:

@@ -38,6 +38,7 @@ from loramux.admin.app import create_admin_app
 from loramux.admin.cli import app
 from loramux.admin.http_servers import HttpServer
 from loramux.admin.listeners import bind, url_of
+from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
@@ -126,6 +127,9 @@ def open_admin_side(
             ledger=Ledger(database),
             engine=engine,
             metrics=GatewayMetrics(),
+            self_check=SelfCheck(
+                database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
+            ),
             metrics_token=None,
             is_loopback=True,
             executor=executor,
