@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, FastAPI
 
 from loramux.adapter_store.errors import StoreError
+from loramux.admin.metered import AdminMetered
 from loramux.admin.metrics_route import metrics_router
 from loramux.admin.rest import (
     adapters,
@@ -31,6 +32,7 @@ def create_admin_app(services: AdminServices) -> FastAPI:
     """The admin side as an ASGI app. Every route below `/admin/v1` names the kind of caller that it lets in."""
     app = FastAPI(title="loramux admin", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.services = services
+    app.add_middleware(AdminMetered, metrics=services.metrics)
     install_error_handling(app, {StoreError: api_error})
     admin = APIRouter(prefix="/admin/v1")
     for module in ROUTERS:
