@@ -138,6 +138,10 @@ class ApiKeys:
         self._cache.forget(key_id)
         return _api_key(row) if row is not None else None
 
+    def forget_recent(self) -> None:
+        """Read every key anew: one of them, or a tenant, may have changed."""
+        self._cache.clear()
+
     def recent(self, presented: str) -> Principal | None:
         """Who presents this key, where that was found out within the last five seconds. Does not block."""
         return self._cache.get(_sha256(presented), self._database.now_us())
