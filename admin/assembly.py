@@ -26,6 +26,7 @@ from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
+from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
 from loramux.admin.settings import Settings
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
@@ -36,6 +37,7 @@ from loramux.platform.app import create_openai_app
 from loramux.platform.chat_template import ModelFilesError
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
+from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.quotas import QuotaPolicies
@@ -79,12 +81,14 @@ def assemble(
             tokenizer = ModelTokenizer.load(settings.model)
             registry = AdapterRegistry(database, reserved_names=(served_name,))
             validator = SubprocessValidator()
+            metrics = GatewayMetrics()
+            metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
             ingest = Ingest(
                 registry,
                 blobs,
                 target,
                 directory.scratch,
-                validator,
+                MeasuredValidator(validator, metrics),
                 sources=AdapterSources(settings.adapter_sources),
                 is_presigning=settings.presigned_uploads,
             )
@@ -102,7 +106,6 @@ def assemble(
         stack.callback(validator.close)
         tenants = Tenants(database)
         api_keys = ApiKeys(database, _revealed(settings.admin_key))
-        metrics = GatewayMetrics()
         gateway = GatewayServices.compose(
             database=database,
             tenants=tenants,
@@ -134,11 +137,16 @@ def assemble(
             ledger=Ledger(database),
             engine=engine,
             metrics=metrics,
+            self_check=SelfCheck(
+                database=database, blobs=blobs, engine=engine, data_dir=directory.root, served_name=served_name
+            ),
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,
             executor=executor,
         )
-        yield Assembled(create_openai_app(gateway), create_admin_app(admin), gateway.running, api_keys)
+        yield Assembled(
+            create_openai_app(gateway), create_admin_app(admin, settings.admin_root_path), gateway.running, api_keys
+        )
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:

@@ -83,6 +83,7 @@ class Engine:
         self._scheduler = scheduler
         self._executor = executor
         self._seeds = seeds
+        self._clock = clock
         self._lookahead = lookahead
         self._note_running = note_running
         self._in_flight: SubmittedStep | None = None
@@ -176,6 +177,7 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step; False when nothing could run, because there is nothing or because adapters are loading."""
+        started_s = self._clock()
         self._timers.fire()
         self._end_overdue()
         demand = self._scheduler.take_turns()
@@ -190,6 +192,8 @@ class Engine:
             submitted, self._in_flight = self._in_flight, submitted
         if submitted is not None:
             self._commit(submitted)
+        if scheduled:
+            self._stats.count_step_time(self._clock() - started_s)
         return submitted is not None or self._in_flight is not None
 
     def _submit(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:

@@ -57,6 +57,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.queue.num_waiting or self.running)
 
+    @property
+    def is_short_of_pages(self) -> bool:
+        """Whether the last step had no page left for someone."""
+        return self._is_short or self._short_of_pages is not None
+
     def add(self, sequence: Sequence) -> None:
         self.queue.add(sequence)
         if sequence.add.digest is not None and self.queue.num_cold <= self._limits.look_ahead:
