@@ -9,6 +9,8 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from loramux.admin.services import AdminServices
+from loramux.migrations.audit import Actor, act_as
+from loramux.platform.error_responses import request_id_of
 from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
 from loramux.platform.principals import Principal
 from loramux.platform.tenants import Tenant
@@ -40,21 +42,24 @@ def require(*scopes: str) -> Callable[[Request, AdminServices], Awaitable[Caller
     async def caller(request: Request, services: Services) -> Caller:
         known = request.scope.get(PRINCIPAL)
         if isinstance(known, Principal):
-            return _allowed(known, scopes)
+            return _allowed(request, known, scopes)
         kind, _, presented = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not presented.strip():
             raise Unauthenticated("give an administrator's key: Authorization: Bearer KEY", code="missing_api_key")
         principal = await services.call(services.api_keys.authenticate, presented.strip())
         if principal is None:
             raise Unauthenticated("the key is unknown, expired or revoked")
-        return _allowed(principal, scopes)
+        return _allowed(request, principal, scopes)
 
     return caller
 
 
-def _allowed(principal: Principal, scopes: Collection[str]) -> Caller:
+def _allowed(request: Request, principal: Principal, scopes: Collection[str]) -> Caller:
     if principal.scopes.isdisjoint(scopes):
         raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
+    # Whatever this call changes is the principal's doing.
+    address = request.client.host if request.client is not None else None
+    act_as(Actor(principal.key_id, address, request_id_of(request)))
     return Caller(principal)
 
 
