@@ -9,9 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection, ScalarSelect, insert
 
-from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import audit_log
 
@@ -55,32 +54,37 @@ def acting_as(actor: Actor) -> Iterator[None]:
 
 
 def audit(
-    database: Database,
     connection: Connection,
+    now_us: int,
     action: str,
     target: str,
     *,
-    tenant_id: str | None,
+    tenant_id: str | ScalarSelect[str] | None,
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
 ) -> None:
     """Write down one change, in its own transaction: `action` is `what.how`, such as `alias.set`.
 
-    `before` and `after` describe the thing in small JSON values; only what differs is kept. What looks like a key is
-    blotted out, wherever it stands; a field that is named like a secret is a mistake of ours.
+    `before` and `after` describe the thing in small JSON values; only what differs is kept, and where nothing does
+    there was no change. What looks like a key is
+    blotted out, wherever it stands; a field that is named like a secret is a mistake of ours. `tenant_id` may be a
+    subquery that finds it.
     """
+    changes = difference(before or {}, after or {})
+    if before and not changes:
+        return
     actor = _acting.get()
     connection.execute(
         insert(audit_log).values(
             id=new_id("aud"),
-            created_us=database.now_us(connection),
+            created_us=now_us,
             actor=actor.key_id,
             address=actor.address,
             request_id=actor.request_id,
             action=action,
             tenant_id=tenant_id,
             target=_safe(target),
-            changes=difference(before or {}, after or {}),
+            changes=changes,
         )
     )
 

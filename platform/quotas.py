@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -55,8 +56,12 @@ class QuotaPolicies:
             found = connection.execute(_of(tenant_id).where(schema.quota_policies.c.metric == metric)).one_or_none()
             now_us = self._database.now_us(connection)
             if found is None:
-                return self._insert(connection, tenant_id, metric, limit, size, now_us)
-            return self._change(connection, policy_of(found), limit, size, now_us)
+                policy = self._insert(connection, tenant_id, metric, limit, size, now_us)
+            else:
+                policy = self._change(connection, policy_of(found), limit, size, now_us)
+            before = None if found is None else _shown(policy_of(found))
+            audit(connection, now_us, "quota.set", policy.id, tenant_id=tenant_id, before=before, after=_shown(policy))
+        return policy
 
     def list(
         self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
@@ -80,9 +85,12 @@ class QuotaPolicies:
         """Lift a limit; requests that run keep their reservations, which no longer bind. False: no such policy."""
         policies, counters = schema.quota_policies, schema.quota_counters
         with self._database.write() as connection:
-            locked = select(policies.c.id).where(policies.c.id == policy_id).with_for_update()
-            if connection.execute(locked).one_or_none() is None:
+            locked = select(policies).where(policies.c.id == policy_id).with_for_update()
+            row = connection.execute(locked).one_or_none()
+            if row is None:
                 return False
+            now_us, before = self._database.now_us(connection), _shown(policy_of(row))
+            audit(connection, now_us, "quota.delete", policy_id, tenant_id=row.tenant_id, before=before)
             connection.execute(delete(counters).where(counters.c.policy_id == policy_id))
             connection.execute(delete(policies).where(policies.c.id == policy_id))
         return True
@@ -123,6 +131,11 @@ class QuotaPolicies:
             update(policies).where(policies.c.id == policy.id).values(limit_value=limit, burst=burst, updated_us=now_us)
         )
         return QuotaPolicy(policy.id, policy.tenant_id, policy.metric, limit, burst, policy.created_us, now_us)
+
+
+def _shown(policy: QuotaPolicy) -> dict[str, object]:
+    """For the audit log."""
+    return {"metric": policy.metric, "limit": policy.limit, "burst": policy.burst}
 
 
 def policy_of(row: Row[Any]) -> QuotaPolicy:
