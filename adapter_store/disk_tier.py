@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
 from loramux.adapter_store.directory_lock import DirectoryBusy, DirectoryLock
+from loramux.adapter_store.tier_contents import MAX_LISTED, KeptAdapter, TierContents
 from loramux.adapter_store.unfinished_files import UnfinishedFiles
 
 _SUFFIX = ".packed"
@@ -168,6 +170,27 @@ class DiskTier:
             # Whoever holds the lock may do it for us, and else the next one.
             with suppress(DirectoryBusy), self._changing():
                 self._evict(self._max_bytes)
+
+    def contents(self) -> TierContents:
+        """What is known here; what other engines added since this one last changed something is not."""
+        now_ns = time.time_ns()
+        with self._lock:
+            own = ((path, known) for path, known in reversed(self._files.items()) if path.parent == self._own)
+            return TierContents(
+                tier="disk",
+                used_bytes=self.used_bytes,
+                max_bytes=self._max_bytes,
+                num_adapters=len(self._files),
+                num_evictions=self.num_evictions,
+                adapters=tuple(
+                    KeptAdapter(
+                        digest=path.name.removesuffix(_SUFFIX),
+                        num_bytes=known.size,
+                        idle_s=max(0.0, (now_ns - known.used_ns) / 1e9),
+                    )
+                    for path, known in islice(own, MAX_LISTED)
+                ),
+            )
 
     def _path(self, digest: str) -> Path:
         return self._own / f"{digest}{_SUFFIX}"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import islice
 
 from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.tier_contents import MAX_LISTED, KeptAdapter, TierContents
 
 
 @dataclass(slots=True)
 class _Entry:
     packed: PackedAdapter
     num_leases: int
+    used_s: float
 
     @property
     def num_bytes(self) -> int:
@@ -49,6 +53,7 @@ class HostTier:
         if entry is None:
             return None
         entry.num_leases += 1
+        entry.used_s = time.monotonic()
         self._entries.move_to_end(digest)
         return entry.packed
 
@@ -66,7 +71,7 @@ class HostTier:
     def add(self, packed: PackedAdapter, num_leases: int) -> None:
         """Keep an adapter that is leased `num_leases` times from the start."""
         assert packed.digest not in self._entries
-        self._entries[packed.digest] = _Entry(packed, num_leases)
+        self._entries[packed.digest] = _Entry(packed, num_leases, time.monotonic())
         self._count(packed.digest, packed.payload.nbytes)
         self._evict()
 
@@ -92,6 +97,21 @@ class HostTier:
         members = frozenset(digests)
         used = sum(entry.num_bytes for digest, entry in self._entries.items() if digest in members)
         self._groups[group] = _Group(members, floor_bytes, used)
+
+    def contents(self) -> TierContents:
+        now_s = time.monotonic()
+        newest = islice(reversed(self._entries.items()), MAX_LISTED)
+        return TierContents(
+            tier="host",
+            used_bytes=self.used_bytes,
+            max_bytes=self._max_bytes,
+            num_adapters=len(self._entries),
+            num_evictions=self.num_evictions,
+            adapters=tuple(
+                KeptAdapter(digest=digest, num_bytes=entry.num_bytes, idle_s=now_s - entry.used_s)
+                for digest, entry in newest
+            ),
+        )
 
     def _count(self, digest: str, num_bytes: int) -> None:
         self.used_bytes += num_bytes

@@ -52,6 +52,8 @@ class AdapterVersion:
     report: Mapping[str, Any]
     created_us: int
     ready_us: int | None
+    pinned_us: int | None
+    """Since when it is to stay in the page pool."""
 
 
 @dataclass(frozen=True, slots=True)

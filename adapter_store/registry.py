@@ -195,6 +195,7 @@ def select_versions() -> Select[*tuple[Any, ...]]:
         columns.report,
         columns.created_us,
         columns.ready_us,
+        columns.pinned_us,
     )
 
 

@@ -23,6 +23,7 @@ from loramux.adapter_store.packed_source import PackedSource
 from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.shared_load import SharedLoad
 from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.tier_contents import TierContents
 from loramux.adapter_store.tier_figures import TierFigures
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -142,6 +143,12 @@ class TieredStore:
         """Keep up to `floor_bytes` of these adapters in host memory; see `HostTier.protect`."""
         with self._lock:
             self._host.protect(group, digests, floor_bytes)
+
+    def contents(self) -> tuple[TierContents, ...]:
+        """What both bounded tiers hold; reads no file."""
+        with self._lock:
+            host = self._host.contents()
+        return (host, self._disk.contents())
 
     def release(self, digest: str) -> None:
         """Give one lease back; `Lease.release` calls this."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from loramux.admin.commands import adapters, aliases, database, keys, quotas, serve, tenants, usage
+from loramux.admin.commands import adapters, aliases, database, keys, profiles, quotas, root, serve, tenants, usage
 
 app = typer.Typer(
     no_args_is_help=True,
     # A traceback with local variables would show keys.
     pretty_exceptions_enable=False,
-    help="Multi-tenant LoRA serving: one resident base model, many adapters, exact quotas.",
-    epilog="Verbs of an administrator call the server at LORAMUX_ADMIN_URL with LORAMUX_ADMIN_KEY.",
+    epilog="Verbs of an administrator call the server of --profile, else the one at LORAMUX_ADMIN_URL with "
+    "LORAMUX_ADMIN_KEY, else the current profile.",
 )
+app.callback()(root.root)
 app.command("serve")(serve.serve)
 app.command("demo")(serve.demo)
 app.add_typer(database.app, name="db")
@@ -22,6 +23,7 @@ app.add_typer(adapters.app, name="adapters")
 app.add_typer(aliases.app, name="aliases")
 app.add_typer(quotas.app, name="quotas")
 app.command("usage")(usage.usage)
+app.add_typer(profiles.app, name="profiles")
 
 
 def main() -> None:

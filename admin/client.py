@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -12,9 +11,10 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
+from loramux.admin.server_address import NoServerNamed, find_server
+
 Document = dict[str, Any]
 
-DEFAULT_URL = "http://127.0.0.1:8001"
 PAGE_SIZE = 100
 
 
@@ -50,23 +50,13 @@ class AdminClient:
         )
 
     @classmethod
-    def from_environment(cls) -> Self:
-        """The client that LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY describe."""
-        # A variable that was read from a file often ends with the file's line break.
-        key = os.environ.get("LORAMUX_ADMIN_KEY", "").strip()
-        if not key:
-            raise ServerUnreachable("set LORAMUX_ADMIN_KEY to a key of the server's administrator")
-        if not (key.isascii() and key.isprintable()):
-            raise ServerUnreachable("LORAMUX_ADMIN_KEY is no key: a key has printable ASCII characters only")
-        url = os.environ.get("LORAMUX_ADMIN_URL", "").strip() or DEFAULT_URL
+    def from_environment(cls, profile: str | None = None) -> Self:
+        """The client of a profile, or of what LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY describe."""
         try:
-            parts = urlsplit(url)
-            if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-                return cls(url, key)
-        except (httpx.InvalidURL, ValueError):
-            # A port or an address that is none.
-            pass
-        raise ServerUnreachable(f"LORAMUX_ADMIN_URL is {url!r}: it should look like {DEFAULT_URL}")
+            address = find_server(profile)
+        except NoServerNamed as error:
+            raise ServerUnreachable(str(error)) from None
+        return cls(address.url, address.key)
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from loramux.admin.client import AdminClient, AdminError, Document
+from loramux.admin.suggestions import did_you_mean
 
 _NAME = re.compile(r"([^/@:]+)/([^/@:]+)(?:@([1-9][0-9]{0,9}))?")
 
@@ -34,5 +35,6 @@ def find_named(client: AdminClient, name: str, *, needs_version: bool = False) -
     tenant, adapter, version = match.groups()
     found = client.get("adapters", tenant=tenant, name=adapter)["data"]
     if not found:
-        raise AdminError(404, f"the tenant {tenant} has no adapter {adapter}", "adapter_not_found", "model")
+        close = did_you_mean(adapter, (other["name"] for other in client.items("adapters", tenant=tenant)))
+        raise AdminError(404, f"the tenant {tenant} has no adapter {adapter}{close}", "adapter_not_found", "model")
     return NamedAdapter(found[0], None if version is None else int(version))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -21,9 +20,10 @@ from pydantic_settings import (
 )
 
 from loramux.adapter_store.sources import is_source_url
+from loramux.admin.suggestions import did_you_mean
 
 PREFIX = "LORAMUX_"
-CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG"})
+CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
 """Variables that the command line reads itself; they are no settings of the server."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -222,7 +222,7 @@ def _unknown_variables(variables: Iterable[str]) -> Iterable[str]:
     known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | CLIENT_VARIABLES
     for variable in sorted(variables):
         if variable.startswith(PREFIX) and variable not in known:
-            yield f"the variable {variable} is no setting{_suggestion(variable, known)}"
+            yield f"the variable {variable} is no setting{did_you_mean(variable, known)}"
 
 
 def _sentence(fault: Any) -> str:
@@ -232,15 +232,10 @@ def _sentence(fault: Any) -> str:
     if fault["type"] == "missing":
         return f"the setting {name} is missing: give {places}"
     if fault["type"] == "extra_forbidden":
-        return f"the configuration file has an unknown setting {name}{_suggestion(name, Settings.model_fields)}"
+        return f"the configuration file has an unknown setting {name}{did_you_mean(name, Settings.model_fields)}"
     if fault["type"] == "value_error":
         reason = fault["msg"].removeprefix("Value error, ")
     else:
         shown = "" if name in SECRETS else f", not {fault['input']!r}"
         reason = f"it should be {fault['msg'].removeprefix('Input should be ')}{shown}"
     return f"the setting {name} is wrong: {reason}; change {places}"
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f": did you mean {close[0]}?" if close else ""

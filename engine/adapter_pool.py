@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,6 +46,8 @@ class AdapterEntry:
     is_pinned: bool = False
     """One of its users is no sequence, and keeps it."""
     failure: str = ""
+    used_s: float = 0.0
+    """When it became resident, or a sequence last began or ended on it."""
 
     @property
     def key(self) -> str:
@@ -89,10 +92,18 @@ class AdapterPool:
     Idle adapters stay until their pages or their slot are needed by what the eviction policy values more.
     """
 
-    def __init__(self, pages: PagePool, num_slots: int, loader: AdapterLoader, reclaimer: Reclaimer) -> None:
+    def __init__(
+        self,
+        pages: PagePool,
+        num_slots: int,
+        loader: AdapterLoader,
+        reclaimer: Reclaimer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pages = pages
         self._loader = loader
         self._reclaimer = reclaimer
+        self._clock = clock
         reclaimer.waited_for = self
         self._entries: dict[str, AdapterEntry] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -115,6 +126,10 @@ class AdapterPool:
     def entries(self) -> Iterator[AdapterEntry]:
         return iter(self._entries.values())
 
+    def idle_s(self, entry: AdapterEntry) -> float:
+        """How long no sequence has used a resident adapter."""
+        return 0.0 if entry.num_users > entry.is_pinned else self._clock() - entry.used_s
+
     def prefetch(self, digest: str) -> AdapterEntry:
         """Begin to load the adapter unless it is resident or on its way; never waits."""
         entry = self._entries.get(digest)
@@ -132,6 +147,7 @@ class AdapterPool:
         if entry.num_users == 0:
             self._reclaimer.policy.discard(entry)
         entry.num_users += 1
+        entry.used_s = self._clock()
         return entry.slot
 
     def release(self, digest: str) -> None:
@@ -288,6 +304,7 @@ class AdapterPool:
 
     def _rest(self, entry: AdapterEntry) -> None:
         """Nobody uses the adapter any more, or yet."""
+        entry.used_s = self._clock()
         if entry.is_unwelcome:
             self.forget(entry)
         else:

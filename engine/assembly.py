@@ -144,6 +144,8 @@ def assemble_engine(
         lookahead=backend.runs_ahead,
         note_running=note_running,
         loading=loading,
+        contents=source.contents if isinstance(source, TieredStore) else tuple,
+        page_bytes=views.raw[0].nbytes,
     )
     ready = EngineReady(
         max_model_len=max_model_len,

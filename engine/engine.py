@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from loramux.adapter_store.tier_contents import TierContents
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.adapter_calls import AdapterCalls, PinLimits
 from loramux.engine.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
@@ -71,6 +72,8 @@ class Engine:
         lookahead: bool = False,
         note_running: Callable[[list[str]], None] | None = None,
         loading: TierFigures | None = None,
+        contents: Callable[[], tuple[TierContents, ...]] = tuple,
+        page_bytes: int = 0,
     ) -> None:
         self._limits = limits
         self._pages = pages
@@ -88,7 +91,7 @@ class Engine:
         self._num_arrivals = 0
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
-        self._stats = EngineStats(pages, adapters, prefixes, scheduler, loading or TierFigures())
+        self._stats = EngineStats(pages, adapters, prefixes, scheduler, loading or TierFigures(), contents, page_bytes)
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
         self._calls = AdapterCalls(adapters, prefixes, self._live, pins, clock, self._post, self._leaves_room)
@@ -356,7 +359,7 @@ class Engine:
             self._end(sequence, "error", "request_too_large", message)
 
     def stats(self, request: StatsRequest) -> Stats:
-        return self._stats.snapshot(request.call_id)
+        return self._stats.snapshot(request.call_id, request.with_tiers)
 
     def check_integrity(self) -> None:
         """With no sequence left, every page is free, a resident adapter's, or one of the prefix cache."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from loramux.adapter_store.tier_contents import TierContents
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.adapter_pool import AdapterPhase, AdapterPool
 from loramux.engine.batch import ScheduledSequence
@@ -21,9 +24,13 @@ class EngineStats:
         prefixes: PrefixCache,
         scheduler: Scheduler,
         loading: TierFigures,
+        contents: Callable[[], tuple[TierContents, ...]] = tuple,
+        page_bytes: int = 0,
     ) -> None:
         self._pages = pages
         self._loading = loading
+        self._contents = contents
+        self._page_bytes = page_bytes
         self._adapters = adapters
         self._prefixes = prefixes
         self._scheduler = scheduler
@@ -55,7 +62,7 @@ class EngineStats:
     def count_completion_tokens(self, num_tokens: int) -> None:
         self._completion_tokens += num_tokens
 
-    def snapshot(self, call_id: str) -> Stats:
+    def snapshot(self, call_id: str, with_tiers: bool = False) -> Stats:
         resident = [entry for entry in self._adapters.entries() if entry.phase is AdapterPhase.RESIDENT]
         return Stats(
             call_id=call_id,
@@ -85,7 +92,12 @@ class EngineStats:
                     # A pin is one of the pool's users.
                     num_users=entry.num_users - entry.is_pinned,
                     is_pinned=entry.is_pinned,
+                    idle_s=self._adapters.idle_s(entry),
                 )
                 for entry in resident
             ),
+            num_pinned_pages=self._adapters.num_pinned_pages,
+            page_bytes=self._page_bytes,
+            num_slots=self._adapters.num_slots,
+            tiers=self._contents() if with_tiers else (),
         )

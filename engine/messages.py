@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from loramux.adapter_store.tier_contents import TierContents
 from loramux.adapter_store.tier_figures import LoadCounts
 
 
@@ -128,9 +129,10 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for Stats; `call_id` comes back in the answer."""
+    """Ask for Stats; `call_id` comes back in the answer. `with_tiers` asks what host and disk tier hold as well."""
 
     call_id: str
+    with_tiers: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -211,6 +213,8 @@ class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
     num_users: int
     """Running sequences."""
     is_pinned: bool = False
+    idle_s: float = 0.0
+    """Since a sequence last used it; 0 while one does."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -241,6 +245,13 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_adapters_in_step: int
     loading: LoadCounts = LoadCounts()
     adapters: tuple[ResidentAdapter, ...] = ()
+    num_pinned_pages: int = 0
+    page_bytes: int = 0
+    """Of all layers."""
+    num_slots: int = 0
+    """How many adapters can be resident."""
+    tiers: tuple[TierContents, ...] = ()
+    """Only where they were asked for."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -58,9 +58,14 @@ api_keys = Table(
     Column("secret_sha256", LargeBinary(32), nullable=False),
     Column("name", String(200), nullable=False),
     Column("scopes", JSON, nullable=False),
+    # The identifiers of the adapters that the key may name; NULL: all that its tenant may call.
+    Column("adapter_ids", JSON(none_as_null=True), nullable=True),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=True),
     Column("revoked_us", BigInteger, nullable=True),
+    # The secret before the last rotation, and until when it still opens.
+    Column("previous_sha256", LargeBinary(32), nullable=True),
+    Column("previous_until_us", BigInteger, nullable=True),
     Index("ix_api_keys_tenant_id_id", "tenant_id", "id"),
 )
 
@@ -99,9 +104,18 @@ adapter_versions = Table(
     Column("report", JSON, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("ready_us", BigInteger, nullable=True),
+    # Since when an operator wants it to stay in the page pool.
+    Column("pinned_us", BigInteger, nullable=True),
     UniqueConstraint("adapter_id", "number"),
     Index("ix_adapter_versions_digest", "digest"),
     Index("ix_adapter_versions_adapter_id_id", "adapter_id", "id"),
+    # The few that are pinned.
+    Index(
+        "ix_adapter_versions_pinned",
+        "pinned_us",
+        postgresql_where=text("pinned_us IS NOT NULL"),
+        sqlite_where=text("pinned_us IS NOT NULL"),
+    ),
     Index("ix_adapter_versions_adapter_id_files", "adapter_id", "files_sha256"),
     # The few that are on their way: an index over all of them would mislead PostgreSQL while it has no statistics.
     Index("ix_adapter_versions_state_id", "state", "id", postgresql_where=text("state IN ('pending', 'validating')")),
@@ -232,6 +246,8 @@ reservations = Table(
     Column("checkpoint_tokens", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("lease_expires_us", BigInteger, nullable=False),
+    # When somebody asked for its end; its gateway reads this with each checkpoint.
+    Column("cancel_requested_us", BigInteger, nullable=True),
     Index("ix_reservations_state_lease", "state", "lease_expires_us"),
     CheckConstraint("state IN ('open', 'settled', 'recovered')", name="state"),
 )
@@ -271,4 +287,22 @@ usage_adjustments = Table(
     Column("completion_tokens", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Index("ix_usage_adjustments_tenant_created", "tenant_id", "created_us"),
+)
+
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    # Whose key it is; two callers may choose the same one.
+    Column("principal", String(200), primary_key=True),
+    # SHA-256 of the Idempotency-Key that the client sent.
+    Column("key_sha256", LargeBinary(32), primary_key=True),
+    # SHA-256 over method, path and body: the same key with another call is refused.
+    Column("request_sha256", LargeBinary(32), nullable=False),
+    # NULL while the first call runs, and for good where its process ended meanwhile.
+    Column("status", Integer, nullable=True),
+    Column("headers", JSON, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    Index("ix_idempotency_keys_expires", "expires_us"),
 )

@@ -169,9 +169,9 @@ class EngineConnection:
         pin = Pin(call_id=call_id, digest=digest, is_pinned=is_pinned)
         return await self._call(AdapterState, pin, call_id, timeout_s)
 
-    async def stats(self, timeout_s: float) -> Stats:
+    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
         call_id = str(next(self._call_ids))
-        return await self._call(Stats, StatsRequest(call_id=call_id), call_id, timeout_s)
+        return await self._call(Stats, StatsRequest(call_id=call_id, with_tiers=with_tiers), call_id, timeout_s)
 
     def close(self, running: frozenset[str]) -> list[Add]:
         """End every stream and call, and free the socket; what was open of the sequences in `running`."""

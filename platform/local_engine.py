@@ -149,8 +149,8 @@ class LocalEngine:
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
         return await self._connected().pin(digest, is_pinned, timeout_s)
 
-    async def stats(self, timeout_s: float) -> Stats:
-        return await self._connected().stats(timeout_s)
+    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
+        return await self._connected().stats(timeout_s, with_tiers)
 
     async def close(self) -> None:
         """Stop supervising, end the process and remove its socket; takes a few seconds at most, whatever hangs."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from loramux.adapter_store.tier_contents import KeptAdapter, TierContents
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.messages import (
     Abort,
@@ -21,6 +22,8 @@ from loramux.engine.messages import (
     TokenLogprobs,
 )
 from loramux.platform.engine_client import EngineUnavailable
+
+PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,7 @@ class ScriptedEngine:
         self.pinned.discard(digest)
         return AdapterState(call_id="pin", digest=digest, state="resident" if digest in self.resident else "absent")
 
-    async def stats(self, timeout_s: float) -> Stats:
+    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
         if not self._is_ready:
             raise EngineUnavailable("the engine is not running")
         num_used = sum(self.resident.values())
@@ -155,6 +158,24 @@ class ScriptedEngine:
                 ResidentAdapter(digest=digest, slot=slot, num_pages=pages, num_users=0, is_pinned=digest in self.pinned)
                 for slot, (digest, pages) in enumerate(self.resident.items())
             ),
+            page_bytes=PAGE_BYTES,
+            num_slots=self._info.num_pages,
+            tiers=tuple(self._tier(tier) for tier in ("host", "disk")) if with_tiers else (),
+        )
+
+    def _tier(self, tier: str) -> TierContents:
+        """Every tier holds what the pool does."""
+        kept = tuple(
+            KeptAdapter(digest=digest, num_bytes=pages * PAGE_BYTES, idle_s=0.0)
+            for digest, pages in self.resident.items()
+        )
+        return TierContents(
+            tier=tier,
+            used_bytes=sum(one.num_bytes for one in kept),
+            max_bytes=self._info.num_pages * PAGE_BYTES,
+            num_adapters=len(kept),
+            num_evictions=0,
+            adapters=kept,
         )
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ import typer
 from loramux.admin.commands.adapter_service import archive, disable, enable, promote, restore, rollback
 from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases, shown_targets
 from loramux.admin.commands.options import AnyTenant, AsJson, Tenant
-from loramux.admin.commands.output import REFUSED, connected, fail, print_json, print_table, shown_time
+from loramux.admin.commands.output import REFUSED, connected, error_document, fail, print_json, print_table, shown_time
 
 if TYPE_CHECKING:
     from loramux.admin.push import Progress
@@ -67,7 +67,7 @@ def pull(
         with connected(as_json) as client, _progress(None, as_json) as progress:
             pulled = pull_version(client, find_named(client, model), directory, may_replace=force, progress=progress)
     except (PullRefused, OSError) as error:
-        fail(str(error), REFUSED)
+        fail(str(error), REFUSED, error_document(str(error), "pull_refused") if as_json else None)
     if as_json:
         print_json({"model": pulled.model, "version": pulled.version, "digest": pulled.digest})
     else:

@@ -61,13 +61,18 @@ def history(model: Model, alias: Alias = "default", as_json: AsJson = False) -> 
 
 @app.command()
 def delete(
-    model: Model, alias: Annotated[str, typer.Option("--alias", help="Any but default.", show_default=False)]
+    model: Model,
+    alias: Annotated[str, typer.Option("--alias", help="Any but default.", show_default=False)],
+    as_json: AsJson = False,
 ) -> None:
     """Forget an alias and its history."""
     from loramux.admin.client import path_part
     from loramux.admin.named_adapter import find_named
 
-    with connected(as_json=False) as client:
+    with connected(as_json) as client:
         named = find_named(client, model)
         client.delete(f"{named.path}/aliases/{path_part(alias)}")
+    if as_json:
+        print_json({"object": "alias", "name": alias, "deleted": True})
+        return
     print(f"{named.document['model']} has no alias {alias} any more")

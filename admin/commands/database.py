@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from loramux.admin.commands.options import ConfigFile, DatabaseUrl, DataDir
-from loramux.admin.commands.output import REFUSED, WRONG_CALL, fail
+from loramux.admin.commands.options import AsJson, ConfigFile, DatabaseUrl, DataDir
+from loramux.admin.commands.output import REFUSED, WRONG_CALL, error_document, fail, print_json
 
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
@@ -19,23 +19,33 @@ app = typer.Typer(no_args_is_help=True, help="Bring the database's schema up to 
 
 
 @app.command()
-def upgrade(config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
+def upgrade(
+    config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None, as_json: AsJson = False
+) -> None:
     """Bring the schema to the version that this loramux needs."""
-    with _database(config, data_dir, database_url) as database:
+    with _database(config, data_dir, database_url, as_json) as database:
         database.upgrade()
-    print("the schema is up to date")
+    _tell_current(as_json)
 
 
 @app.command()
-def check(config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
+def check(
+    config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None, as_json: AsJson = False
+) -> None:
     """Exit with 0 when the database can be reached and its schema is the one that this loramux needs."""
-    with _database(config, data_dir, database_url) as database:
+    with _database(config, data_dir, database_url, as_json) as database:
         database.check_schema()
-    print("the schema is up to date")
+    _tell_current(as_json)
+
+
+def _tell_current(as_json: bool) -> None:
+    print_json({"object": "schema", "current": True}) if as_json else print("the schema is up to date")
 
 
 @contextmanager
-def _database(config: Path | None, data_dir: Path | None, database_url: str | None) -> Iterator[Database]:
+def _database(
+    config: Path | None, data_dir: Path | None, database_url: str | None, as_json: bool
+) -> Iterator[Database]:
     from loramux.admin.settings import DataSettings, SettingsError, load_settings
     from loramux.migrations.database import Database, DatabaseError
 
@@ -46,10 +56,10 @@ def _database(config: Path | None, data_dir: Path | None, database_url: str | No
             settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         database = Database(settings.resolved_database_url)
     except (SettingsError, DatabaseError, OSError) as error:
-        fail(str(error), WRONG_CALL)
+        fail(str(error), WRONG_CALL, error_document(str(error), "wrong_settings") if as_json else None)
     try:
         yield database
     except DatabaseError as error:
-        fail(str(error), REFUSED)
+        fail(str(error), REFUSED, error_document(str(error), "wrong_schema") if as_json else None)
     finally:
         database.close()

@@ -1,6 +1,7 @@
 """What a verb prints, and how a failure becomes an exit code.
 
-Exit codes: 0 done, 1 refused by the server, 2 wrong call or settings, 3 no server answers.
+Exit codes: 0 done, 1 refused by the server, 2 wrong call or settings, 3 no server answers or none is named.
+Ctrl-C ends with 130.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ REFUSED, WRONG_CALL, UNREACHABLE = 1, 2, 3
 def connected(as_json: bool) -> Iterator[AdminClient]:
     """A client from the environment; whatever it raises ends the program with a sentence and an exit code."""
     from loramux.admin.client import AdminClient, AdminError, ServerUnreachable
+    from loramux.admin.commands.root import chosen_profile
 
     try:
-        with AdminClient.from_environment() as client:
+        with AdminClient.from_environment(chosen_profile.get()) as client:
             yield client
     except AdminError as error:
         fail(error.message, REFUSED, error.envelope() if as_json else None)
     except ServerUnreachable as error:
-        fail(str(error), UNREACHABLE)
+        fail(str(error), UNREACHABLE, error_document(str(error), "server_unreachable") if as_json else None)
 
 
 def fail(message: str, exit_code: int, document: Document | None = None) -> NoReturn:
@@ -42,6 +44,11 @@ def fail(message: str, exit_code: int, document: Document | None = None) -> NoRe
         for line in message.splitlines():
             print(f"loramux: {line}", file=sys.stderr)
     raise typer.Exit(exit_code)
+
+
+def error_document(message: str, code: str | None, param: str | None = None) -> Document:
+    """The envelope of a refusal that was not the server's, with the same fields."""
+    return {"error": {"message": message, "code": code, "param": param}}
 
 
 def print_json(document: object) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import structlog
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
 from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.blobs import BlobStore
@@ -33,6 +34,7 @@ from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import SubprocessValidator
 from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
+from loramux.admin.cli import app
 from loramux.admin.http_servers import HttpServer
 from loramux.admin.listeners import bind, url_of
 from loramux.admin.services import AdminServices
@@ -186,6 +188,26 @@ def admin_server(admin_side: AdminSide) -> Iterator[RunningServer]:
 @pytest.fixture
 def admin_url(admin_server: RunningServer) -> str:
     return admin_server.url
+
+
+Run = Callable[..., Any]
+"""Runs `loramux` with arguments; the result has exit_code, stdout and stderr."""
+
+
+@pytest.fixture
+def loramux(admin_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """The command line, which calls the running server and knows no profiles."""
+    monkeypatch.setenv("LORAMUX_ADMIN_URL", admin_url)
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    runner = CliRunner()
+    return lambda *arguments, **options: runner.invoke(app, [str(argument) for argument in arguments], **options)
+
+
+def answer(result: Any) -> dict[str, Any]:
+    """The JSON that a verb printed."""
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
 
 
 MakeAdapter = Callable[..., Path]

@@ -14,23 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loramux.admin.cli import app
-from tests.admin.conftest import ADMIN_KEY, use
-
-Run = Callable[..., Any]
-"""Runs `loramux` with arguments; the result has exit_code, stdout and stderr."""
-
-
-@pytest.fixture
-def loramux(admin_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("LORAMUX_ADMIN_URL", admin_url)
-    monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY)
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
-
-
-def answer(result: Any) -> dict[str, Any]:
-    assert result.exit_code == 0, result.output
-    return dict(json.loads(result.stdout))
+from tests.admin.conftest import ADMIN_KEY, Run, answer, use
 
 
 def test_the_fixed_calls_of_the_design(loramux: Run, make_adapter: Callable[..., Path]) -> None:

@@ -1,0 +1,96 @@
+"""`loramux profiles`: the servers that this command line knows by a name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from loramux.admin.commands.options import AsJson
+from loramux.admin.commands.output import WRONG_CALL, fail, print_json, print_table
+
+app = typer.Typer(no_args_is_help=True, help="Name servers, and choose the one that verbs call.")
+
+Name = Annotated[str, typer.Argument(help="The profile's name, such as production.", show_default=False)]
+
+
+@app.command("list")
+def list_profiles(as_json: AsJson = False) -> None:
+    """List the profiles; their keys are not shown."""
+    from loramux.admin.profiles import ProfileFile
+
+    with _explained(as_json):
+        known = ProfileFile.of_user().read()
+    profiles = sorted(known.profiles.values(), key=lambda profile: profile.name)
+    if as_json:
+        data = [
+            {"object": "profile", "name": profile.name, "url": profile.url, "current": profile.name == known.current}
+            for profile in profiles
+        ]
+        print_json({"object": "list", "data": data})
+        return
+    print_table(
+        ("current", "name", "url"),
+        [("*" if profile.name == known.current else "", profile.name, profile.url) for profile in profiles],
+    )
+
+
+@app.command()
+def add(
+    name: Name,
+    url: Annotated[str, typer.Option(help="Its admin listener.")] = "http://127.0.0.1:8001",
+    as_json: AsJson = False,
+) -> None:
+    """Keep a server's address and key; the key is asked for, or read from standard input, never from the call."""
+    from loramux.admin.profiles import Profile, ProfileFile
+    from loramux.admin.server_address import NoServerNamed, check_key, check_url
+
+    try:
+        check_url(url, "--url")
+        key = typer.prompt("Key", hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline()
+        check_key(key.strip(), "what was given")
+    except NoServerNamed as error:
+        fail(str(error), WRONG_CALL)
+    file = ProfileFile.of_user()
+    with _explained(as_json):
+        file.add(Profile(name=name, url=url, key=key.strip()))
+        is_current = file.read().current == name
+    _tell(name, f"kept profile {name} in {file.path}" + (", the current one" if is_current else ""), as_json)
+
+
+@app.command()
+def use(name: Name, as_json: AsJson = False) -> None:
+    """Make a profile the one that verbs call where neither --profile nor LORAMUX_ADMIN_KEY says otherwise."""
+    from loramux.admin.profiles import ProfileFile
+
+    with _explained(as_json):
+        ProfileFile.of_user().use(name)
+    _tell(name, f"verbs call {name} now", as_json)
+
+
+@app.command()
+def remove(name: Name, as_json: AsJson = False) -> None:
+    """Forget a profile and its key; the key itself stays valid at its server."""
+    from loramux.admin.profiles import ProfileFile
+
+    with _explained(as_json):
+        ProfileFile.of_user().remove(name)
+    _tell(name, f"removed profile {name}", as_json)
+
+
+def _tell(name: str, sentence: str, as_json: bool) -> None:
+    print_json({"object": "profile", "name": name}) if as_json else print(sentence)
+
+
+@contextmanager
+def _explained(as_json: bool) -> Iterator[None]:
+    from loramux.admin.commands.output import error_document
+    from loramux.admin.profiles import ProfileError
+
+    try:
+        yield
+    except ProfileError as error:
+        fail(str(error), WRONG_CALL, error_document(str(error), "profile_error") if as_json else None)

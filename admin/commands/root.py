@@ -1,0 +1,45 @@
+"""What stands ahead of every verb: `--profile` and `--version`."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Annotated
+
+import typer
+
+chosen_profile: ContextVar[str | None] = ContextVar("chosen_profile", default=None)
+"""The server that this command was told to call; None leaves it to the environment and the file of profiles."""
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"loramux {version('loramux')}")
+        raise typer.Exit
+
+
+def _known_profiles(incomplete: str) -> list[str]:
+    from loramux.admin.profiles import ProfileError, ProfileFile
+
+    try:
+        return [name for name in ProfileFile.of_user().read().profiles if name.startswith(incomplete)]
+    except ProfileError:
+        return []
+
+
+def root(
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="The server to call, one of 'loramux profiles list' (or LORAMUX_PROFILE).",
+            show_default=False,
+            autocompletion=_known_profiles,
+        ),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Multi-tenant LoRA serving: one resident base model, many adapters, exact quotas."""
+    chosen_profile.set(profile)

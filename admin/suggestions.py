@@ -1,0 +1,12 @@
+"""`did you mean`: the nearest of the words that would have been right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+    """`: did you mean X?`, or nothing where no known word is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f": did you mean {close[0]}?" if close else ""

@@ -1,0 +1,101 @@
+"""The requests that hold a reservation, of every gateway on the database; any of them may be cancelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row, Select, select, update
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.migrations.paging import Page, keyset_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestInFlight:
+    """One admitted request that is not settled; `completion_tokens` is as of its last checkpoint."""
+
+    id: str
+    tenant_id: str
+    tenant_slug: str
+    api_key_id: str
+    model: str
+    endpoint: str
+    prompt_tokens: int
+    reserved_tokens: int
+    completion_tokens: int
+    created_us: int
+    cancel_requested_us: int | None
+
+
+class RequestsInFlight:
+    """Reads open reservations. Blocking; a gateway knows more of the requests that it runs itself."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def list(
+        self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
+    ) -> Page[RequestInFlight]:
+        """One tenant's requests, or every tenant's; newest first."""
+        query = _select_open()
+        if tenant_id is not None:
+            query = query.where(schema.reservations.c.tenant_id == tenant_id)
+        with self._database.read() as connection:
+            rows, has_more = keyset_rows(connection, query, schema.reservations.c.id, limit, after, before)
+        return Page(tuple(_request(row) for row in rows), has_more)
+
+    def get(self, request_id: str) -> RequestInFlight | None:
+        with self._database.read() as connection:
+            row = connection.execute(_select_open().where(schema.reservations.c.id == request_id)).one_or_none()
+        return _request(row) if row is not None else None
+
+    def cancel(self, request_id: str) -> RequestInFlight | None:
+        """Ask the gateway that runs the request to end it, which it reads with its next checkpoint.
+
+        None where there is no such request any more. The time of the first call stays.
+        """
+        table = schema.reservations
+        with self._database.write() as connection:
+            now_us = self._database.now_us(connection)
+            connection.execute(
+                update(table)
+                .where(table.c.id == request_id, table.c.state == "open", table.c.cancel_requested_us.is_(None))
+                .values(cancel_requested_us=now_us)
+            )
+        return self.get(request_id)
+
+
+def _select_open() -> Select[*tuple[Any, ...]]:
+    table = schema.reservations
+    columns = (
+        table.c.id,
+        table.c.tenant_id,
+        schema.tenants.c.slug,
+        table.c.api_key_id,
+        table.c.model,
+        table.c.endpoint,
+        table.c.prompt_tokens,
+        table.c.reserved_tokens,
+        table.c.checkpoint_tokens,
+        table.c.created_us,
+        table.c.cancel_requested_us,
+    )
+    return select(*columns).join_from(table, schema.tenants).where(table.c.state == "open")
+
+
+def _request(row: Row[Any]) -> RequestInFlight:
+    return RequestInFlight(
+        id=row.id,
+        tenant_id=row.tenant_id,
+        tenant_slug=row.slug,
+        api_key_id=row.api_key_id,
+        model=row.model,
+        endpoint=row.endpoint,
+        prompt_tokens=row.prompt_tokens,
+        reserved_tokens=row.reserved_tokens,
+        completion_tokens=row.checkpoint_tokens,
+        created_us=row.created_us,
+        cancel_requested_us=row.cancel_requested_us,
+    )
