@@ -26,6 +26,7 @@ from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
+from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
 from loramux.admin.settings import Settings
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
@@ -134,11 +135,16 @@ def assemble(
             ledger=Ledger(database),
             engine=engine,
             metrics=metrics,
+            self_check=SelfCheck(
+                database=database, blobs=blobs, engine=engine, data_dir=directory.root, served_name=served_name
+            ),
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,
             executor=executor,
         )
-        yield Assembled(create_openai_app(gateway), create_admin_app(admin), gateway.running, api_keys)
+        yield Assembled(
+            create_openai_app(gateway), create_admin_app(admin, settings.admin_root_path), gateway.running, api_keys
+        )
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:

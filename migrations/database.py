@@ -77,6 +77,13 @@ class Database:
         with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             return connection.execute(statement, parameters).all()
 
+    def detached_connection(self) -> Connection:
+        """A connection beside the pool, without transactions; the caller closes it. PostgreSQL only."""
+        assert not self.is_sqlite
+        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection.detach()
+        return connection
+
     def now_us(self, connection: Connection | None = None) -> int:
         """Microseconds since 1970: the injected clock, else PostgreSQL's own inside a transaction, else the host's."""
         if self._clock is not None:

@@ -306,3 +306,12 @@ idempotency_keys = Table(
     Column("expires_us", BigInteger, nullable=False),
     Index("ix_idempotency_keys_expires", "expires_us"),
 )
+
+signals = Table(
+    "signals",
+    metadata,
+    # `caches`: counts the changes of what gateways keep in memory, see cache_triggers.py. `probe`: written by a gateway
+    # that wants to know whether the database takes writes again.
+    Column("name", String(16), primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)

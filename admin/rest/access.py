@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, cast
 
@@ -12,6 +12,9 @@ from loramux.admin.services import AdminServices
 from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
 from loramux.platform.principals import Principal
 from loramux.platform.tenants import Tenant
+
+PRINCIPAL = "loramux.principal"
+"""Where the console, which calls these routes in this process, says whose session it is. No HTTP server fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +38,24 @@ def require(*scopes: str) -> Callable[[Request, AdminServices], Awaitable[Caller
     """A dependency that lets in keys with one of the scopes: 401 without a good key, 403 without the scope."""
 
     async def caller(request: Request, services: Services) -> Caller:
+        known = request.scope.get(PRINCIPAL)
+        if isinstance(known, Principal):
+            return _allowed(known, scopes)
         kind, _, presented = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not presented.strip():
             raise Unauthenticated("give an administrator's key: Authorization: Bearer KEY", code="missing_api_key")
         principal = await services.call(services.api_keys.authenticate, presented.strip())
         if principal is None:
             raise Unauthenticated("the key is unknown, expired or revoked")
-        if principal.scopes.isdisjoint(scopes):
-            raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
-        return Caller(principal)
+        return _allowed(principal, scopes)
 
     return caller
+
+
+def _allowed(principal: Principal, scopes: Collection[str]) -> Caller:
+    if principal.scopes.isdisjoint(scopes):
+        raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
+    return Caller(principal)
 
 
 PlatformAdmin = Annotated[Caller, Depends(require("platform:admin"))]
