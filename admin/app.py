@@ -6,6 +6,7 @@ from fastapi import APIRouter, FastAPI
 
 from loramux.adapter_store.errors import StoreError
 from loramux.admin.console.app import create_console, to_console
+from loramux.admin.metered import AdminMetered
 from loramux.admin.metrics_route import metrics_router
 from loramux.admin.rest import (
     adapters,
@@ -50,6 +51,7 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     """
     app = FastAPI(title="loramux admin", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.services = services
+    app.add_middleware(AdminMetered, metrics=services.metrics)
     install_error_handling(app, {StoreError: api_error})
     admin = APIRouter(prefix="/admin/v1")
     for module in ROUTERS:

@@ -37,6 +37,7 @@ from loramux.platform.app import create_openai_app
 from loramux.platform.chat_template import ModelFilesError
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
+from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.quotas import QuotaPolicies
@@ -80,12 +81,14 @@ def assemble(
             tokenizer = ModelTokenizer.load(settings.model)
             registry = AdapterRegistry(database, reserved_names=(served_name,))
             validator = SubprocessValidator()
+            metrics = GatewayMetrics()
+            metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
             ingest = Ingest(
                 registry,
                 blobs,
                 target,
                 directory.scratch,
-                validator,
+                MeasuredValidator(validator, metrics),
                 sources=AdapterSources(settings.adapter_sources),
                 is_presigning=settings.presigned_uploads,
             )
@@ -103,7 +106,6 @@ def assemble(
         stack.callback(validator.close)
         tenants = Tenants(database)
         api_keys = ApiKeys(database, _revealed(settings.admin_key))
-        metrics = GatewayMetrics()
         gateway = GatewayServices.compose(
             database=database,
             tenants=tenants,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ from sqlalchemy import Connection, Select, bindparam, insert, select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.identifiers import new_id
+from loramux.platform.ledger_entries import LedgerEntries, adapters_of
+from loramux.platform.price_list import PriceReader
+from loramux.platform.prices import Price, PriceBook, cost_of
 from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, decide, extend
 from loramux.platform.quota_rules import Binding, Demand, Spent
 from loramux.platform.quota_state import QuotaState, among
@@ -69,7 +71,7 @@ class AdmissionBatch:
     Policies are locked in id order, then reservations, then the counters that tenants inherit: see `QuotaState`.
     """
 
-    def __init__(self, connection: Connection, database: Database) -> None:
+    def __init__(self, connection: Connection, database: Database, prices: PriceReader) -> None:
         self._connection = connection
         self._database = database
         self._now_us = 0
@@ -81,8 +83,10 @@ class AdmissionBatch:
         self._opened: list[dict[str, Any]] = []
         self._extended: dict[str, dict[str, Any]] = {}
         self._closed: list[dict[str, Any]] = []
-        self._events: list[dict[str, Any]] = []
-        self._adjustments: list[dict[str, Any]] = []
+        self._prices = prices
+        self._entries = LedgerEntries(connection, prices)
+        self._book = PriceBook((), 0)
+        self._adapters: Mapping[str, str] = {}
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """The outcome of each; a refused one changes nothing. Raises SQLAlchemyError, and then nothing is changed."""
@@ -136,6 +140,24 @@ class AdmissionBatch:
             held = self._quotas.held(reservation["charges"], reservation["tenant_id"])
             wanted += [binding for _, binding in held if binding is not None]
         self._quotas.read_counters(wanted)
+        if self._quotas.has_costs:
+            self._read_prices(requests)
+
+    def _read_prices(self, requests: Sequence[ReservationRequest]) -> None:
+        self._book = self._prices.book(self._connection, self._now_us)
+        versions = {request.adapter_version_id for request in requests}
+        versions.update(row["adapter_version_id"] for row in (*self._open.values(), *self._recovered.values()))
+        self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
+
+    def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
+        """What tokens cost a request, as the ledger will have it; None too where no budget is in money."""
+        if self._book.is_empty:
+            return None
+        adapter_id = None if version_id is None else self._adapters.get(version_id)
+        return self._book.price_of(tenant_id, adapter_id, admitted_us)
+
+    def _price_of(self, reservation: Mapping[str, Any]) -> Price | None:
+        return self._price(reservation["tenant_id"], reservation["adapter_version_id"], reservation["created_us"])
 
     def _bindings(self, request: ReservationRequest) -> list[Binding]:
         return self._quotas.bindings(request.tenant_id, request.api_key_id, request.adapter_id, self._now_us)
@@ -151,7 +173,13 @@ class AdmissionBatch:
             return refusal
 
     def _reserve(self, request: ReservationRequest) -> Reservation:
-        demand = Demand(tokens=request.reserved_tokens, loads=request.num_loads)
+        price = self._price(request.tenant_id, request.adapter_version_id, self._now_us)
+        completion = request.reserved_tokens - request.prompt_tokens
+        demand = Demand(
+            tokens=request.reserved_tokens,
+            cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
+            loads=request.num_loads,
+        )
         decision = decide(self._bindings(request), self._quotas.counters, demand, self._now_us)
         self._quotas.change(decision.counters.items())
         self._opened.append(
@@ -162,6 +190,8 @@ class AdmissionBatch:
                 "adapter_version_id": request.adapter_version_id,
                 "model": request.model,
                 "endpoint": request.endpoint,
+                "base": request.base,
+                "end_user": request.end_user,
                 "state": "open",
                 "prompt_tokens": request.prompt_tokens,
                 "reserved_tokens": request.reserved_tokens,
@@ -180,7 +210,9 @@ class AdmissionBatch:
         if reservation is None:
             return self._not_open(extension.request_id)
         held = self._quotas.held(reservation["charges"], reservation["tenant_id"])
-        granted = extend(held, self._quotas.counters, Demand(tokens=extension.tokens), self._now_us)
+        cost_nanos = cost_of(self._price_of(reservation), 0, 0, extension.tokens)
+        demand = Demand(tokens=extension.tokens, cost_nanos=cost_nanos)
+        granted = extend(held, self._quotas.counters, demand, self._now_us)
         if granted is None:
             return False
         counters, charges = granted
@@ -208,53 +240,28 @@ class AdmissionBatch:
             return False
         del self._open[closing.request_id]
         settlement = closing.settlement
-        spent = Spent(tokens=settlement.tokens, has_run=settlement.has_run)
+        spent = _spent(settlement, self._price_of(reservation))
         for charge, binding in self._quotas.held(reservation["charges"], reservation["tenant_id"]):
             # A limit that was lifted meanwhile no longer binds.
             if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
                 counter = binding.give_back(binding.current(counter, self._now_us), charge.amount, spent)
                 self._quotas.change([(binding.key, counter)])
         self._closed.append({"request_id": reservation["id"], "new_state": closing.state})
-        self._events.append(
-            {
-                "request_id": reservation["id"],
-                "tenant_id": reservation["tenant_id"],
-                "api_key_id": reservation["api_key_id"],
-                "adapter_version_id": reservation["adapter_version_id"],
-                "model": reservation["model"],
-                "endpoint": reservation["endpoint"],
-                "status": settlement.status,
-                "prompt_tokens": settlement.prompt_tokens,
-                "cached_tokens": settlement.cached_tokens,
-                "completion_tokens": settlement.completion_tokens,
-                "started_us": reservation["created_us"],
-                "finished_us": self._now_us,
-                "first_token_us": settlement.first_token_us,
-            }
-        )
+        self._entries.charge(reservation, settlement)
         return True
 
     def _correct(self, closing: Closing) -> bool:
         """Settle a request whose gateway had seemed dead: what it cost beyond, or less than, what it was charged."""
         reservation = self._recovered.pop(closing.request_id)
         charged, truth = self._charged[closing.request_id], closing.settlement
-        guess, spent = Spent(tokens=charged.tokens), Spent(tokens=truth.tokens, has_run=truth.has_run)
+        price = self._price_of(reservation)
+        guess, spent = _spent(charged, price), _spent(truth, price)
         for charge, binding in self._quotas.held(reservation["charges"], reservation["tenant_id"]):
             if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
                 counter = binding.correct(binding.current(counter, self._now_us), charge.amount, guess, spent)
                 self._quotas.change([(binding.key, counter)])
         self._closed.append({"request_id": closing.request_id, "new_state": closing.state})
-        self._adjustments.append(
-            {
-                "id": new_id("adj"),
-                "request_id": closing.request_id,
-                "tenant_id": reservation["tenant_id"],
-                "prompt_tokens": truth.prompt_tokens - charged.prompt_tokens,
-                "cached_tokens": truth.cached_tokens - charged.cached_tokens,
-                "completion_tokens": truth.completion_tokens - charged.completion_tokens,
-                "created_us": self._now_us,
-            }
-        )
+        self._entries.correct(reservation, charged, truth)
         return True
 
     def _write(self) -> None:
@@ -266,18 +273,8 @@ class AdmissionBatch:
             execute(_EXTEND, list(self._extended.values()))
         if self._closed:
             execute(_CLOSE, self._closed)
-        if self._adjustments:
-            execute(insert(schema.usage_adjustments), self._adjustments)
-        if self._events:
-            adapter_ids = self._adapters({event["adapter_version_id"] for event in self._events} - {None})
-            for event in self._events:
-                event["adapter_id"] = adapter_ids.get(event["adapter_version_id"])
-            execute(insert(schema.usage_events), self._events)
+        self._entries.write(self._now_us)
 
-    def _adapters(self, version_ids: Collection[str]) -> dict[str, str]:
-        """The adapter of each version."""
-        if not version_ids:
-            return {}
-        versions = schema.adapter_versions.c
-        query = select(versions.id, versions.adapter_id).where(versions.id.in_(version_ids))
-        return {row.id: row.adapter_id for row in self._connection.execute(query)}
+
+def _spent(settlement: Settlement, price: Price | None) -> Spent:
+    return Spent(tokens=settlement.tokens, cost_nanos=settlement.cost_nanos(price), has_run=settlement.has_run)

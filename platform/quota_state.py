@@ -31,7 +31,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from loramux.migrations import schema
 from loramux.platform.quota_check import Charge
 from loramux.platform.quota_counters import Counter, CounterKey
-from loramux.platform.quota_metrics import METRICS, Kind
+from loramux.platform.quota_metrics import METRICS, Kind, Unit
 from loramux.platform.quota_rules import Binding
 from loramux.platform.quota_windows import NO_WINDOW, Window, window_at
 from loramux.platform.quotas import PLATFORM, SHADOW, QuotaPolicy, policy_of
@@ -132,6 +132,11 @@ class QuotaState:
         others = [other for other in self._by_subject.get(policy.subject_id, ()) if other.metric != policy.metric]
         self._by_subject[policy.subject_id] = [*others, policy]
         self.policies[policy.id] = policy
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether any of the policies is a budget in money."""
+        return any(METRICS[policy.metric].unit is Unit.NANOS for policy in self.policies.values())
 
     def read_timezones(self, tenant_ids: Collection[str]) -> None:
         """Read where the days of these tenants, and of those whose policies were read, begin; for budgets only."""

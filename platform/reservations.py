@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loramux.platform.prices import Price, cost_of
 from loramux.platform.quotas import QuotaPolicy
 
 
@@ -20,6 +21,10 @@ class ReservationRequest:
     endpoint: str
     prompt_tokens: int
     reserved_tokens: int
+    base: str = ""
+    """The served base model that it runs on."""
+    end_user: str | None = None
+    """Whom the tenant's client named, by `end_user_label`."""
     adapter_id: str | None = None
     """Whose limits hold for it besides the tenant's and the key's."""
     num_loads: int = 0
@@ -74,6 +79,10 @@ class Settlement:
     def tokens(self) -> int:
         """What it is charged."""
         return self.prompt_tokens + self.completion_tokens
+
+    def cost_nanos(self, price: Price | None) -> int:
+        """What it costs."""
+        return cost_of(price, self.prompt_tokens, self.cached_tokens, self.completion_tokens)
 
 
 RECOVERED = "recovered"
