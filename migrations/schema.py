@@ -42,6 +42,8 @@ tenants = Table(
     Column("weight", Integer, nullable=False),
     # An IANA name: where the tenant's days and months begin.
     Column("timezone", String(64), nullable=False, server_default="UTC"),
+    # So much of its adapters stays in host memory when others' adapters come.
+    Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
     # Roots the tenant's prefix-cache namespace, so that two tenants can never share KV.
     Column("isolation_secret", LargeBinary(32), nullable=False),
     Column("created_us", BigInteger, nullable=False),
