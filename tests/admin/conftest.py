@@ -26,8 +26,10 @@ from loramux.adapter_store.blobs import BlobStore
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_jobs import IngestJobs
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.local_blobs import LocalBlobStore
+from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.target import PackTarget
@@ -36,6 +38,7 @@ from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.cli import app
 from loramux.admin.http_servers import HttpServer
+from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.listeners import bind, url_of
 from loramux.admin.services import AdminServices
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -46,6 +49,7 @@ from loramux.platform.api_keys import ApiKeys
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.tenants import Tenants
@@ -121,6 +125,10 @@ def open_admin_side(
             version_states=VersionStates(database, registry),
             ingest=ingest,
             export=VersionExport(database, blobs, directory / "scratch"),
+            jobs=IngestJobs(database),
+            pins=AdapterPins(database, registry),
+            idempotency_keys=IdempotencyKeys(database),
+            requests=RequestsInFlight(database),
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),
             engine=engine,
