@@ -29,6 +29,7 @@ from loramux.admin.app import create_admin_app
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
 from loramux.admin.idempotency_keys import IdempotencyKeys
+from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
 from loramux.admin.settings import Settings
 from loramux.admin.upkeep import Upkeep
@@ -40,6 +41,7 @@ from loramux.platform.app import create_openai_app
 from loramux.platform.chat_template import ModelFilesError
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
+from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.quotas import QuotaPolicies
@@ -85,12 +87,14 @@ def assemble(
             tokenizer = ModelTokenizer.load(settings.model)
             registry = AdapterRegistry(database, reserved_names=(served_name,))
             validator = SubprocessValidator()
+            metrics = GatewayMetrics()
+            metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
             ingest = Ingest(
                 registry,
                 blobs,
                 target,
                 directory.scratch,
-                validator,
+                MeasuredValidator(validator, metrics),
                 sources=AdapterSources(settings.adapter_sources),
                 is_presigning=settings.presigned_uploads,
             )
@@ -108,7 +112,6 @@ def assemble(
         stack.callback(validator.close)
         tenants = Tenants(database)
         api_keys = ApiKeys(database, _revealed(settings.admin_key))
-        metrics = GatewayMetrics()
         gateway = GatewayServices.compose(
             database=database,
             tenants=tenants,
@@ -145,11 +148,20 @@ def assemble(
             ledger=Ledger(database),
             engine=engine,
             metrics=metrics,
+            self_check=SelfCheck(
+                database=database, blobs=blobs, engine=engine, data_dir=directory.root, served_name=served_name
+            ),
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,
             executor=executor,
         )
-        yield Assembled(create_openai_app(gateway), create_admin_app(admin), gateway.running, Upkeep(admin), api_keys)
+        yield Assembled(
+            create_openai_app(gateway),
+            create_admin_app(admin, settings.admin_root_path),
+            gateway.running,
+            Upkeep(admin),
+            api_keys,
+        )
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:

@@ -18,6 +18,7 @@ from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.idempotency_keys import IdempotencyKeys
+from loramux.admin.self_check import SelfCheck
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.engine_client import EngineClient
@@ -59,6 +60,7 @@ class AdminServices:
     ledger: Ledger
     engine: EngineClient
     metrics: GatewayMetrics
+    self_check: SelfCheck
     metrics_token: str | None
     """What `/metrics` asks for; None asks for nothing, and then only this machine may scrape."""
     is_loopback: bool

@@ -17,6 +17,7 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, Row, Select, create_engine, event, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.pool import QueuePool
 from sqlalchemy.sql import func
 
 Clock = Callable[[], int]
@@ -52,6 +53,12 @@ class Database:
     def is_sqlite(self) -> bool:
         return self._engine.dialect.name == "sqlite"
 
+    @property
+    def num_connections(self) -> int:
+        """Connections in use."""
+        pool = self._engine.pool
+        return pool.checkedout() if isinstance(pool, QueuePool) else 0
+
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that may write; committed on exit, rolled back on an exception."""
@@ -76,6 +83,13 @@ class Database:
                 return connection.execute(statement, parameters).all()
         with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             return connection.execute(statement, parameters).all()
+
+    def detached_connection(self) -> Connection:
+        """A connection beside the pool, without transactions; the caller closes it. PostgreSQL only."""
+        assert not self.is_sqlite
+        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection.detach()
+        return connection
 
     def now_us(self, connection: Connection | None = None) -> int:
         """Microseconds since 1970: the injected clock, else PostgreSQL's own inside a transaction, else the host's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import Engine
 
+from loramux.migrations.cache_triggers import install_cache_triggers, remove_cache_triggers
 from loramux.migrations.schema import metadata
 
 
@@ -18,7 +19,9 @@ def run() -> None:
         context.configure(
             connection=connection, target_metadata=metadata, render_as_batch=engine.dialect.name == "sqlite"
         )
+        remove_cache_triggers(connection)
         context.run_migrations()
+        install_cache_triggers(connection)
 
 
 run()

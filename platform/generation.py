@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,8 @@ class Plan:
     granted_tokens: int
     sampling: SamplingParams
     stops: tuple[str, ...]
+    base: str
+    end_user: str | None
 
     @property
     def prompt_tokens(self) -> int:
@@ -110,7 +113,8 @@ class Usage:
 class Generation:
     """Runs in a task of its own, so that a client that leaves cannot cut the settlement short.
 
-    `deltas` yields what the choices say and ends once the request is settled; `usage` is then known.
+    `deltas` yields what the choices say and ends once the request is settled; `usage` is then known. `observe_gap` is
+    told the seconds between two tokens of a choice.
     """
 
     def __init__(
@@ -121,8 +125,10 @@ class Generation:
         settle: Settle,
         extend: Extend,
         clock: Callable[[], int],
+        observe_gap: Callable[[float], None] | None = None,
     ) -> None:
         self.plan = plan
+        self._observe_gap = observe_gap
         self._engine = engine
         self._settle = settle
         self._extend = extend
@@ -214,12 +220,20 @@ class Generation:
         """Submit one choice and turn what the engine says of it into deltas."""
         if self._is_stopping.is_set():
             return
+        last_s: float | None = None
         async for item in self._engine.submit(choice.add):
             if isinstance(item, Finished):
                 self._finish(choice, item)
                 return
             if self.first_token_us is None:
                 self.first_token_us = self._clock()
+            if self._observe_gap is not None:
+                now_s = time.monotonic()
+                if last_s is not None:
+                    # Tokens that waited for each other came together; each counts with its part of the time.
+                    for _ in item.token_ids:
+                        self._observe_gap((now_s - last_s) / len(item.token_ids))
+                last_s = now_s
             delta = choice.feed(item)
             self._ask_for_more(choice)
             if delta is None:

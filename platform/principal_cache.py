@@ -44,6 +44,10 @@ class PrincipalCache:
             if len(self._entries) > MAX_ENTRIES:
                 self._entries.popitem(last=False)
 
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+
     def forget(self, key_id: str) -> None:
         with self._lock:
             for sha256 in [sha for sha, entry in self._entries.items() if entry.principal.key_id == key_id]:

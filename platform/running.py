@@ -90,6 +90,8 @@ class RunningRequests:
             endpoint=plan.endpoint,
             prompt_tokens=plan.prompt_tokens,
             reserved_tokens=plan.reserved_tokens,
+            base=plan.base,
+            end_user=plan.end_user,
         )
         # Shielded: a reservation that commits while its client leaves must still be settled by someone.
         reserving = self._commit.submit(request)
@@ -102,7 +104,10 @@ class RunningRequests:
 
     def start(self, plan: Plan) -> Generation:
         """Run a reserved request; it is settled whatever becomes of its client."""
-        generation = Generation(plan, self._engine, self._tokenizer, self._settle, self._extend, self._clock)
+        gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
+        generation = Generation(
+            plan, self._engine, self._tokenizer, self._settle, self._extend, self._clock, gaps.observe
+        )
         task = asyncio.create_task(generation.run(), name=plan.request_id)
         self._tasks[task] = generation
         self._metrics.running.inc()
@@ -156,7 +161,7 @@ class RunningRequests:
                 if delay_s is not None:
                     await asyncio.sleep(delay_s)
             else:
-                self._metrics.count_tokens(settlement)
+                self._metrics.count_settlement(settlement)
                 return
         self._metrics.settle_failures.inc()
         log.error("a request could not be settled; it will be recovered", request_id=request_id, spent=settlement)

@@ -13,6 +13,7 @@ from loramux.adapter_store.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
+from loramux.platform.cache_watch import CacheWatch
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.group_commit import GroupCommit
 from loramux.platform.metrics import GatewayMetrics
@@ -62,6 +63,7 @@ class GatewayServices:
     resolver: ModelResolver
     running: RunningRequests
     commit: GroupCommit
+    cache_watch: CacheWatch
     engine: EngineClient
     tokenizer: ModelTokenizer
     model: ModelInfo
@@ -87,7 +89,8 @@ class GatewayServices:
         """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`."""
         metrics = metrics if metrics is not None else GatewayMetrics()
         admission = Admission(database)
-        commit = GroupCommit(admission)
+        commit = GroupCommit(admission, metrics.note_commit)
+        metrics.database_connections.set_function(lambda: database.num_connections)
         running = RunningRequests(
             admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us
         )
@@ -98,6 +101,7 @@ class GatewayServices:
             resolver=ModelResolver(registry, model.served_name),
             running=running,
             commit=commit,
+            cache_watch=CacheWatch(database, (api_keys.forget_recent, tenants.forget_recent)),
             engine=engine,
             tokenizer=tokenizer,
             model=model,
@@ -109,6 +113,7 @@ class GatewayServices:
 
     def close(self) -> None:
         """End the threads: what waits to be committed is; what computes is finished, what waits for it is not begun."""
+        self.cache_watch.close()
         self.commit.close()
         self.compute_executor.shutdown(cancel_futures=True)
 

@@ -127,6 +127,10 @@ class Tenants:
         # A clock that went back must not make an entry live longer.
         return share if 0 <= self._database.now_us() - read_us < MAX_STALE_US else None
 
+    def forget_recent(self) -> None:
+        """Read every share anew: a tenant may have changed."""
+        self._shares.clear()
+
 
 def _tenant(row: Row[Any]) -> Tenant:
     return Tenant(

@@ -110,4 +110,5 @@ def _describe_event(event: UsageEvent) -> Document:
         "started_at": seconds(event.started_us),
         "finished_at": seconds(event.finished_us),
         "time_to_first_token_us": None if event.first_token_us is None else event.first_token_us - event.started_us,
+        "duration_us": event.finished_us - event.started_us,
     }

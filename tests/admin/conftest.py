@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import structlog
 from safetensors.numpy import save_file
+from starlette.types import ASGIApp
 from typer.testing import CliRunner
 
 from loramux.adapter_store.aliases import AdapterAliases
@@ -40,6 +41,7 @@ from loramux.admin.cli import app
 from loramux.admin.http_servers import HttpServer
 from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.listeners import bind, url_of
+from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
@@ -133,6 +135,9 @@ def open_admin_side(
             ledger=Ledger(database),
             engine=engine,
             metrics=GatewayMetrics(),
+            self_check=SelfCheck(
+                database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
+            ),
             metrics_token=None,
             is_loopback=True,
             executor=executor,
@@ -269,3 +274,29 @@ def use(admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: 
         )
     )
     admission.settle(request_id, Settlement(status="completed", prompt_tokens=prompt, completion_tokens=completion))
+
+
+CONSOLE_HOST = "http://admin.example"
+
+
+@pytest.fixture(scope="module")
+def console_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
+    """Services that the module's tests share; each test makes what it needs beside what is there."""
+    with open_admin_side(tmp_path_factory.mktemp("console"), TARGET) as side:
+        yield side
+
+
+@pytest.fixture(scope="module")
+def console_app(console_side: AdminSide) -> ASGIApp:
+    return create_admin_app(console_side.services)
+
+
+def client_of(app: ASGIApp, base_url: str = CONSOLE_HOST) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base_url)
+
+
+@pytest.fixture
+async def browser(console_app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
+    """A browser that nobody has signed in with."""
+    async with client_of(console_app) as client:
+        yield client

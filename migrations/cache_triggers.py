@@ -1,0 +1,68 @@
+"""Triggers that count the changes of what gateways keep in memory, whoever makes them: a server, or SQL by hand."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, inspect
+
+CACHED_TABLES = ("api_keys", "tenants", "quota_policies")
+CHANNEL = "loramux_caches"
+"""PostgreSQL's listeners are told here when such a change has committed."""
+
+# The trigger is deferred to the commit, so that the counter's row is the last that a transaction locks: two that change
+# keys and policies in different orders cannot wait for each other here.
+_POSTGRES_FUNCTION = """
+CREATE OR REPLACE FUNCTION loramux_cached_row_changed() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO signals (name, value) VALUES ('caches', 1)
+        ON CONFLICT (name) DO UPDATE SET value = signals.value + 1;
+    PERFORM pg_notify('loramux_caches', '');
+    RETURN NULL;
+END $$
+"""
+
+_SQLITE_COUNT = (
+    "INSERT INTO signals (name, value) VALUES ('caches', 1) ON CONFLICT (name) DO UPDATE SET value = value + 1"
+)
+
+
+def remove_cache_triggers(connection: Connection) -> None:
+    """Take the triggers away, before an upgrade: PostgreSQL alters no table that a deferred trigger waits for."""
+    tables = set(inspect(connection).get_table_names())
+    for table in CACHED_TABLES:
+        if table not in tables:
+            continue
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS caches_changed ON {table}")
+        else:
+            for name, _ in _sqlite_triggers(table):
+                connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {name}")
+
+
+def install_cache_triggers(connection: Connection) -> None:
+    """Make the triggers, after an upgrade; nothing on a schema that is older than they are."""
+    tables = set(inspect(connection).get_table_names())
+    if "signals" not in tables:
+        return
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(_POSTGRES_FUNCTION)
+    for table in CACHED_TABLES:
+        if connection.dialect.name == "postgresql":
+            _install_on_postgres(connection, table)
+        else:
+            _install_on_sqlite(connection, table)
+
+
+def _install_on_postgres(connection: Connection, table: str) -> None:
+    connection.exec_driver_sql(
+        f"CREATE CONSTRAINT TRIGGER caches_changed AFTER INSERT OR UPDATE OR DELETE ON {table} "
+        "DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION loramux_cached_row_changed()"
+    )
+
+
+def _install_on_sqlite(connection: Connection, table: str) -> None:
+    for name, change in _sqlite_triggers(table):
+        connection.exec_driver_sql(f"CREATE TRIGGER {name} AFTER {change} ON {table} BEGIN {_SQLITE_COUNT}; END")
+
+
+def _sqlite_triggers(table: str) -> list[tuple[str, str]]:
+    return [(f"{table}_{change.lower()}_caches_changed", change) for change in ("INSERT", "UPDATE", "DELETE")]

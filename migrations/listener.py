@@ -1,0 +1,60 @@
+"""Waits until gateways' caches may be stale: told by PostgreSQL, or after a while on either database."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from sqlalchemy import Connection, select
+
+from loramux.migrations.cache_triggers import CHANNEL
+from loramux.migrations.database import Database
+from loramux.migrations.schema import signals
+
+_EPOCH = select(signals.c.value).where(signals.c.name == "caches")
+_TURN_S = 0.25
+
+
+class CacheListener:
+    """Listens on a connection of its own. Blocking: for one thread, which `stopped` ends.
+
+    Raises SQLAlchemyError, or the driver's own errors, when the database is in trouble: then open another.
+    """
+
+    def __init__(self, database: Database, stopped: threading.Event) -> None:
+        self._database = database
+        self._stopped = stopped
+        self._connection: Connection | None = None
+        if not database.is_sqlite:
+            self._connection = database.detached_connection()
+            self._connection.exec_driver_sql(f"LISTEN {CHANNEL}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def epoch(self) -> int:
+        """A number that is another one after a key, a tenant or a policy has changed."""
+        if self._connection is not None:
+            return self._connection.execute(_EPOCH).scalar_one_or_none() or 0
+        with self._database.read() as connection:
+            return connection.execute(_EPOCH).scalar_one_or_none() or 0
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has changed, or after `timeout_s`, or when the thread is to stop."""
+        if self._connection is None:
+            self._stopped.wait(timeout_s)
+            return
+        driver: Any = self._connection.connection.dbapi_connection
+        deadline = time.monotonic() + timeout_s
+        while not self._stopped.is_set() and (left_s := deadline - time.monotonic()) > 0:
+            # In short turns, so that the end of the process waits for none.
+            if list(driver.notifies(timeout=min(left_s, _TURN_S), stop_after=1)):
+                return
