@@ -40,6 +40,8 @@ tenants = Table(
     Column("display_name", String(200), nullable=False),
     Column("state", String(16), nullable=False),
     Column("weight", Integer, nullable=False),
+    # So much of its adapters stays in host memory when others' adapters come.
+    Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
     # Roots the tenant's prefix-cache namespace, so that two tenants can never share KV.
     Column("isolation_secret", LargeBinary(32), nullable=False),
     Column("created_us", BigInteger, nullable=False),

@@ -98,6 +98,7 @@ class Plan:
             share_key=self.share.key,
             weight=self.share.weight,
             isolation_key=self.share.isolation_key,
+            host_floor_bytes=self.share.host_floor_bytes,
         )
 
 
