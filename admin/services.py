@@ -7,8 +7,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-import anyio
-
 from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
@@ -18,6 +16,7 @@ from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.idempotency_keys import IdempotencyKeys
+from loramux.admin.places import Places
 from loramux.admin.self_check import SelfCheck
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import ApiKeys
@@ -35,8 +34,12 @@ R = TypeVar("R")
 
 MAX_UPLOADS = 32
 """How many files are taken at once; each holds a thread for as long as its client sends."""
+MAX_UPLOADS_EACH = 16
+"""Of one tenant's adapters."""
 MAX_DOWNLOADS = 8
 """How many files are given out at once; each holds a copy on the disk for as long as its client reads."""
+MAX_DOWNLOADS_EACH = 4
+"""Of one tenant's adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +72,9 @@ class AdminServices:
     live: LiveRequests = field(default_factory=NoLiveRequests)
     """The requests that this process runs itself."""
     uploading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_UPLOADS))
+    uploading: Places = field(default_factory=lambda: Places("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
-    downloading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_DOWNLOADS))
+    downloading: Places = field(default_factory=lambda: Places("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH))
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function on a thread."""
