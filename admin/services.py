@@ -71,7 +71,6 @@ class AdminServices:
     executor: Executor
     live: LiveRequests = field(default_factory=NoLiveRequests)
     """The requests that this process runs itself."""
-    uploading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_UPLOADS))
     uploading: Places = field(default_factory=lambda: Places("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
     downloading: Places = field(default_factory=lambda: Places("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH))
