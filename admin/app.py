@@ -12,9 +12,15 @@ from loramux.admin.rest import (
     adapters,
     aliases,
     api_keys,
+    audit_log,
     engine_state,
     grants,
+    jobs,
+    pins,
+    prices,
     quotas,
+    requests_in_flight,
+    residency,
     server,
     tenants,
     uploads,
@@ -22,6 +28,7 @@ from loramux.admin.rest import (
     version_files,
     versions,
 )
+from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
 from loramux.admin.root_path import UnderRootPath
 from loramux.admin.services import AdminServices
 from loramux.admin.store_errors import api_error
@@ -37,8 +44,14 @@ ROUTERS = (
     uploads,
     versions,
     version_files,
+    pins,
+    residency,
+    requests_in_flight,
+    jobs,
     quotas,
+    prices,
     usage,
+    audit_log,
     engine_state,
     server,
 )
@@ -51,6 +64,8 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     """
     app = FastAPI(title="loramux admin", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.services = services
+    app.add_middleware(IdempotentAnswers, services=services)
+    app.add_exception_handler(Replayed, answer_again)
     app.add_middleware(AdminMetered, metrics=services.metrics)
     install_error_handling(app, {StoreError: api_error})
     admin = APIRouter(prefix="/admin/v1")

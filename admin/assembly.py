@@ -18,7 +18,9 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_jobs import IngestJobs
 from loramux.adapter_store.ingest_worker import IngestWorker
+from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.validator import SubprocessValidator
@@ -26,21 +28,26 @@ from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
+from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
 from loramux.admin.settings import Settings
+from loramux.admin.upkeep import Upkeep
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
 from loramux.engine.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.app import create_openai_app
+from loramux.platform.audit_log import AuditLog
 from loramux.platform.chat_template import ModelFilesError
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
 from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.price_list import PriceList
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import RunningRequests
 from loramux.platform.services import GatewayServices, ModelInfo
 from loramux.platform.tenants import Tenants
@@ -56,6 +63,7 @@ class Assembled:
     gateway_app: FastAPI
     admin_app: FastAPI
     running: RunningRequests
+    upkeep: Upkeep
     api_keys: ApiKeys
 
 
@@ -133,7 +141,14 @@ def assemble(
             version_states=VersionStates(database, registry),
             ingest=ingest,
             export=VersionExport(database, blobs, directory.scratch),
+            jobs=IngestJobs(database),
+            pins=AdapterPins(database, registry),
+            idempotency_keys=IdempotencyKeys(database),
+            requests=RequestsInFlight(database),
+            live=gateway.running,
             quotas=QuotaPolicies(database),
+            prices=PriceList(database),
+            audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
             metrics=metrics,
@@ -145,7 +160,11 @@ def assemble(
             executor=executor,
         )
         yield Assembled(
-            create_openai_app(gateway), create_admin_app(admin, settings.admin_root_path), gateway.running, api_keys
+            create_openai_app(gateway),
+            create_admin_app(admin, settings.admin_root_path),
+            gateway.running,
+            Upkeep(admin),
+            api_keys,
         )
 
 

@@ -16,6 +16,7 @@ from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.executor import Executor, SubmittedStep
 from loramux.engine.grants import Grants
+from loramux.engine.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.live_sequences import LiveSequences
 from loramux.engine.messages import (
     Abort,
@@ -75,6 +76,7 @@ class Engine:
         loading: TierFigures | None = None,
         contents: Callable[[], tuple[TierContents, ...]] = tuple,
         page_bytes: int = 0,
+        protect: Protect = no_floors,
     ) -> None:
         self._limits = limits
         self._pages = pages
@@ -93,6 +95,7 @@ class Engine:
         self._num_arrivals = 0
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
+        self._floors = HostFloors(protect)
         self._stats = EngineStats(pages, adapters, prefixes, scheduler, loading or TierFigures(), contents, page_bytes)
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
@@ -137,6 +140,8 @@ class Engine:
             stop_token_ids=self._stop_token_ids(add.sampling),
         )
         self._num_arrivals += 1
+        if add.digest is not None:
+            self._floors.note(add.share_key, add.digest, add.host_floor_bytes)
         self._live.add(sequence)
         self._scheduler.add(sequence)
         self._set_timers(sequence)

@@ -15,7 +15,7 @@ from loramux.engine.messages import Add, Finished, SamplingParams
 from loramux.platform.choice import Choice, ChoiceDelta
 from loramux.platform.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.engine_failures import engine_failure
-from loramux.platform.errors import ApiError
+from loramux.platform.errors import ApiError, RequestCancelled
 from loramux.platform.model_names import ResolvedModel
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.pending_deltas import PendingDeltas
@@ -98,6 +98,7 @@ class Plan:
             share_key=self.share.key,
             weight=self.share.weight,
             isolation_key=self.share.isolation_key,
+            host_floor_bytes=self.share.host_floor_bytes,
         )
 
 
@@ -176,6 +177,11 @@ class Generation:
         if self.status == "open" and not self._is_stopping.is_set():
             self.is_abandoned = True
             self._stop()
+
+    def cancel(self) -> None:
+        """An administrator wants it ended: the client is told so, and what was committed is paid for."""
+        if self.status == "open" and not self._is_stopping.is_set():
+            self._fail(RequestCancelled("an administrator cancelled this request"))
 
     async def run(self) -> None:
         """Read every choice to its end, then settle."""
@@ -289,7 +295,8 @@ class Generation:
         # A prompt is paid for once, however many choices continue it.
         groups = [choices[start : start + n] for start in range(0, len(choices), n)]
         is_complete = all(choice.is_done for choice in choices)
-        status = "failed" if self._failure is not None else "completed" if is_complete else "aborted"
+        is_failed = self._failure is not None and not isinstance(self._failure, RequestCancelled)
+        status = "failed" if is_failed else "completed" if is_complete else "aborted"
         return Settlement(
             status=status,
             prompt_tokens=sum(max(choice.prompt_tokens for choice in group) for group in groups),
