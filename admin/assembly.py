@@ -131,6 +131,7 @@ def assemble(
             metrics=metrics,
         )
         stack.callback(gateway.close)
+        gateway_app = create_openai_app(gateway)
         admin = AdminServices(
             database=database,
             tenants=tenants,
@@ -158,9 +159,11 @@ def assemble(
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,
             executor=executor,
+            gateway=gateway_app,
+            api_url=_api_url(settings),
         )
         yield Assembled(
-            create_openai_app(gateway),
+            gateway_app,
             create_admin_app(admin, settings.admin_root_path),
             gateway.running,
             Upkeep(admin),
@@ -184,6 +187,11 @@ def _is_empty(database: Database) -> bool:
             return not inspect(connection).get_table_names()
     except SQLAlchemyError:
         return False
+
+
+def _api_url(settings: Settings) -> str:
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104 - compared, not bound
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}/v1"
 
 
 def _revealed(secret: SecretStr | None) -> str | None:

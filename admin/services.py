@@ -7,6 +7,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from starlette.types import ASGIApp
+
 from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
@@ -73,6 +75,10 @@ class AdminServices:
     is_loopback: bool
     """Whether only this machine reaches the admin listener."""
     executor: Executor
+    gateway: ASGIApp | None = None
+    """The OpenAI API of this process, for the console's playground; None where there is none."""
+    api_url: str = "http://127.0.0.1:8000/v1"
+    """Where callers find the OpenAI API, as examples write it."""
     live: LiveRequests = field(default_factory=NoLiveRequests)
     """The requests that this process runs itself."""
     uploading: Places = field(default_factory=lambda: Places("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
