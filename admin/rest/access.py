@@ -76,8 +76,8 @@ async def _authenticated(request: Request, services: AdminServices) -> Principal
 
 
 PlatformAdmin = Annotated[Caller, Depends(require("platform:admin"))]
-PlatformAuditor = Annotated[Caller, Depends(require("platform:admin", "platform:read", "tenant:admin"))]
-Reader = Annotated[Caller, Depends(require("platform:admin", "platform:read"))]
+Auditor = Annotated[Caller, Depends(require("platform:admin", "platform:read", "tenant:admin"))]
+PlatformReader = Annotated[Caller, Depends(require("platform:admin", "platform:read"))]
 Writer = Annotated[Caller, Depends(require("platform:admin", "tenant:admin"))]
 Developer = Annotated[Caller, Depends(require("platform:admin", "tenant:admin", "tenant:develop"))]
 """Who may bring versions; what answers a bare name stays a `Writer`'s decision."""
