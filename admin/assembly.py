@@ -40,6 +40,7 @@ from loramux.platform.ledger import Ledger
 from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.running import RunningRequests
 from loramux.platform.services import GatewayServices, ModelInfo
@@ -134,6 +135,7 @@ def assemble(
             ingest=ingest,
             export=VersionExport(database, blobs, directory.scratch),
             quotas=QuotaPolicies(database),
+            quota_view=QuotaView(database),
             ledger=Ledger(database),
             engine=engine,
             metrics=metrics,

@@ -20,6 +20,7 @@ from loramux.platform.api_keys import ApiKeys
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.services import call_on
 from loramux.platform.tenants import Tenants
@@ -51,6 +52,7 @@ class AdminServices:
     ingest: Ingest
     export: VersionExport
     quotas: QuotaPolicies
+    quota_view: QuotaView
     ledger: Ledger
     engine: EngineClient
     metrics: GatewayMetrics

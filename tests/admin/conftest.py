@@ -47,6 +47,7 @@ from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.scripted_engine import ScriptedEngine
@@ -124,6 +125,7 @@ def open_admin_side(
             ingest=ingest,
             export=VersionExport(database, blobs, directory / "scratch"),
             quotas=QuotaPolicies(database),
+            quota_view=QuotaView(database),
             ledger=Ledger(database),
             engine=engine,
             metrics=GatewayMetrics(),
