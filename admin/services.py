@@ -7,12 +7,17 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from starlette.types import ASGIApp
+
 from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_jobs import IngestJobs
+from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.version_states import VersionStates
+from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.places import Places
 from loramux.admin.self_check import SelfCheck
 from loramux.migrations.database import Database
@@ -22,6 +27,8 @@ from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.requests_in_flight import RequestsInFlight
+from loramux.platform.running import LiveRequests, NoLiveRequests
 from loramux.platform.services import call_on
 from loramux.platform.tenants import Tenants
 
@@ -51,6 +58,10 @@ class AdminServices:
     version_states: VersionStates
     ingest: Ingest
     export: VersionExport
+    jobs: IngestJobs
+    pins: AdapterPins
+    idempotency_keys: IdempotencyKeys
+    requests: RequestsInFlight
     quotas: QuotaPolicies
     quota_view: QuotaView
     ledger: Ledger
@@ -62,6 +73,12 @@ class AdminServices:
     is_loopback: bool
     """Whether only this machine reaches the admin listener."""
     executor: Executor
+    gateway: ASGIApp | None = None
+    """The OpenAI API of this process, for the console's playground; None where there is none."""
+    api_url: str = "http://127.0.0.1:8000/v1"
+    """Where callers find the OpenAI API, as examples write it."""
+    live: LiveRequests = field(default_factory=NoLiveRequests)
+    """The requests that this process runs itself."""
     uploading: Places = field(default_factory=lambda: Places("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
     downloading: Places = field(default_factory=lambda: Places("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH))

@@ -13,10 +13,12 @@ from loramux.admin.rest.listing import (
     Before,
     Document,
     Limit,
+    ListDocument,
     TenantParam,
     check_identifier,
     list_document,
     seconds,
+    whole_list,
 )
 from loramux.admin.rest.quota_subjects import caller_of, subject_of
 from loramux.admin.services import AdminServices
@@ -61,7 +63,7 @@ async def list_quotas(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> Document:
+) -> ListDocument[Document]:
     """List limits: a tenant's with those of its keys and adapters, or all and the platform's."""
     tenant_id = await tenant_filter(services, caller, tenant)
     return list_document(await services.call(services.quotas.list, tenant_id, limit, after, before), describe_quota)
@@ -76,12 +78,10 @@ async def effective_quotas(
     who = await caller_of(services, caller, asked)
     limits = await services.call(services.quota_view.effective, who)
     return {
-        "object": "list",
+        **whole_list([describe_limit(limit) for limit in limits]),
         "tenant_id": who.tenant_id,
         "key_id": who.key_id,
         "adapter_id": who.adapter_id,
-        "data": [describe_limit(limit) for limit in limits],
-        "has_more": False,
     }
 
 
