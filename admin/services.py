@@ -22,9 +22,11 @@ from loramux.admin.places import Places
 from loramux.admin.self_check import SelfCheck
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import ApiKeys
+from loramux.platform.audit_log import AuditLog
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.price_list import PriceList
 from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
@@ -64,6 +66,8 @@ class AdminServices:
     requests: RequestsInFlight
     quotas: QuotaPolicies
     quota_view: QuotaView
+    prices: PriceList
+    audit_log: AuditLog
     ledger: Ledger
     engine: EngineClient
     metrics: GatewayMetrics

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Row, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -93,9 +94,13 @@ class Tenants:
                     "created_us": self._database.now_us(connection),
                 }
                 connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
+                tenant = Tenant(**values)  # type: ignore[arg-type]
+                audit(
+                    connection, tenant.created_us, "tenant.create", tenant.id, tenant_id=tenant.id, after=_shown(tenant)
+                )
         except IntegrityError:
             raise TenantExists(f"the tenant {slug!r} exists", param="slug") from None
-        return Tenant(**values)  # type: ignore[arg-type]
+        return tenant
 
     def get(self, id_or_slug: str) -> Tenant | None:
         # A slug has no more than 63 characters, so nothing but an identifier or a slug reaches the database.
@@ -120,12 +125,26 @@ class Tenants:
         Raises InvalidRequest for an unknown timezone, NotFound for an unknown tenant.
         """
         _check_timezone(timezone)
+        of_tenant = schema.tenants.c.id == tenant_id
         with self._database.write() as connection:
-            connection.execute(update(schema.tenants).where(schema.tenants.c.id == tenant_id).values(timezone=timezone))
-            row = connection.execute(select(schema.tenants).where(schema.tenants.c.id == tenant_id)).one_or_none()
-        if row is None:
-            raise NotFound("there is no such tenant", param="tenant", code="tenant_not_found")
-        return _tenant(row)
+            row = connection.execute(
+                select(schema.tenants).where(of_tenant).with_for_update(key_share=True)
+            ).one_or_none()
+            if row is None:
+                raise NotFound("there is no such tenant", param="tenant", code="tenant_not_found")
+            connection.execute(update(schema.tenants).where(of_tenant).values(timezone=timezone))
+            before = _tenant(row)
+            after = replace(before, timezone=timezone)
+            changed = {"before": _shown(before), "after": _shown(after)}
+            audit(
+                connection,
+                self._database.now_us(connection),
+                "tenant.change",
+                tenant_id,
+                tenant_id=tenant_id,
+                **changed,
+            )
+        return after
 
     def share(self, tenant_id: str) -> Share:
         """The tenant's share; its isolation key is derived, so that the secret itself never leaves the database."""
@@ -156,6 +175,17 @@ class Tenants:
 def _check_timezone(timezone: str) -> None:
     if not is_timezone(timezone):
         raise InvalidRequest("a timezone is an IANA name such as Europe/Berlin or UTC", param="timezone")
+
+
+def _shown(tenant: Tenant) -> dict[str, object]:
+    """For the audit log."""
+    return {
+        "slug": tenant.slug,
+        "display_name": tenant.display_name,
+        "state": tenant.state,
+        "weight": tenant.weight,
+        "timezone": tenant.timezone,
+    }
 
 
 def _tenant(row: Row[Any]) -> Tenant:
