@@ -12,6 +12,7 @@ from loramux.platform.error_responses import install_error_handling
 from loramux.platform.health import health_router
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.services import GatewayServices
+from loramux.platform.traced_requests import TracedRequests
 
 ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/models": "models"}
 
@@ -24,6 +25,8 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
     for router in (completions.router, chat.router, models.router):
         app.include_router(router)
     app.include_router(health_router(services.database, services.engine, services.executor))
+    if services.tracing is not None:
+        app.add_middleware(TracedRequests, tracing=services.tracing, paths=frozenset(ENDPOINTS))
     app.add_middleware(Metered, metrics=services.metrics)
     install_error_handling(app)
     return app

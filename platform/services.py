@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from loramux.platform.model_names import ModelResolver
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.running import RunningRequests
 from loramux.platform.tenants import Tenants
+from loramux.platform.tracing import Tracing
 
 NUM_COMPUTE_THREADS = 2
 """For parsing and tokenising: what they wait for is a core, so that more threads would only take turns."""
@@ -71,6 +73,7 @@ class GatewayServices:
     settings: GatewaySettings
     executor: Executor
     compute_executor: Executor
+    tracing: Tracing | None = None
 
     @staticmethod
     def compose(
@@ -85,6 +88,7 @@ class GatewayServices:
         executor: Executor,
         settings: GatewaySettings | None = None,
         metrics: GatewayMetrics | None = None,
+        tracing: Tracing | None = None,
     ) -> GatewayServices:
         """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`."""
         metrics = metrics if metrics is not None else GatewayMetrics()
@@ -109,6 +113,7 @@ class GatewayServices:
             settings=settings if settings is not None else GatewaySettings(),
             executor=executor,
             compute_executor=ThreadPoolExecutor(NUM_COMPUTE_THREADS, thread_name_prefix="compute"),
+            tracing=tracing,
         )
 
     def close(self) -> None:
@@ -116,6 +121,8 @@ class GatewayServices:
         self.cache_watch.close()
         self.commit.close()
         self.compute_executor.shutdown(cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function on a thread."""
@@ -133,4 +140,6 @@ class GatewayServices:
 
 
 async def call_on(executor: Executor, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    return await asyncio.get_running_loop().run_in_executor(executor, partial(function, *args, **kwargs))
+    # What the thread logs says which request it was for.
+    run = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
+    return await asyncio.get_running_loop().run_in_executor(executor, run)
