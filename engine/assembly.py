@@ -27,6 +27,7 @@ from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.eviction import POLICIES, Reclaimer
 from loramux.engine.executor import Executor
 from loramux.engine.graph_executor import GraphExecutor
+from loramux.engine.host_floors import no_floors
 from loramux.engine.host_slab import HostSlab
 from loramux.engine.kv_pages import KvPages
 from loramux.engine.messages import Add, EngineReady, SamplingParams
@@ -152,6 +153,7 @@ def assemble_engine(
         traces=None if spans is None or timelines is None else SequenceTraces(spans, timelines),
         contents=source.contents if isinstance(source, TieredStore) else tuple,
         page_bytes=views.raw[0].nbytes,
+        protect=source.protect if isinstance(source, TieredStore) else no_floors,
     )
     ready = EngineReady(
         max_model_len=max_model_len,

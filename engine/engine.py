@@ -16,6 +16,7 @@ from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.executor import Executor, SubmittedStep
 from loramux.engine.grants import Grants
+from loramux.engine.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.live_sequences import LiveSequences
 from loramux.engine.messages import (
     Abort,
@@ -26,6 +27,7 @@ from loramux.engine.messages import (
     Load,
     Pin,
     Rejected,
+    SamplingParams,
     SequenceOutput,
     Stats,
     StatsRequest,
@@ -76,6 +78,7 @@ class Engine:
         loading: TierFigures | None = None,
         contents: Callable[[], tuple[TierContents, ...]] = tuple,
         page_bytes: int = 0,
+        protect: Protect = no_floors,
         traces: SequenceTraces | None = None,
     ) -> None:
         self._limits = limits
@@ -96,6 +99,7 @@ class Engine:
         self._num_arrivals = 0
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
+        self._floors = HostFloors(protect)
         self._stats = EngineStats(pages, adapters, prefixes, scheduler, loading or TierFigures(), contents, page_bytes)
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
@@ -137,8 +141,11 @@ class Engine:
             owner=owner,
             arrival=self._num_arrivals,
             seed=(self._seeds.getrandbits(64) if seed is None else seed) % 2**64,
+            stop_token_ids=self._stop_token_ids(add.sampling),
         )
         self._num_arrivals += 1
+        if add.digest is not None:
+            self._floors.note(add.share_key, add.digest, add.host_floor_bytes)
         self._live.add(sequence)
         if self._traces is not None:
             self._traces.added(sequence)
@@ -222,8 +229,7 @@ class Engine:
                     self._traces.began(sequence)
                 self._grants.begin(sequence)
         for index, sequence in enumerate(sampling):
-            sequence.num_in_flight += 1
-            sequence.sample_index = index
+            sequence.choose(index)
         return SubmittedStep(sampling, result)
 
     def _commit(self, step: SubmittedStep) -> None:
@@ -234,16 +240,15 @@ class Engine:
             if sequence.state is SequenceState.FINISHED:
                 # It was aborted, or its last token came to light, after this step had been submitted.
                 continue
-            sequence.num_in_flight -= 1
+            sequence.commit(token.token_id)
             if token.token_id is None:
                 ended.append((sequence, "not_finite"))
                 continue
-            sequence.tokens.append(token.token_id)
             self._scheduler.queue.charge_output(sequence)
             num_tokens += 1
             if self._traces is not None:
                 self._traces.committed(sequence)
-            if self._stops(sequence, token.token_id):
+            if token.token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
                 ended.append((sequence, "stop"))
                 continue
             outputs[sequence.owner].append(
@@ -273,14 +278,6 @@ class Engine:
         outbox, self._outbox = self._outbox, []
         return outbox
 
-    def _stops(self, sequence: Sequence, token_id: int) -> bool:
-        params = sequence.add.sampling
-        if sequence.num_completion <= params.min_tokens:
-            return False
-        if token_id in params.stop_token_ids:
-            return True
-        return not params.ignore_eos and token_id in self._limits.eos_token_ids
-
     def _end(
         self,
         sequence: Sequence,
@@ -309,6 +306,11 @@ class Engine:
         self._outbox.append(Outbound(owner, message))
 
     # Limits of requests
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end a sequence with these settings."""
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own.union(self._limits.eos_token_ids)
 
     def _refusal(self, add: Add) -> tuple[str, str] | None:
         """The code and reason why a request cannot run now or ever, else None."""

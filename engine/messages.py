@@ -56,6 +56,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     digest: str | None = None
     share_key: str = ""
     weight: int = 1
+    host_floor_bytes: int = 0
+    """So much of the share's adapters stays in host memory when others' adapters come; 0 is no such promise."""
     isolation_key: bytes = b""
     """Sequences with the same key may share the K and V of equal prefixes; an empty one shares with nobody."""
     priority: int = 0

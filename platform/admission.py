@@ -11,6 +11,7 @@ from sqlalchemy import Connection, bindparam, select, update
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.admission_batch import LEASE_US, AdmissionBatch
+from loramux.platform.price_list import PriceReader
 from loramux.platform.reservations import (
     RECOVERED,
     Checkpoint,
@@ -40,6 +41,7 @@ class Admission:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._prices = PriceReader(database)
         self._turn = threading.Lock()
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
@@ -49,7 +51,7 @@ class Admission:
         them is done.
         """
         with self._write() as connection:
-            return AdmissionBatch(connection, self._database).apply(operations)
+            return AdmissionBatch(connection, self._database, self._prices).apply(operations)
 
     def reserve(self, request: ReservationRequest) -> Reservation:
         """Take what the request may cost at most; raises QuotaExceeded or RequestTooLarge and then takes nothing."""

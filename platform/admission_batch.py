@@ -11,8 +11,9 @@ from sqlalchemy import ARRAY, Column, ColumnElement, Connection, Select, String,
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.identifiers import new_id
 from loramux.platform.buckets import Bucket
+from loramux.platform.ledger_entries import LedgerEntries
+from loramux.platform.price_list import PriceReader
 from loramux.platform.quota_check import Charge, QuotaExceeded, RequestTooLarge, correct, decide, extend, give_back
 from loramux.platform.quotas import QuotaPolicy, policy_of
 from loramux.platform.reservations import (
@@ -86,7 +87,7 @@ class AdmissionBatch:
     reservations, after them. What was read under the locks is therefore still true when it is written.
     """
 
-    def __init__(self, connection: Connection, database: Database) -> None:
+    def __init__(self, connection: Connection, database: Database, prices: PriceReader) -> None:
         self._connection = connection
         self._database = database
         self._now_us = 0
@@ -100,8 +101,7 @@ class AdmissionBatch:
         self._opened: list[dict[str, Any]] = []
         self._extended: dict[str, dict[str, Any]] = {}
         self._closed: list[dict[str, Any]] = []
-        self._events: list[dict[str, Any]] = []
-        self._adjustments: list[dict[str, Any]] = []
+        self._entries = LedgerEntries(connection, prices)
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """The outcome of each; a refused one changes nothing. Raises SQLAlchemyError, and then nothing is changed."""
@@ -171,6 +171,8 @@ class AdmissionBatch:
                 "adapter_version_id": request.adapter_version_id,
                 "model": request.model,
                 "endpoint": request.endpoint,
+                "base": request.base,
+                "end_user": request.end_user,
                 "state": "open",
                 "prompt_tokens": request.prompt_tokens,
                 "reserved_tokens": request.reserved_tokens,
@@ -222,23 +224,7 @@ class AdmissionBatch:
                 bucket = give_back(policy, self._buckets[policy.id], charge, settlement, self._now_us)
                 self._change([(policy.id, bucket)])
         self._closed.append({"request_id": reservation["id"], "new_state": closing.state})
-        self._events.append(
-            {
-                "request_id": reservation["id"],
-                "tenant_id": reservation["tenant_id"],
-                "api_key_id": reservation["api_key_id"],
-                "adapter_version_id": reservation["adapter_version_id"],
-                "model": reservation["model"],
-                "endpoint": reservation["endpoint"],
-                "status": settlement.status,
-                "prompt_tokens": settlement.prompt_tokens,
-                "cached_tokens": settlement.cached_tokens,
-                "completion_tokens": settlement.completion_tokens,
-                "started_us": reservation["created_us"],
-                "finished_us": self._now_us,
-                "first_token_us": settlement.first_token_us,
-            }
-        )
+        self._entries.charge(reservation, settlement)
         return True
 
     def _correct(self, closing: Closing) -> bool:
@@ -251,17 +237,7 @@ class AdmissionBatch:
                 bucket = correct(policy, self._buckets[policy.id], charge, charged, truth, self._now_us)
                 self._change([(policy.id, bucket)])
         self._closed.append({"request_id": closing.request_id, "new_state": closing.state})
-        self._adjustments.append(
-            {
-                "id": new_id("adj"),
-                "request_id": closing.request_id,
-                "tenant_id": reservation["tenant_id"],
-                "prompt_tokens": truth.prompt_tokens - charged.prompt_tokens,
-                "cached_tokens": truth.cached_tokens - charged.cached_tokens,
-                "completion_tokens": truth.completion_tokens - charged.completion_tokens,
-                "created_us": self._now_us,
-            }
-        )
+        self._entries.correct(reservation, charged, truth)
         return True
 
     def _change(self, buckets: Iterable[tuple[str, Bucket]]) -> None:
@@ -291,18 +267,4 @@ class AdmissionBatch:
             execute(_EXTEND, list(self._extended.values()))
         if self._closed:
             execute(_CLOSE, self._closed)
-        if self._adjustments:
-            execute(insert(schema.usage_adjustments), self._adjustments)
-        if self._events:
-            adapter_ids = self._adapters({event["adapter_version_id"] for event in self._events} - {None})
-            for event in self._events:
-                event["adapter_id"] = adapter_ids.get(event["adapter_version_id"])
-            execute(insert(schema.usage_events), self._events)
-
-    def _adapters(self, version_ids: Collection[str]) -> dict[str, str]:
-        """The adapter of each version."""
-        if not version_ids:
-            return {}
-        versions = schema.adapter_versions.c
-        query = select(versions.id, versions.adapter_id).where(versions.id.in_(version_ids))
-        return {row.id: row.adapter_id for row in self._connection.execute(query)}
+        self._entries.write(self._now_us)

@@ -22,7 +22,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracing:
-    """Begins traces. `share` of them are recorded, chosen by their id; one below a client's trace follows the client."""
+    """Begins traces. `share` of them are recorded, by their ids; those below a client's trace where the client's is."""
 
     def __init__(self, provider: TracerProvider, clients: ClientTraces = "link") -> None:
         self._provider = provider

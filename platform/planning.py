@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loramux.engine.messages import SamplingParams
+from loramux.platform.end_users import end_user_label
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation import CHUNK_TOKENS, Plan
 from loramux.platform.model_names import ResolvedModel
@@ -14,6 +15,7 @@ from loramux.platform.openai_requests import GenerationRequest
 from loramux.platform.principals import Principal
 from loramux.platform.services import GatewayServices
 from loramux.platform.tenants import Share
+from loramux.platform.tracing import traced
 
 Prompts = tuple[tuple[int, ...], ...]
 
@@ -40,10 +42,11 @@ async def resolve(services: GatewayServices, principal: Principal, body: Generat
         assert principal.tenant_id is not None
         return Target(principal.tenant_id, model, recent or services.tenants.share(principal.tenant_id))
 
-    # The base is found without the database, and so is a share that was read a moment ago: no thread is needed.
-    if recent is not None and body.model == services.resolver.served_name:
-        return read()
-    return await services.call(read)
+    with traced("resolve"):
+        # The base is found without the database, and so is a share that was read a moment ago: no thread is needed.
+        if recent is not None and body.model == services.resolver.served_name:
+            return read()
+        return await services.call(read)
 
 
 async def make_plan(
@@ -70,7 +73,8 @@ async def make_plan(
     if num_prompts * n > services.settings.max_choices:
         raise InvalidRequest(f"prompts times n may be at most {services.settings.max_choices}", param="n")
     sampling = body.sampling(num_logprobs, services.model.vocab_size)
-    prompts = tokenise() if num_bytes <= MAX_TOKENISED_AT_ONCE else await services.compute(tokenise)
+    with traced("tokenise"):
+        prompts = tokenise() if num_bytes <= MAX_TOKENISED_AT_ONCE else await services.compute(tokenise)
     is_asked = max_tokens is not None
     max_tokens = _max_tokens(services.max_model_len, prompts, prompt_param, max_tokens, default_max_tokens)
     # The engine holds each choice as a sequence with a prompt of its own.
@@ -91,6 +95,8 @@ async def make_plan(
         granted_tokens=max_tokens if is_asked else min(max_tokens, max(CHUNK_TOKENS, sampling.min_tokens)),
         sampling=sampling,
         stops=tuple(body.stop or ()),
+        base=services.model.served_name,
+        end_user=end_user_label(body.user),
     )
 
 

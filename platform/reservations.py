@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loramux.platform.prices import Price, cost_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationRequest:
@@ -18,6 +20,10 @@ class ReservationRequest:
     endpoint: str
     prompt_tokens: int
     reserved_tokens: int
+    base: str = ""
+    """The served base model that it runs on."""
+    end_user: str | None = None
+    """Whom the tenant's client named, by `end_user_label`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,10 @@ class Settlement:
     def tokens(self) -> int:
         """What it is charged."""
         return self.prompt_tokens + self.completion_tokens
+
+    def cost_nanos(self, price: Price | None) -> int:
+        """What it costs."""
+        return cost_of(price, self.prompt_tokens, self.cached_tokens, self.completion_tokens)
 
 
 RECOVERED = "recovered"

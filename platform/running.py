@@ -70,6 +70,8 @@ class RunningRequests:
             endpoint=plan.endpoint,
             prompt_tokens=plan.prompt_tokens,
             reserved_tokens=plan.reserved_tokens,
+            base=plan.base,
+            end_user=plan.end_user,
         )
         # Shielded: a reservation that commits while its client leaves must still be settled by someone.
         reserving = self._commit.submit(request)

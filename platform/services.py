@@ -48,6 +48,8 @@ class GatewaySettings:
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
     """Prompts times n."""
+    logs_answers: bool = False
+    """Whether each answer is a line of the log."""
     max_request_tokens: int = 1024 * 1024
     """What the engine may have to hold: of every prompt, n times itself and max_tokens."""
 

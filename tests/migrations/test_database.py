@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations.database import Database, DatabaseError
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import adapter_alias_history, adapter_alias_targets, metadata, tenants
+from loramux.migrations.schema import adapter_alias_history, adapter_alias_targets, metadata, tenants, usage_rollups
 
 
 def add_tenant(database: Database, slug: str) -> None:
@@ -177,4 +177,46 @@ def test_aliases_of_before_keep_what_they_name(database_url: str) -> None:
         ("default", 1, 7, 5),
         ("stable", 1, 7, 6),
     ]
+    database.close()
+
+
+def test_usage_of_before_is_rolled_up(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade("0003")
+    add_tenant(database, "acme")
+    hour, day = 3_600_000_000, 86_400_000_000
+    with database.write() as connection:
+        owner = connection.execute(select(tenants.c.id)).scalar_one()
+        for name, finished, tokens in (
+            ("req_1", day + 5, 10),
+            ("req_2", day + hour - 1, 20),
+            ("req_3", day + hour, 40),
+        ):
+            connection.exec_driver_sql(
+                "INSERT INTO usage_events (request_id, tenant_id, api_key_id, model, endpoint, status, prompt_tokens,"
+                " cached_tokens, completion_tokens, started_us, finished_us) VALUES"
+                f" ('{name}', '{owner}', 'key_1', 'base', 'completions', 'completed', {tokens}, 1, 2, 0, {finished})"
+            )
+        connection.exec_driver_sql(
+            "INSERT INTO usage_adjustments (id, request_id, tenant_id, prompt_tokens, cached_tokens, completion_tokens,"
+            f" created_us) VALUES ('adj_1', 'req_1', '{owner}', -4, 0, 3, {day + 2 * hour})"
+        )
+    database.upgrade()
+    rollups = usage_rollups.c
+    with database.read() as connection:
+        rows = connection.execute(
+            select(rollups.span_us, rollups.start_us - day, rollups.requests, rollups.prompt_tokens)
+            .where(rollups.tenant_id == owner)
+            .order_by(rollups.span_us, rollups.start_us)
+        ).all()
+        everybody = connection.execute(
+            select(rollups.requests, rollups.completion_tokens).where(rollups.tenant_id == "", rollups.span_us == day)
+        ).one()
+    assert [tuple(row) for row in rows] == [
+        (hour, 0, 2, 30),
+        (hour, hour, 1, 40),
+        (hour, 2 * hour, 0, -4),
+        (day, 0, 3, 66),
+    ]
+    assert tuple(everybody) == (3, 9)
     database.close()
