@@ -14,7 +14,11 @@ from loramux.admin.rest import (
     api_keys,
     engine_state,
     grants,
+    jobs,
+    pins,
     quotas,
+    requests_in_flight,
+    residency,
     server,
     tenants,
     uploads,
@@ -22,6 +26,7 @@ from loramux.admin.rest import (
     version_files,
     versions,
 )
+from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
 from loramux.admin.root_path import UnderRootPath
 from loramux.admin.services import AdminServices
 from loramux.admin.store_errors import api_error
@@ -37,6 +42,10 @@ ROUTERS = (
     uploads,
     versions,
     version_files,
+    pins,
+    residency,
+    requests_in_flight,
+    jobs,
     quotas,
     usage,
     engine_state,
@@ -51,6 +60,8 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     """
     app = FastAPI(title="loramux admin", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.services = services
+    app.add_middleware(IdempotentAnswers, services=services)
+    app.add_exception_handler(Replayed, answer_again)
     app.add_middleware(AdminMetered, metrics=services.metrics)
     install_error_handling(app, {StoreError: api_error})
     admin = APIRouter(prefix="/admin/v1")

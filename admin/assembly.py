@@ -18,7 +18,9 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_jobs import IngestJobs
 from loramux.adapter_store.ingest_worker import IngestWorker
+from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.validator import SubprocessValidator
@@ -26,9 +28,11 @@ from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
+from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
 from loramux.admin.settings import Settings
+from loramux.admin.upkeep import Upkeep
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
 from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.model_config import ModelConfig
@@ -42,6 +46,7 @@ from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import RunningRequests
 from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.tenants import Tenants
@@ -58,6 +63,7 @@ class Assembled:
     gateway_app: FastAPI
     admin_app: FastAPI
     running: RunningRequests
+    upkeep: Upkeep
     api_keys: ApiKeys
 
 
@@ -127,6 +133,7 @@ def assemble(
             tracing=_open_tracing(settings),
         )
         stack.callback(gateway.close)
+        gateway_app = create_openai_app(gateway)
         admin = AdminServices(
             database=database,
             tenants=tenants,
@@ -137,6 +144,11 @@ def assemble(
             version_states=VersionStates(database, registry),
             ingest=ingest,
             export=VersionExport(database, blobs, directory.scratch),
+            jobs=IngestJobs(database),
+            pins=AdapterPins(database, registry),
+            idempotency_keys=IdempotencyKeys(database),
+            requests=RequestsInFlight(database),
+            live=gateway.running,
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),
             engine=engine,
@@ -147,9 +159,15 @@ def assemble(
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,
             executor=executor,
+            gateway=gateway_app,
+            api_url=_api_url(settings),
         )
         yield Assembled(
-            create_openai_app(gateway), create_admin_app(admin, settings.admin_root_path), gateway.running, api_keys
+            gateway_app,
+            create_admin_app(admin, settings.admin_root_path),
+            gateway.running,
+            Upkeep(admin),
+            api_keys,
         )
 
 
@@ -184,6 +202,11 @@ def _is_empty(database: Database) -> bool:
             return not inspect(connection).get_table_names()
     except SQLAlchemyError:
         return False
+
+
+def _api_url(settings: Settings) -> str:
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104 - compared, not bound
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}/v1"
 
 
 def _revealed(secret: SecretStr | None) -> str | None:

@@ -111,6 +111,7 @@ async def _serve(
             _announce(settings, config, url_of(gateway_listener), url_of(admin_listener), bootstrap_key)
 
         maintenance = asyncio.create_task(assembled.running.maintain(), name="maintenance")
+        upkeep = asyncio.create_task(assembled.upkeep.run(), name="upkeep")
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener),
             HttpServer(assembled.admin_app, admin_listener),
@@ -121,6 +122,7 @@ async def _serve(
         )
         await assembled.running.drain(SETTLE_S)
         maintenance.cancel()
+        upkeep.cancel()
 
 
 def _supervision(settings: Settings, config: EngineConfig) -> Supervision:

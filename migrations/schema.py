@@ -40,6 +40,8 @@ tenants = Table(
     Column("display_name", String(200), nullable=False),
     Column("state", String(16), nullable=False),
     Column("weight", Integer, nullable=False),
+    # An IANA name: where the tenant's days and months begin.
+    Column("timezone", String(64), nullable=False, server_default="UTC"),
     # So much of its adapters stays in host memory when others' adapters come.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
     # Roots the tenant's prefix-cache namespace, so that two tenants can never share KV.
@@ -192,25 +194,39 @@ quota_policies = Table(
     "quota_policies",
     metadata,
     Column("id", ID, primary_key=True),
-    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("scope", String(16), nullable=False),
+    # Whom it limits: a tenant, key or adapter; or "platform", and then every tenant without a policy of its own.
+    Column("subject_id", ID, nullable=False),
+    # The tenant of the subject, in whose timezone budgets roll; none for the platform's.
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     Column("metric", String(40), nullable=False),
+    Column("mode", String(8), nullable=False),
     Column("limit_value", BigInteger, nullable=False),
     Column("burst", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("updated_us", BigInteger, nullable=False),
-    UniqueConstraint("tenant_id", "metric"),
+    UniqueConstraint("subject_id", "metric"),
+    Index("ix_quota_policies_tenant_id_id", "tenant_id", "id"),
     CheckConstraint("limit_value >= 0 AND burst >= 0", name="amounts"),
+    CheckConstraint("scope IN ('platform', 'tenant', 'key', 'adapter')", name="scope"),
+    CheckConstraint("mode IN ('hard', 'soft', 'shadow')", name="mode"),
 )
 
 quota_counters = Table(
     "quota_counters",
     metadata,
     Column("policy_id", ID, ForeignKey("quota_policies.id"), primary_key=True),
-    # 0 for buckets and concurrency, which have no window.
+    # The policy's subject, or the tenant that inherits the platform's policy: each tenant has a count of its own.
+    Column("subject_id", ID, primary_key=True),
+    # Where a budget's day or month begins; 0 for buckets and concurrency, which have no window.
     Column("window_start_us", BigInteger, primary_key=True),
     # Buckets: the fill, in units of 1/60,000,000 so that refills are exact. May fall below zero at settlement.
     Column("level", BigInteger, nullable=False),
     Column("reserved", BigInteger, nullable=False),
+    # Budgets: what settled requests have used of the window.
+    Column("used", BigInteger, nullable=False),
+    # How often a soft or shadow policy admitted what a hard one would have refused.
+    Column("exceeded", BigInteger, nullable=False),
     Column("refilled_us", BigInteger, nullable=False),
 )
 

@@ -15,7 +15,7 @@ from loramux.engine.messages import Add, Finished, SamplingParams
 from loramux.platform.choice import Choice, ChoiceDelta
 from loramux.platform.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.engine_failures import engine_failure
-from loramux.platform.errors import ApiError
+from loramux.platform.errors import ApiError, RequestCancelled
 from loramux.platform.model_names import ResolvedModel
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.pending_deltas import PendingDeltas
@@ -182,6 +182,11 @@ class Generation:
             self.is_abandoned = True
             self._stop()
 
+    def cancel(self) -> None:
+        """An administrator wants it ended: the client is told so, and what was committed is paid for."""
+        if self.status == "open" and not self._is_stopping.is_set():
+            self._fail(RequestCancelled("an administrator cancelled this request"))
+
     async def run(self) -> None:
         """Read every choice to its end, then settle."""
         readers = [asyncio.create_task(self._read(choice)) for choice in self._choices]
@@ -298,7 +303,8 @@ class Generation:
         # A prompt is paid for once, however many choices continue it.
         groups = [choices[start : start + n] for start in range(0, len(choices), n)]
         is_complete = all(choice.is_done for choice in choices)
-        status = "failed" if self._failure is not None else "completed" if is_complete else "aborted"
+        is_failed = self._failure is not None and not isinstance(self._failure, RequestCancelled)
+        status = "failed" if is_failed else "completed" if is_complete else "aborted"
         return Settlement(
             status=status,
             prompt_tokens=sum(max(choice.prompt_tokens for choice in group) for group in groups),

@@ -48,20 +48,21 @@ class LedgerEntries:
         batch_id = secrets.randbits(62) + 1
         book = self._prices.book(self._connection, now_us)
         entered = [entry[0] for entry in self._events] + [entry[0] for entry in self._corrections]
-        adapters = self._adapters({reservation["adapter_version_id"] for reservation in entered} - {None})
+        adapters = adapters_of(self._connection, {one["adapter_version_id"] for one in entered} - {None})
         if self._events:
             execute(_EVENT, [_event(*entry, adapters, book, now_us, batch_id) for entry in self._events])
         if self._corrections:
             execute(_ADJUSTMENT, [_adjustment(*entry, adapters, book, now_us, batch_id) for entry in self._corrections])
         execute(_BATCH, {"id": batch_id, "at_us": now_us})
 
-    def _adapters(self, version_ids: Collection[str]) -> dict[str, str]:
-        """The adapter of each version."""
-        if not version_ids:
-            return {}
-        versions = schema.adapter_versions.c
-        query = select(versions.id, versions.adapter_id).where(versions.id.in_(version_ids))
-        return {row.id: row.adapter_id for row in self._connection.execute(query)}
+
+def adapters_of(connection: Connection, version_ids: Collection[str]) -> dict[str, str]:
+    """The adapter of each version."""
+    if not version_ids:
+        return {}
+    versions = schema.adapter_versions.c
+    query = select(versions.id, versions.adapter_id).where(versions.id.in_(version_ids))
+    return {row.id: row.adapter_id for row in connection.execute(query)}
 
 
 def _event(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.platform.prices import Price, cost_of
+from loramux.platform.quotas import QuotaPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,10 @@ class ReservationRequest:
     """The served base model that it runs on."""
     end_user: str | None = None
     """Whom the tenant's client named, by `end_user_label`."""
+    adapter_id: str | None = None
+    """Whose limits hold for it besides the tenant's and the key's."""
+    num_loads: int = 0
+    """1 where its adapter must first be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,13 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """An open reservation, and the rates that bind its tenant."""
+    """An open reservation, the rates that bind it, and the policies that it exceeds but that do not refuse."""
 
     request_id: str
     reserved_tokens: int
     created_us: int
     limits: tuple[RateLimit, ...]
+    exceeded: tuple[QuotaPolicy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 
 from loramux.admin.rest.access import Reader, Services, tenant_filter
-from loramux.admin.rest.listing import After, Before, Document, Limit, TenantParam, list_document, seconds
+from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
 from loramux.platform.error_responses import json_response
 from loramux.platform.ledger import UsageEvent, UsageRow
 from loramux.platform.usage_csv import usage_csv
@@ -59,7 +59,7 @@ async def list_events(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> Document:
+) -> ListDocument[Document]:
     """Settled requests, one by one."""
     tenant_id = await tenant_filter(services, caller, tenant)
     start_us = None if start is None else start * 1_000_000

@@ -27,8 +27,10 @@ from loramux.adapter_store.blobs import BlobStore
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_jobs import IngestJobs
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.local_blobs import LocalBlobStore
+from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.target import PackTarget
@@ -37,6 +39,7 @@ from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.cli import app
 from loramux.admin.http_servers import HttpServer
+from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.listeners import bind, url_of
 from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
@@ -48,6 +51,7 @@ from loramux.platform.api_keys import ApiKeys
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.tenants import Tenants
@@ -123,6 +127,10 @@ def open_admin_side(
             version_states=VersionStates(database, registry),
             ingest=ingest,
             export=VersionExport(database, blobs, directory / "scratch"),
+            jobs=IngestJobs(database),
+            pins=AdapterPins(database, registry),
+            idempotency_keys=IdempotencyKeys(database),
+            requests=RequestsInFlight(database),
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),
             engine=engine,

@@ -16,7 +16,15 @@ from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations.database import Database, DatabaseError
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import adapter_alias_history, adapter_alias_targets, metadata, tenants, usage_rollups
+from loramux.migrations.schema import (
+    adapter_alias_history,
+    adapter_alias_targets,
+    metadata,
+    quota_counters,
+    quota_policies,
+    tenants,
+    usage_rollups,
+)
 
 
 def add_tenant(database: Database, slug: str) -> None:
@@ -177,6 +185,45 @@ def test_aliases_of_before_keep_what_they_name(database_url: str) -> None:
         ("default", 1, 7, 5),
         ("stable", 1, 7, 6),
     ]
+    database.close()
+
+
+def test_limits_of_before_are_their_tenants_and_refuse(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade("0003")
+    with database.write() as connection:
+        for statement in (
+            "INSERT INTO tenants (id, slug, display_name, state, weight, isolation_secret, created_us)"
+            " VALUES ('ten_1', 'acme', 'acme', 'active', 1, '', 1)",
+            "INSERT INTO quota_policies (id, tenant_id, metric, limit_value, burst, created_us, updated_us)"
+            " VALUES ('qta_1', 'ten_1', 'tokens_per_minute', 7, 9, 1, 2)",
+            "INSERT INTO quota_counters (policy_id, window_start_us, level, reserved, refilled_us)"
+            " VALUES ('qta_1', 0, -5, 3, 4)",
+        ):
+            connection.exec_driver_sql(statement)
+    database.upgrade()
+    with database.read() as connection:
+        policy = connection.execute(select(quota_policies)).mappings().one()
+        counter = connection.execute(select(quota_counters)).mappings().one()
+        assert connection.execute(select(tenants.c.timezone)).scalar_one() == "UTC"
+    assert {name: policy[name] for name in ("scope", "subject_id", "tenant_id", "mode", "limit_value", "burst")} == {
+        "scope": "tenant",
+        "subject_id": "ten_1",
+        "tenant_id": "ten_1",
+        "mode": "hard",
+        "limit_value": 7,
+        "burst": 9,
+    }
+    assert dict(counter) == {
+        "policy_id": "qta_1",
+        "subject_id": "ten_1",
+        "window_start_us": 0,
+        "level": -5,
+        "reserved": 3,
+        "used": 0,
+        "exceeded": 0,
+        "refilled_us": 4,
+    }
     database.close()
 
 
