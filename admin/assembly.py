@@ -39,12 +39,14 @@ from loramux.engine.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.app import create_openai_app
+from loramux.platform.audit_log import AuditLog
 from loramux.platform.chat_template import ModelFilesError
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
 from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.price_list import PriceList
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import RunningRequests
@@ -150,6 +152,8 @@ def assemble(
             requests=RequestsInFlight(database),
             live=gateway.running,
             quotas=QuotaPolicies(database),
+            prices=PriceList(database),
+            audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
             metrics=metrics,

@@ -22,9 +22,11 @@ from loramux.admin.places import Places
 from loramux.admin.self_check import SelfCheck
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import ApiKeys
+from loramux.platform.audit_log import AuditLog
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.price_list import PriceList
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import LiveRequests, NoLiveRequests
@@ -62,6 +64,8 @@ class AdminServices:
     idempotency_keys: IdempotencyKeys
     requests: RequestsInFlight
     quotas: QuotaPolicies
+    prices: PriceList
+    audit_log: AuditLog
     ledger: Ledger
     engine: EngineClient
     metrics: GatewayMetrics

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -142,6 +142,6 @@ class GatewayServices:
 
 
 async def call_on(executor: Executor, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    # What the thread logs says which request it was for.
-    run = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
-    return await asyncio.get_running_loop().run_in_executor(executor, run)
+    # The thread knows what the caller knows: in whose name a change is made, and for which request it logs.
+    known = copy_context()
+    return await asyncio.get_running_loop().run_in_executor(executor, partial(known.run, function, *args, **kwargs))

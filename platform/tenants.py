@@ -12,6 +12,7 @@ from sqlalchemy import Row, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -89,9 +90,13 @@ class Tenants:
                     "created_us": self._database.now_us(connection),
                 }
                 connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
+                tenant = Tenant(**values)  # type: ignore[arg-type]
+                audit(
+                    connection, tenant.created_us, "tenant.create", tenant.id, tenant_id=tenant.id, after=_shown(tenant)
+                )
         except IntegrityError:
             raise TenantExists(f"the tenant {slug!r} exists", param="slug") from None
-        return Tenant(**values)  # type: ignore[arg-type]
+        return tenant
 
     def get(self, id_or_slug: str) -> Tenant | None:
         # A slug has no more than 63 characters, so nothing but an identifier or a slug reaches the database.
@@ -134,6 +139,16 @@ class Tenants:
     def forget_recent(self) -> None:
         """Read every share anew: a tenant may have changed."""
         self._shares.clear()
+
+
+def _shown(tenant: Tenant) -> dict[str, object]:
+    """For the audit log."""
+    return {
+        "slug": tenant.slug,
+        "display_name": tenant.display_name,
+        "state": tenant.state,
+        "weight": tenant.weight,
+    }
 
 
 def _tenant(row: Row[Any]) -> Tenant:
