@@ -34,6 +34,7 @@ from loramux.admin.services import AdminServices
 from loramux.admin.settings import Settings
 from loramux.admin.upkeep import Upkeep
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
+from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.api_keys import ApiKeys
@@ -46,11 +47,13 @@ from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.price_list import PriceList
+from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import RunningRequests
-from loramux.platform.services import GatewayServices, ModelInfo
+from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.tenants import Tenants
+from loramux.platform.tracing import Tracing
 
 NUM_THREADS = 16
 """For SQL and the tokenizer; each waits for the database most of its time."""
@@ -129,6 +132,8 @@ def assemble(
             ),
             executor=executor,
             metrics=metrics,
+            settings=GatewaySettings(logs_answers=settings.log_answers),
+            tracing=_open_tracing(settings),
         )
         stack.callback(gateway.close)
         gateway_app = create_openai_app(gateway)
@@ -148,6 +153,7 @@ def assemble(
             requests=RequestsInFlight(database),
             live=gateway.running,
             quotas=QuotaPolicies(database),
+            quota_view=QuotaView(database),
             prices=PriceList(database),
             audit_log=AuditLog(database),
             ledger=Ledger(database),
@@ -169,6 +175,21 @@ def assemble(
             Upkeep(admin),
             api_keys,
         )
+
+
+def _open_tracing(settings: Settings) -> Tracing | None:
+    config = settings.trace_config
+    if config is None:
+        return None
+    try:
+        # Takes half a second, which only those pay who want traces.
+        from loramux.platform.otel_tracing import OtelTracing
+
+        return OtelTracing.open(config, settings.traces_share, settings.traces_of_clients)
+    except ImportError:
+        raise StartRefused("traces need OpenTelemetry: pip install 'loramux[traces]', or set traces to off") from None
+    except ConfigNotUsable as error:
+        raise StartRefused(str(error)) from error
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:
