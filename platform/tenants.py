@@ -5,10 +5,11 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from sqlalchemy import Row, insert, select
+from sqlalchemy import Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
@@ -19,6 +20,7 @@ from loramux.platform.errors import Conflict, InvalidRequest
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_DISPLAY_NAME = 200
+MAX_WEIGHT = 10_000
 MAX_SHARES = 10_000
 MAX_STALE_US = 5_000_000
 
@@ -27,6 +29,12 @@ class TenantExists(Conflict):
     """A tenant with this slug exists."""
 
     code = "tenant_exists"
+
+
+class TenantInUse(Conflict):
+    """Adapters, keys or usage are the tenant's: it can be suspended, not deleted."""
+
+    code = "tenant_in_use"
 
 
 class InvalidSlug(InvalidRequest):
@@ -45,6 +53,15 @@ class Tenant:
     state: str
     weight: int
     created_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantChanges:
+    """What of a tenant is to change; None leaves it."""
+
+    display_name: str | None = None
+    weight: int | None = None
+    state: Literal["active", "suspended"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +91,7 @@ class Tenants:
                 param="slug",
             )
         shown = display_name if display_name is not None else slug
-        if not 1 <= len(shown) <= MAX_DISPLAY_NAME or not shown.isprintable():
-            raise InvalidRequest(
-                f"a display name is 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name"
-            )
+        _check_display_name(shown)
         try:
             with self._database.write() as connection:
                 values = {
@@ -92,6 +106,59 @@ class Tenants:
         except IntegrityError:
             raise TenantExists(f"the tenant {slug!r} exists", param="slug") from None
         return Tenant(**values)  # type: ignore[arg-type]
+
+    def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
+        """Change a tenant once `check`, which may raise, has seen it as it is; None where there is no such tenant.
+
+        Raises InvalidRequest.
+        """
+        table = schema.tenants
+        if changes.display_name is not None:
+            _check_display_name(changes.display_name)
+        if changes.weight is not None and not 1 <= changes.weight <= MAX_WEIGHT:
+            raise InvalidRequest(f"a weight is 1 to {MAX_WEIGHT}", param="weight")
+        with self._database.write() as connection:
+            query = select(table).where(table.c.id == tenant_id)
+            row = connection.execute(query.with_for_update()).one_or_none()
+            if row is None:
+                return None
+            check(_tenant(row))
+            wanted = {name: value for name, value in asdict(changes).items() if value is not None}
+            if wanted:
+                connection.execute(update(table).where(table.c.id == tenant_id).values(**wanted))
+            row = connection.execute(query).one()
+        self._shares.pop(tenant_id, None)
+        return _tenant(row)
+
+    def delete(self, tenant_id: str) -> bool:
+        """Remove a tenant that has never had an adapter nor used anything, with its revoked keys and its quotas.
+
+        False where there is no such tenant; raises TenantInUse.
+        """
+        in_use = TenantInUse("the tenant has adapters, usable keys or usage: suspend it instead")
+        keys, policies = schema.api_keys, schema.quota_policies
+        own_policies = select(policies.c.id).where(policies.c.tenant_id == tenant_id)
+        try:
+            with self._database.write() as connection:
+                row = connection.execute(
+                    select(schema.tenants.c.id).where(schema.tenants.c.id == tenant_id).with_for_update()
+                ).one_or_none()
+                if row is None:
+                    return False
+                usable = select(keys.c.id).where(keys.c.tenant_id == tenant_id, keys.c.revoked_us.is_(None)).limit(1)
+                used = select(schema.reservations.c.id).where(schema.reservations.c.tenant_id == tenant_id).limit(1)
+                if connection.execute(usable).first() or connection.execute(used).first():
+                    raise in_use
+                counters = schema.quota_counters
+                connection.execute(delete(counters).where(counters.c.policy_id.in_(own_policies)))
+                for table in (policies, keys, schema.adapter_grants):
+                    connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
+                connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))
+        except IntegrityError:
+            # Something else still names it.
+            raise in_use from None
+        self._shares.pop(tenant_id, None)
+        return True
 
     def get(self, id_or_slug: str) -> Tenant | None:
         # A slug has no more than 63 characters, so nothing but an identifier or a slug reaches the database.
@@ -134,6 +201,11 @@ class Tenants:
     def forget_recent(self) -> None:
         """Read every share anew: a tenant may have changed."""
         self._shares.clear()
+
+
+def _check_display_name(text: str) -> None:
+    if not 1 <= len(text) <= MAX_DISPLAY_NAME or not text.isprintable():
+        raise InvalidRequest(f"a display name is 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name")
 
 
 def _tenant(row: Row[Any]) -> Tenant:
