@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, delete, insert, select
+from sqlalchemy import Connection, Row, ScalarSelect, Select, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from loramux.adapter_store.errors import (
@@ -18,6 +18,7 @@ from loramux.adapter_store.errors import (
 )
 from loramux.adapter_store.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion
 from loramux.adapter_store.resolution import Suffix, default_models, draw, versions_named
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -57,6 +58,7 @@ class AdapterRegistry:
                 connection.execute(
                     insert(adapters).values(id=adapter_id, tenant_id=tenant_id, name=name, created_us=created_us)
                 )
+                audit(connection, created_us, "adapter.create", adapter_id, tenant_id=tenant_id, after={"name": name})
         except IntegrityError:
             raise AdapterExists(f"the tenant already has an adapter {name!r}") from None
         return Adapter(adapter_id, tenant_id, slug, name, created_us, None)
@@ -76,6 +78,11 @@ class AdapterRegistry:
             upload = select(uploads.c.id).where(uploads.c.adapter_id == adapter_id).limit(1)
             if connection.execute(version).first() or connection.execute(upload).first():
                 raise AdapterInUse("the adapter has versions or uploads: disable it instead")
+            found = connection.execute(select(adapters.c.name, adapters.c.tenant_id).where(adapters.c.id == adapter_id))
+            row = found.one()
+            now_us = self.database.now_us(connection)
+            before = {"name": row.name}
+            audit(connection, now_us, "adapter.delete", adapter_id, tenant_id=row.tenant_id, before=before)
             connection.execute(delete(adapter_grants).where(adapter_grants.c.adapter_id == adapter_id))
             connection.execute(delete(adapters).where(adapters.c.id == adapter_id))
 
@@ -187,6 +194,11 @@ def check_slug(text: str, param: str) -> None:
             "a name has 1 to 63 of the characters a-z, 0-9, '.', '_' and '-' and begins with a letter or digit",
             param,
         )
+
+
+def owner_of(adapter_id: str) -> ScalarSelect[str]:
+    """The tenant that an adapter belongs to, as part of another statement."""
+    return select(adapters.c.tenant_id).where(adapters.c.id == adapter_id).scalar_subquery()
 
 
 def lock_adapter(connection: Connection, adapter_id: str) -> None:

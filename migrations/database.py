@@ -136,9 +136,10 @@ def _parse_url(url: str) -> URL:
 
 
 def _create_engine(url: URL) -> Engine:
+    # Errors, which are logged, quote statements but not what was in them.
     if url.get_backend_name() != "sqlite":
-        return create_engine(url, pool_size=8, max_overflow=8, pool_pre_ping=True)
-    engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False})
+        return create_engine(url, pool_size=8, max_overflow=8, pool_pre_ping=True, hide_parameters=True)
+    engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False}, hide_parameters=True)
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:

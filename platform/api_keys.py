@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Connection, Row, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -139,6 +140,7 @@ class ApiKeys:
                 connection.execute(insert(schema.api_keys).values(**values))
             except IntegrityError:
                 raise NotFound(f"there is no tenant {tenant_id!r}", param="tenant_id") from None
+            audit(connection, now_us, "api_key.create", key.id, tenant_id=tenant_id, after=_shown(key))
         return CreatedKey(key=key, secret=secret)
 
     def list(
@@ -166,10 +168,13 @@ class ApiKeys:
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
             self._check_not_last_admin(connection, key_id, now_us)
-            connection.execute(
+            revoked = connection.execute(
                 update(table).where(table.c.id == key_id, table.c.revoked_us.is_(None)).values(revoked_us=now_us)
             )
             row = connection.execute(select(table).where(table.c.id == key_id)).one_or_none()
+            if row is not None and revoked.rowcount:
+                after = {"revoked_us": now_us}
+                audit(connection, now_us, "api_key.revoke", key_id, tenant_id=row.tenant_id, after=after)
         self._cache.forget(key_id)
         return _api_key(row) if row is not None else None
 
@@ -203,6 +208,8 @@ class ApiKeys:
                 check_limit(scopes)
             connection.execute(update(table).where(table.c.id == key_id).values(**values))
             row = connection.execute(select(table).where(table.c.id == key_id)).one()
+            shown = {"before": _shown(key), "after": _shown(_api_key(row))}
+            audit(connection, now_us, "api_key.change", key_id, tenant_id=key.tenant_id, **shown)
         self._cache.forget(key_id)
         return _api_key(row)
 
@@ -226,6 +233,8 @@ class ApiKeys:
             }
             connection.execute(update(table).where(table.c.id == key_id).values(**values))
             row = connection.execute(select(table).where(table.c.id == key_id)).one()
+            after = {"grace_s": grace_us // 1_000_000}
+            audit(connection, now_us, "api_key.rotate", key_id, tenant_id=key.tenant_id, after=after)
         self._cache.forget(key_id)
         return CreatedKey(key=_api_key(row), secret=secret)
 
@@ -370,6 +379,17 @@ def _random_base62(length: int) -> str:
 
 def _sha256(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def _shown(key: ApiKey) -> dict[str, object]:
+    """For the audit log."""
+    return {
+        "name": key.name,
+        "scopes": sorted(key.scopes),
+        "adapters": None if key.adapter_ids is None else sorted(key.adapter_ids),
+        "expires_us": key.expires_us,
+        "revoked_us": key.revoked_us,
+    }
 
 
 def _api_key(row: Row[Any]) -> ApiKey:

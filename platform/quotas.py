@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, Table, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -107,6 +108,8 @@ class QuotaPolicies:
                 _insert(connection, wanted)
             else:
                 _change(connection, old, wanted)
+            changed = {"before": None if old is None else _shown(old), "after": _shown(wanted)}
+            audit(connection, now_us, "quota.set", wanted.id, tenant_id=wanted.tenant_id, **changed)
         return wanted
 
     def change(
@@ -140,12 +143,27 @@ class QuotaPolicies:
     def delete(self, policy_id: str) -> bool:
         """Lift a limit; requests that run keep their reservations, which no longer bind. False: no such policy."""
         with self._database.write() as connection:
-            locked = select(_policies.c.id).where(_policies.c.id == policy_id).with_for_update()
-            if connection.execute(locked).one_or_none() is None:
+            locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
+            row = connection.execute(locked).one_or_none()
+            if row is None:
                 return False
+            now_us, before = self._database.now_us(connection), _shown(policy_of(row))
+            audit(connection, now_us, "quota.delete", policy_id, tenant_id=row.tenant_id, before=before)
             connection.execute(delete(_counters).where(_counters.c.policy_id == policy_id))
             connection.execute(delete(_policies).where(_policies.c.id == policy_id))
         return True
+
+
+def _shown(policy: QuotaPolicy) -> dict[str, object]:
+    """For the audit log."""
+    return {
+        "scope": policy.scope,
+        "subject_id": policy.subject_id,
+        "metric": policy.metric,
+        "mode": policy.mode,
+        "limit": policy.limit,
+        "burst": policy.burst,
+    }
 
 
 def policy_of(row: Row[Any]) -> QuotaPolicy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -21,6 +22,7 @@ from loramux.platform.model_names import ModelResolver
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.running import RunningRequests
 from loramux.platform.tenants import Tenants
+from loramux.platform.tracing import Tracing
 
 NUM_COMPUTE_THREADS = 2
 """For parsing and tokenising: what they wait for is a core, so that more threads would only take turns."""
@@ -46,6 +48,8 @@ class GatewaySettings:
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
     """Prompts times n."""
+    logs_answers: bool = False
+    """Whether each answer is a line of the log."""
     max_request_tokens: int = 1024 * 1024
     """What the engine may have to hold: of every prompt, n times itself and max_tokens."""
 
@@ -71,6 +75,7 @@ class GatewayServices:
     settings: GatewaySettings
     executor: Executor
     compute_executor: Executor
+    tracing: Tracing | None = None
 
     @staticmethod
     def compose(
@@ -85,6 +90,7 @@ class GatewayServices:
         executor: Executor,
         settings: GatewaySettings | None = None,
         metrics: GatewayMetrics | None = None,
+        tracing: Tracing | None = None,
     ) -> GatewayServices:
         """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`."""
         metrics = metrics if metrics is not None else GatewayMetrics()
@@ -109,6 +115,7 @@ class GatewayServices:
             settings=settings if settings is not None else GatewaySettings(),
             executor=executor,
             compute_executor=ThreadPoolExecutor(NUM_COMPUTE_THREADS, thread_name_prefix="compute"),
+            tracing=tracing,
         )
 
     def close(self) -> None:
@@ -116,6 +123,8 @@ class GatewayServices:
         self.cache_watch.close()
         self.commit.close()
         self.compute_executor.shutdown(cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function on a thread."""
@@ -133,4 +142,6 @@ class GatewayServices:
 
 
 async def call_on(executor: Executor, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    return await asyncio.get_running_loop().run_in_executor(executor, partial(function, *args, **kwargs))
+    # The thread knows what the caller knows: in whose name a change is made, and for which request it logs.
+    known = copy_context()
+    return await asyncio.get_running_loop().run_in_executor(executor, partial(known.run, function, *args, **kwargs))

@@ -13,6 +13,7 @@ from sqlalchemy import Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -103,9 +104,13 @@ class Tenants:
                     "created_us": self._database.now_us(connection),
                 }
                 connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
+                tenant = Tenant(**values)  # type: ignore[arg-type]
+                audit(
+                    connection, tenant.created_us, "tenant.create", tenant.id, tenant_id=tenant.id, after=_shown(tenant)
+                )
         except IntegrityError:
             raise TenantExists(f"the tenant {slug!r} exists", param="slug") from None
-        return Tenant(**values)  # type: ignore[arg-type]
+        return tenant
 
     def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
         """Change a tenant once `check`, which may raise, has seen it as it is; None where there is no such tenant.
@@ -125,8 +130,11 @@ class Tenants:
             check(_tenant(row))
             wanted = {name: value for name, value in asdict(changes).items() if value is not None}
             if wanted:
+                before = _shown(_tenant(row))
                 connection.execute(update(table).where(table.c.id == tenant_id).values(**wanted))
-            row = connection.execute(query).one()
+                row = connection.execute(query).one()
+                now_us, after = self._database.now_us(connection), _shown(_tenant(row))
+                audit(connection, now_us, "tenant.change", tenant_id, tenant_id=tenant_id, before=before, after=after)
         self._shares.pop(tenant_id, None)
         return _tenant(row)
 
@@ -141,7 +149,7 @@ class Tenants:
         try:
             with self._database.write() as connection:
                 row = connection.execute(
-                    select(schema.tenants.c.id).where(schema.tenants.c.id == tenant_id).with_for_update()
+                    select(schema.tenants).where(schema.tenants.c.id == tenant_id).with_for_update()
                 ).one_or_none()
                 if row is None:
                     return False
@@ -154,6 +162,8 @@ class Tenants:
                 for table in (policies, keys, schema.adapter_grants):
                     connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
                 connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))
+                now_us, before = self._database.now_us(connection), _shown(_tenant(row))
+                audit(connection, now_us, "tenant.delete", tenant_id, tenant_id=tenant_id, before=before)
         except IntegrityError:
             # Something else still names it.
             raise in_use from None
@@ -206,6 +216,16 @@ class Tenants:
 def _check_display_name(text: str) -> None:
     if not 1 <= len(text) <= MAX_DISPLAY_NAME or not text.isprintable():
         raise InvalidRequest(f"a display name is 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name")
+
+
+def _shown(tenant: Tenant) -> dict[str, object]:
+    """For the audit log."""
+    return {
+        "slug": tenant.slug,
+        "display_name": tenant.display_name,
+        "state": tenant.state,
+        "weight": tenant.weight,
+    }
 
 
 def _tenant(row: Row[Any]) -> Tenant:

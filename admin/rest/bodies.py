@@ -123,6 +123,18 @@ class QuotaLimit(_Body):
     burst: int | None = None
 
 
+class NewPrice(_Body):
+    """Nanos of the currency for a million tokens. `cached` defaults to `prompt`, `effective_at` to at once."""
+
+    tenant: str | None = None
+    scope: str = "all"
+    prompt: int
+    cached: int | None = None
+    completion: int
+    currency: str = "USD"
+    effective_at: int | None = Field(default=None, ge=0, lt=2**40)
+
+
 async def body_of(request: Request) -> bytes:
     """The request's body, which may be asked for twice; called only once the caller is known to be allowed."""
     if not hasattr(request.state, "body"):
