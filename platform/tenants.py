@@ -18,6 +18,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.errors import Conflict, InvalidRequest
+from loramux.platform.quota_windows import is_timezone
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_DISPLAY_NAME = 200
@@ -46,13 +47,14 @@ class InvalidSlug(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One account. `weight` is its entitlement in fair scheduling."""
+    """One account. `weight` is its entitlement in fair scheduling; in `timezone` its days and months begin."""
 
     id: str
     slug: str
     display_name: str
     state: str
     weight: int
+    timezone: str
     created_us: int
 
 
@@ -63,6 +65,7 @@ class TenantChanges:
     display_name: str | None = None
     weight: int | None = None
     state: Literal["active", "suspended"] | None = None
+    timezone: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,9 @@ class Tenants:
         # By tenant, with the time of reading; one entry is replaced as a whole, so that threads need no lock.
         self._shares: dict[str, tuple[int, Share]] = {}
 
-    def create(self, slug: str, display_name: str | None = None) -> Tenant:
-        """Make an active tenant; raises InvalidSlug and TenantExists."""
+    def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
+        """Make an active tenant; raises InvalidSlug, InvalidRequest and TenantExists."""
+        _check_timezone(timezone)
         if not SLUG.fullmatch(slug):
             raise InvalidSlug(
                 "a slug is 1 to 63 characters of a-z, 0-9, '.', '_' and '-', the first a letter or a digit",
@@ -101,6 +105,7 @@ class Tenants:
                     "display_name": shown,
                     "state": "active",
                     "weight": 1,
+                    "timezone": timezone,
                     "created_us": self._database.now_us(connection),
                 }
                 connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
@@ -122,9 +127,11 @@ class Tenants:
             _check_display_name(changes.display_name)
         if changes.weight is not None and not 1 <= changes.weight <= MAX_WEIGHT:
             raise InvalidRequest(f"a weight is 1 to {MAX_WEIGHT}", param="weight")
+        if changes.timezone is not None:
+            _check_timezone(changes.timezone)
         with self._database.write() as connection:
             query = select(table).where(table.c.id == tenant_id)
-            row = connection.execute(query.with_for_update()).one_or_none()
+            row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
             if row is None:
                 return None
             check(_tenant(row))
@@ -218,6 +225,11 @@ def _check_display_name(text: str) -> None:
         raise InvalidRequest(f"a display name is 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name")
 
 
+def _check_timezone(timezone: str) -> None:
+    if not is_timezone(timezone):
+        raise InvalidRequest("a timezone is an IANA name such as Europe/Berlin or UTC", param="timezone")
+
+
 def _shown(tenant: Tenant) -> dict[str, object]:
     """For the audit log."""
     return {
@@ -225,6 +237,7 @@ def _shown(tenant: Tenant) -> dict[str, object]:
         "display_name": tenant.display_name,
         "state": tenant.state,
         "weight": tenant.weight,
+        "timezone": tenant.timezone,
     }
 
 
@@ -235,5 +248,6 @@ def _tenant(row: Row[Any]) -> Tenant:
         display_name=row.display_name,
         state=row.state,
         weight=row.weight,
+        timezone=row.timezone,
         created_us=row.created_us,
     )

@@ -28,6 +28,7 @@ class TenantDocument(TypedDict):
     display_name: str
     state: Literal["active", "suspended"]
     weight: int
+    timezone: str
     created_at: int
 
 
@@ -37,7 +38,10 @@ async def create_tenant(
 ) -> TenantDocument:
     """Make a tenant."""
     body = await read_json(request, NewTenant)
-    return tagged(response, describe_tenant(await services.call(services.tenants.create, body.slug, body.display_name)))
+    return tagged(
+        response,
+        describe_tenant(await services.call(services.tenants.create, body.slug, body.display_name, body.timezone)),
+    )
 
 
 @router.get("")
@@ -61,16 +65,20 @@ async def get_tenant(id_or_slug: str, response: Response, services: Services, ca
 async def change_tenant(
     id_or_slug: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
 ) -> TenantDocument:
-    """Change a tenant's display name, weight or state.
+    """Change a tenant's display name, weight, state, or where its days and months begin.
 
     `suspended` refuses its keys from then on, within five seconds on other gateways; what runs finishes, and nothing
-    is lost. A tenant's own administrator may change the display name.
+    is lost. With another timezone its budgets start on new windows at once. A tenant's own administrator may change
+    the display name.
     """
     tenant = await find_tenant(services, caller, id_or_slug)
     body = await read_json(request, TenantPatch)
-    if caller.principal.tenant_id is not None and (body.weight is not None or body.state is not None):
-        raise PermissionDenied("a tenant's weight and state are a platform administrator's to change")
-    changes = TenantChanges(display_name=body.display_name, weight=body.weight, state=body.state)
+    own = body.model_copy(update={"display_name": None})
+    if caller.principal.tenant_id is not None and own != TenantPatch():
+        raise PermissionDenied("all but a tenant's display name is a platform administrator's to change")
+    changes = TenantChanges(
+        display_name=body.display_name, weight=body.weight, state=body.state, timezone=body.timezone
+    )
     changed = await services.call(services.tenants.update, tenant.id, changes, if_match.check_by(describe_tenant))
     if changed is None:
         raise NotFound("there is no such tenant", param="tenant", code="tenant_not_found")
@@ -95,5 +103,6 @@ def describe_tenant(tenant: Tenant) -> TenantDocument:
         "display_name": tenant.display_name,
         "state": "active" if tenant.state == "active" else "suspended",
         "weight": tenant.weight,
+        "timezone": tenant.timezone,
         "created_at": seconds(tenant.created_us),
     }
