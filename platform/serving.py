@@ -37,6 +37,8 @@ async def serve(
     except (QuotaExceeded, RequestTooLarge) as refusal:
         services.metrics.count_refusal(refusal.policy)
         raise
+    for policy in reservation.exceeded:
+        services.metrics.count_refusal(policy, policy.mode)
     headers = rate_limit_headers(reservation.limits)
     if plan.model.adapter is not None:
         headers["x-loramux-adapter"] = plan.model.name
