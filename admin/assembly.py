@@ -47,6 +47,7 @@ from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.price_list import PriceList
+from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import RunningRequests
@@ -152,6 +153,7 @@ def assemble(
             requests=RequestsInFlight(database),
             live=gateway.running,
             quotas=QuotaPolicies(database),
+            quota_view=QuotaView(database),
             prices=PriceList(database),
             audit_log=AuditLog(database),
             ledger=Ledger(database),

@@ -27,6 +27,7 @@ from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.price_list import PriceList
+from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import LiveRequests, NoLiveRequests
@@ -64,6 +65,7 @@ class AdminServices:
     idempotency_keys: IdempotencyKeys
     requests: RequestsInFlight
     quotas: QuotaPolicies
+    quota_view: QuotaView
     prices: PriceList
     audit_log: AuditLog
     ledger: Ledger

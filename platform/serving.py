@@ -15,7 +15,7 @@ from loramux.platform.choice import ChoiceDelta
 from loramux.platform.error_responses import engine_unavailable, json_response
 from loramux.platform.errors import ApiError
 from loramux.platform.generation import Generation, Plan
-from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, rate_limit_headers
+from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, exceeded_headers, rate_limit_headers
 from loramux.platform.services import GatewayServices
 from loramux.platform.tracing import describe, traced
 
@@ -39,7 +39,7 @@ async def serve(
         raise
     for policy in reservation.exceeded:
         services.metrics.count_refusal(policy, policy.mode)
-    headers = rate_limit_headers(reservation.limits)
+    headers = {**rate_limit_headers(reservation.limits), **exceeded_headers(reservation.exceeded)}
     if plan.model.adapter is not None:
         headers["x-loramux-adapter"] = plan.model.name
     generation = services.running.start(plan)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from sqlalchemy import Row, insert, select
+from sqlalchemy import Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
@@ -17,9 +18,11 @@ from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.errors import Conflict, InvalidRequest
+from loramux.platform.quota_windows import is_timezone
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_DISPLAY_NAME = 200
+MAX_WEIGHT = 10_000
 MAX_SHARES = 10_000
 MAX_STALE_US = 5_000_000
 
@@ -30,6 +33,12 @@ class TenantExists(Conflict):
     code = "tenant_exists"
 
 
+class TenantInUse(Conflict):
+    """Adapters, keys or usage are the tenant's: it can be suspended, not deleted."""
+
+    code = "tenant_in_use"
+
+
 class InvalidSlug(InvalidRequest):
     """Not a slug: `[a-z0-9][a-z0-9._-]{0,62}`."""
 
@@ -38,14 +47,25 @@ class InvalidSlug(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One account. `weight` is its entitlement in fair scheduling."""
+    """One account. `weight` is its entitlement in fair scheduling; in `timezone` its days and months begin."""
 
     id: str
     slug: str
     display_name: str
     state: str
     weight: int
+    timezone: str
     created_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantChanges:
+    """What of a tenant is to change; None leaves it."""
+
+    display_name: str | None = None
+    weight: int | None = None
+    state: Literal["active", "suspended"] | None = None
+    timezone: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +87,16 @@ class Tenants:
         # By tenant, with the time of reading; one entry is replaced as a whole, so that threads need no lock.
         self._shares: dict[str, tuple[int, Share]] = {}
 
-    def create(self, slug: str, display_name: str | None = None) -> Tenant:
-        """Make an active tenant; raises InvalidSlug and TenantExists."""
+    def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
+        """Make an active tenant; raises InvalidSlug, InvalidRequest and TenantExists."""
+        _check_timezone(timezone)
         if not SLUG.fullmatch(slug):
             raise InvalidSlug(
                 "a slug is 1 to 63 characters of a-z, 0-9, '.', '_' and '-', the first a letter or a digit",
                 param="slug",
             )
         shown = display_name if display_name is not None else slug
-        if not 1 <= len(shown) <= MAX_DISPLAY_NAME or not shown.isprintable():
-            raise InvalidRequest(
-                f"a display name is 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name"
-            )
+        _check_display_name(shown)
         try:
             with self._database.write() as connection:
                 values = {
@@ -87,6 +105,7 @@ class Tenants:
                     "display_name": shown,
                     "state": "active",
                     "weight": 1,
+                    "timezone": timezone,
                     "created_us": self._database.now_us(connection),
                 }
                 connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
@@ -97,6 +116,66 @@ class Tenants:
         except IntegrityError:
             raise TenantExists(f"the tenant {slug!r} exists", param="slug") from None
         return tenant
+
+    def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
+        """Change a tenant once `check`, which may raise, has seen it as it is; None where there is no such tenant.
+
+        Raises InvalidRequest.
+        """
+        table = schema.tenants
+        if changes.display_name is not None:
+            _check_display_name(changes.display_name)
+        if changes.weight is not None and not 1 <= changes.weight <= MAX_WEIGHT:
+            raise InvalidRequest(f"a weight is 1 to {MAX_WEIGHT}", param="weight")
+        if changes.timezone is not None:
+            _check_timezone(changes.timezone)
+        with self._database.write() as connection:
+            query = select(table).where(table.c.id == tenant_id)
+            row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
+            if row is None:
+                return None
+            check(_tenant(row))
+            wanted = {name: value for name, value in asdict(changes).items() if value is not None}
+            if wanted:
+                before = _shown(_tenant(row))
+                connection.execute(update(table).where(table.c.id == tenant_id).values(**wanted))
+                row = connection.execute(query).one()
+                now_us, after = self._database.now_us(connection), _shown(_tenant(row))
+                audit(connection, now_us, "tenant.change", tenant_id, tenant_id=tenant_id, before=before, after=after)
+        self._shares.pop(tenant_id, None)
+        return _tenant(row)
+
+    def delete(self, tenant_id: str) -> bool:
+        """Remove a tenant that has never had an adapter nor used anything, with its revoked keys and its quotas.
+
+        False where there is no such tenant; raises TenantInUse.
+        """
+        in_use = TenantInUse("the tenant has adapters, usable keys or usage: suspend it instead")
+        keys, policies = schema.api_keys, schema.quota_policies
+        own_policies = select(policies.c.id).where(policies.c.tenant_id == tenant_id)
+        try:
+            with self._database.write() as connection:
+                row = connection.execute(
+                    select(schema.tenants).where(schema.tenants.c.id == tenant_id).with_for_update()
+                ).one_or_none()
+                if row is None:
+                    return False
+                usable = select(keys.c.id).where(keys.c.tenant_id == tenant_id, keys.c.revoked_us.is_(None)).limit(1)
+                used = select(schema.reservations.c.id).where(schema.reservations.c.tenant_id == tenant_id).limit(1)
+                if connection.execute(usable).first() or connection.execute(used).first():
+                    raise in_use
+                counters = schema.quota_counters
+                connection.execute(delete(counters).where(counters.c.policy_id.in_(own_policies)))
+                for table in (policies, keys, schema.adapter_grants):
+                    connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
+                connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))
+                now_us, before = self._database.now_us(connection), _shown(_tenant(row))
+                audit(connection, now_us, "tenant.delete", tenant_id, tenant_id=tenant_id, before=before)
+        except IntegrityError:
+            # Something else still names it.
+            raise in_use from None
+        self._shares.pop(tenant_id, None)
+        return True
 
     def get(self, id_or_slug: str) -> Tenant | None:
         # A slug has no more than 63 characters, so nothing but an identifier or a slug reaches the database.
@@ -141,6 +220,16 @@ class Tenants:
         self._shares.clear()
 
 
+def _check_display_name(text: str) -> None:
+    if not 1 <= len(text) <= MAX_DISPLAY_NAME or not text.isprintable():
+        raise InvalidRequest(f"a display name is 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name")
+
+
+def _check_timezone(timezone: str) -> None:
+    if not is_timezone(timezone):
+        raise InvalidRequest("a timezone is an IANA name such as Europe/Berlin or UTC", param="timezone")
+
+
 def _shown(tenant: Tenant) -> dict[str, object]:
     """For the audit log."""
     return {
@@ -148,6 +237,7 @@ def _shown(tenant: Tenant) -> dict[str, object]:
         "display_name": tenant.display_name,
         "state": tenant.state,
         "weight": tenant.weight,
+        "timezone": tenant.timezone,
     }
 
 
@@ -158,5 +248,6 @@ def _tenant(row: Row[Any]) -> Tenant:
         display_name=row.display_name,
         state=row.state,
         weight=row.weight,
+        timezone=row.timezone,
         created_us=row.created_us,
     )

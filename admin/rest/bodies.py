@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,8 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from loramux.adapter_store.aliases import DEFAULT_WEIGHT
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.request_body import parse_body, read_body
+from loramux.platform.tenants import MAX_WEIGHT
 
 MAX_BODY_BYTES = 64 * 1024
+MAX_LIFETIME_S = 10 * 366 * 86_400
+MAX_ASKED_TOKENS = 10**9
 
 B = TypeVar("B", bound="_Body")
 
@@ -23,15 +26,41 @@ class _Body(BaseModel):
 class NewTenant(_Body):
     slug: str
     display_name: str | None = None
+    timezone: str = "UTC"
+
+
+class TenantPatch(_Body):
+    """What of a tenant is to change; null leaves it. All but `display_name` is a platform administrator's to change."""
+
+    display_name: str | None = Field(default=None, min_length=1, max_length=200)
+    weight: int | None = Field(default=None, ge=1, le=MAX_WEIGHT)
+    state: Literal["active", "suspended"] | None = None
+    timezone: str | None = None
 
 
 class NewKey(_Body):
-    """`tenant` null makes a platform key."""
+    """`tenant` null makes a platform key. `adapters` limits it to these: identifiers or `[tenant/]name`."""
 
     tenant: str | None
-    name: str = "default"
+    name: str = Field(default="default", min_length=1, max_length=200)
     scopes: list[str] | None = Field(default=None, max_length=16)
-    expires_in_s: int | None = Field(default=None, ge=1, le=10 * 366 * 86_400)
+    expires_in_s: int | None = Field(default=None, ge=1, le=MAX_LIFETIME_S)
+    adapters: list[str] | None = Field(default=None, max_length=64)
+
+
+class KeyPatch(_Body):
+    """What of a key is to change; null leaves it. An empty list of `adapters` lifts the limit."""
+
+    name: str | None = Field(default=None, min_length=1, max_length=200)
+    scopes: list[str] | None = Field(default=None, max_length=16)
+    expires_in_s: int | None = Field(default=None, ge=1, le=MAX_LIFETIME_S)
+    adapters: list[str] | None = Field(default=None, max_length=64)
+
+
+class Rotation(_Body):
+    """For how long the secret that the key has now goes on opening."""
+
+    grace_s: int = Field(default=86_400, ge=0, le=90 * 86_400)
 
 
 class NewAdapter(_Body):
@@ -88,13 +117,42 @@ class Rollback(_Body):
     warm: bool = True
 
 
-class QuotaLimit(_Body):
-    """`burst` defaults to the limit."""
+class QuotaSubject(_Body):
+    """Whom a quota limits: a tenant, a key or adapter of a tenant, or with `scope: platform` every tenant."""
 
-    tenant: str
+    scope: Literal["platform", "tenant", "key", "adapter"] | None = None
+    tenant: str | None = None
+    key: str | None = None
+    adapter: str | None = None
+    """An identifier; with `tenant` a name will do."""
+
+
+class QuotaLimit(QuotaSubject):
+    """`burst` defaults to the limit, `mode` to what it was, and to `hard` for a new quota."""
+
     metric: str
     limit: int
     burst: int | None = None
+    mode: str | None = None
+
+
+class QuotaChange(QuotaSubject):
+    """What is absent stays. Subject and metric cannot be changed: they may be given only as they are."""
+
+    metric: str | None = None
+    limit: int | None = None
+    burst: int | None = None
+    mode: str | None = None
+
+
+class QuotaQuestion(QuotaSubject):
+    """A request that might be sent, under the quotas as they are, or as they would be with `quota` beside them."""
+
+    prompt_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
+    max_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
+    n: int = Field(default=1, ge=1, le=128)
+    loads_adapter: bool = False
+    quota: QuotaLimit | None = None
 
 
 class NewPrice(_Body):
