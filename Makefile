@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean
+.PHONY: help venv demo test test-s3 test-prometheus campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean
 .PHONY: docs test-clients test-docs
 
 help: ## List the targets
@@ -88,6 +88,10 @@ test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real rados
 	$(VENV)/bin/python -m pytest $(S3_TESTS) -m campaign --timeout 3600 $(ARGS)
 	LORAMUX_TEST_S3=radosgw $(VENV)/bin/python -m pytest $(S3_TESTS) \
 		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
+
+test-prometheus: $(WARM) ## Dashboard and alerts on a real Prometheus that scrapes a server under load (Debian's, installed where root may)
+	$(VENV)/bin/python -m tests.conformance.prometheus_server
+	$(VENV)/bin/python -m pytest tests/conformance/test_prometheus.py -m campaign --timeout 600 -s $(ARGS)
 
 check: $(READY) ## Lint, types, layers
 	$(VENV)/bin/ruff check .

@@ -128,12 +128,13 @@ class RunningRequests:
         return False
 
     async def maintain(self) -> None:
-        """Checkpoint what runs and recover what a dead gateway left, for ever."""
+        """Checkpoint what runs, recover what a dead gateway left and roll up what was settled, for ever."""
         while True:
             try:
                 await self.checkpoint()
                 num_recovered = await self._call(self._admission.recover_expired)
                 self._metrics.recovered.inc(num_recovered)
+                await self._call(self._admission.roll_up)
             except SQLAlchemyError as error:
                 log.warning("checkpoint failed; trying again", error=str(error))
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
