@@ -60,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
     num_loaders: int = 4
     """Threads that fetch adapters; one more copies them into the pool."""
+    ran_at_death: tuple[str, ...] = ()
+    """What its supervisor found running when the engine before this one died; gateways are told."""
     seed: int = 0
     """Root of the streams of requests that bring no seed of their own."""
 
