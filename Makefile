@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admission bench-peers clean
+.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ bench-registry: $(READY) ## Measure what a name costs among 100,000 versions, on
 
 bench-admission: $(READY) ## Measure quota reserved and settled, one by one and by group commit, on both databases
 	$(VENV)/bin/python -m benchmarks.admission $(ARGS)
+
+bench-simulation: $(READY) ## Count the engine's steps a second on a simulated device (ARGS='--running 64')
+	$(VENV)/bin/python -m benchmarks.simulation $(ARGS)
 
 bench-hot-load: $(READY) ## Measure adapters from the disk tier to the pool beside plain reads (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.hot_load $(ARGS)

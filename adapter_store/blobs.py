@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from loramux.adapter_store.circuit_breaker import BreakerState
 from loramux.adapter_store.errors import BlobNotFound, BlobTooLarge
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,127}){0,7}")
@@ -54,6 +55,11 @@ class BlobStore(ABC):
     whole or not at all, and is durable once `put` returns. Every method raises BlobStoreUnavailable while the store
     cannot be reached.
     """
+
+    @property
+    def breaker_state(self) -> BreakerState:
+        """Whether the store is asked at all; a store without a breaker always is."""
+        return "closed"
 
     @abstractmethod
     def check(self) -> None:

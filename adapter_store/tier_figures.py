@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
+
+from loramux.adapter_store.circuit_breaker import BreakerState
 
 Tier = Literal["host", "disk", "blobs", "pool"]
 Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
@@ -63,6 +65,8 @@ class LoadCounts:
     """Loads that nobody wanted any more before they were through."""
     num_set_aside: int = 0
     """Files with wrong bytes."""
+    breaker: BreakerState = "closed"
+    """Whether the blob store is asked (`closed`), is not since it fails (`open`), or is tried again (`half_open`)."""
 
 
 @dataclass(slots=True)
@@ -82,6 +86,8 @@ class TierFigures:
         self._evictions = dict.fromkeys(TIERS, 0)
         self._used_bytes = dict.fromkeys(TIERS, 0)
         self._stages = dict.fromkeys(STAGES, (0, 0, 0.0))
+        self.breaker: Callable[[], BreakerState] = lambda: "closed"
+        """Set by whoever has the blob store."""
         self._ends = {"loaded": 0, "failed": 0, "given_up": 0, "set_aside": 0}
 
     def count_lookup(self, tier: Tier, is_hit: bool) -> None:
@@ -132,4 +138,5 @@ class TierFigures:
                 num_failed=self._ends["failed"],
                 num_given_up=self._ends["given_up"],
                 num_set_aside=self._ends["set_aside"],
+                breaker=self.breaker(),
             )

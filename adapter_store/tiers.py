@@ -76,6 +76,7 @@ class TieredStore:
         figures: TierFigures | None = None,
     ) -> None:
         self.figures = figures or TierFigures()
+        self.figures.breaker = lambda: blobs.breaker_state
         self._disk = DiskTier(disk_dir, disk_bytes, target.pack_key)
         self._source = PackedSource(blobs, target, self._disk, self.figures)
         self._host = HostTier(host_bytes)

@@ -1,10 +1,12 @@
-"""The admin listener: `/admin/v1`, `/metrics` and `/health`."""
+"""The admin listener: `/admin/v1`, the console, `/metrics` and `/health`."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
 from loramux.adapter_store.errors import StoreError
+from loramux.admin.console.app import create_console, to_console
+from loramux.admin.metered import AdminMetered
 from loramux.admin.metrics_route import metrics_router
 from loramux.admin.rest import (
     adapters,
@@ -12,25 +14,55 @@ from loramux.admin.rest import (
     api_keys,
     engine_state,
     grants,
+    jobs,
+    pins,
     quotas,
+    requests_in_flight,
+    residency,
+    server,
     tenants,
     uploads,
     usage,
     version_files,
     versions,
 )
+from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
+from loramux.admin.root_path import UnderRootPath
 from loramux.admin.services import AdminServices
 from loramux.admin.store_errors import api_error
 from loramux.platform.error_responses import install_error_handling
 from loramux.platform.health import health_router
 
-ROUTERS = (tenants, api_keys, adapters, aliases, grants, uploads, versions, version_files, quotas, usage, engine_state)
+ROUTERS = (
+    tenants,
+    api_keys,
+    adapters,
+    aliases,
+    grants,
+    uploads,
+    versions,
+    version_files,
+    pins,
+    residency,
+    requests_in_flight,
+    jobs,
+    quotas,
+    usage,
+    engine_state,
+    server,
+)
 
 
-def create_admin_app(services: AdminServices) -> FastAPI:
-    """The admin side as an ASGI app. Every route below `/admin/v1` names the kind of caller that it lets in."""
+def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
+    """The admin side as an ASGI app. Every route below `/admin/v1` names the kind of caller that it lets in.
+
+    `root_path` is what a proxy shows it under, such as `/loramux`.
+    """
     app = FastAPI(title="loramux admin", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.services = services
+    app.add_middleware(IdempotentAnswers, services=services)
+    app.add_exception_handler(Replayed, answer_again)
+    app.add_middleware(AdminMetered, metrics=services.metrics)
     install_error_handling(app, {StoreError: api_error})
     admin = APIRouter(prefix="/admin/v1")
     for module in ROUTERS:
@@ -38,4 +70,9 @@ def create_admin_app(services: AdminServices) -> FastAPI:
     app.include_router(admin)
     app.include_router(metrics_router(services.metrics, services.engine, services.metrics_token, services.is_loopback))
     app.include_router(health_router(services.database, services.engine, services.executor, tells_why=True))
+    app.add_route("/", to_console, include_in_schema=False)
+    app.add_route("/console", to_console, include_in_schema=False)
+    app.mount("/console", create_console(services, app))
+    if root_path:
+        app.add_middleware(UnderRootPath, root_path=root_path)
     return app

@@ -18,7 +18,9 @@ from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_jobs import IngestJobs
 from loramux.adapter_store.ingest_worker import IngestWorker
+from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.validator import SubprocessValidator
@@ -26,8 +28,11 @@ from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
+from loramux.admin.idempotency_keys import IdempotencyKeys
+from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
 from loramux.admin.settings import Settings
+from loramux.admin.upkeep import Upkeep
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
 from loramux.engine.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
@@ -36,9 +41,11 @@ from loramux.platform.app import create_openai_app
 from loramux.platform.chat_template import ModelFilesError
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
+from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import RunningRequests
 from loramux.platform.services import GatewayServices, ModelInfo
 from loramux.platform.tenants import Tenants
@@ -54,6 +61,7 @@ class Assembled:
     gateway_app: FastAPI
     admin_app: FastAPI
     running: RunningRequests
+    upkeep: Upkeep
     api_keys: ApiKeys
 
 
@@ -79,12 +87,14 @@ def assemble(
             tokenizer = ModelTokenizer.load(settings.model)
             registry = AdapterRegistry(database, reserved_names=(served_name,))
             validator = SubprocessValidator()
+            metrics = GatewayMetrics()
+            metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
             ingest = Ingest(
                 registry,
                 blobs,
                 target,
                 directory.scratch,
-                validator,
+                MeasuredValidator(validator, metrics),
                 sources=AdapterSources(settings.adapter_sources),
                 is_presigning=settings.presigned_uploads,
             )
@@ -102,7 +112,6 @@ def assemble(
         stack.callback(validator.close)
         tenants = Tenants(database)
         api_keys = ApiKeys(database, _revealed(settings.admin_key))
-        metrics = GatewayMetrics()
         gateway = GatewayServices.compose(
             database=database,
             tenants=tenants,
@@ -130,15 +139,29 @@ def assemble(
             version_states=VersionStates(database, registry),
             ingest=ingest,
             export=VersionExport(database, blobs, directory.scratch),
+            jobs=IngestJobs(database),
+            pins=AdapterPins(database, registry),
+            idempotency_keys=IdempotencyKeys(database),
+            requests=RequestsInFlight(database),
+            live=gateway.running,
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),
             engine=engine,
             metrics=metrics,
+            self_check=SelfCheck(
+                database=database, blobs=blobs, engine=engine, data_dir=directory.root, served_name=served_name
+            ),
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,
             executor=executor,
         )
-        yield Assembled(create_openai_app(gateway), create_admin_app(admin), gateway.running, api_keys)
+        yield Assembled(
+            create_openai_app(gateway),
+            create_admin_app(admin, settings.admin_root_path),
+            gateway.running,
+            Upkeep(admin),
+            api_keys,
+        )
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from loramux.admin.commands import adapters, aliases, database, keys, profiles, quotas, root, serve, tenants, usage
+from loramux.admin.commands import (
+    adapters,
+    aliases,
+    database,
+    doctor,
+    keys,
+    profiles,
+    quotas,
+    root,
+    serve,
+    tenants,
+    usage,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +37,7 @@ app.add_typer(aliases.app, name="aliases")
 app.add_typer(quotas.app, name="quotas")
 app.command("usage")(usage.usage)
 app.add_typer(profiles.app, name="profiles")
+app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

@@ -50,13 +50,13 @@ class AdminClient:
         )
 
     @classmethod
-    def from_environment(cls, profile: str | None = None) -> Self:
+    def from_environment(cls, profile: str | None = None, timeout_s: float = 30.0) -> Self:
         """The client of a profile, or of what LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY describe."""
         try:
             address = find_server(profile)
         except NoServerNamed as error:
             raise ServerUnreachable(str(error)) from None
-        return cls(address.url, address.key)
+        return cls(address.url, address.key, timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -65,6 +65,10 @@ class AdminClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def url(self) -> str:
+        return self._base_url
 
     def close(self) -> None:
         self._http.close()

@@ -6,8 +6,9 @@ import hmac
 
 from fastapi import APIRouter, Request, Response
 
+from loramux.engine.messages import Stats
 from loramux.platform.engine_client import EngineClient, EngineUnavailable
-from loramux.platform.engine_metrics import render_loading
+from loramux.platform.engine_metrics import render_engine
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.metrics import CONTENT_TYPE, GatewayMetrics
 
@@ -15,7 +16,8 @@ STATS_TIMEOUT_S = 2.0
 
 
 def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | None, is_loopback: bool) -> APIRouter:
-    """The route; a token that is set is always asked for. While the engine does not answer, its series are absent."""
+    """The route; a token that is set is always asked for. While the engine does not answer, its series are absent
+    but for `loramux_engine_up`."""
     router = APIRouter()
 
     @router.get("/metrics")
@@ -26,13 +28,13 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
                 raise Unauthenticated("give the scrape token: Authorization: Bearer TOKEN")
         elif not is_loopback:
             raise Unauthenticated("metrics need a scrape token here: set metrics_token")
-        return Response(metrics.render() + await _loading(engine), media_type=CONTENT_TYPE)
+        return Response(metrics.render() + render_engine(await _stats(engine)), media_type=CONTENT_TYPE)
 
     return router
 
 
-async def _loading(engine: EngineClient) -> bytes:
+async def _stats(engine: EngineClient) -> Stats | None:
     try:
-        return render_loading((await engine.stats(STATS_TIMEOUT_S)).loading)
+        return await engine.stats(STATS_TIMEOUT_S)
     except (EngineUnavailable, TimeoutError):
-        return b""
+        return None

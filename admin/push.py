@@ -61,7 +61,22 @@ def push_adapter(
     ways = {file["name"]: file for file in upload["files"]}
     for path in paths:
         _send(client, path, ways[path.name], progress)
-    version = client.post(f"adapters/{adapter['id']}/versions", {"upload_id": upload["id"]})
+    return _make_version(client, adapter, {"upload_id": upload["id"]}, timeout_s)
+
+
+def register_source(
+    client: AdminClient, source: str, tenant: str, name: str, timeout_s: float = 300.0
+) -> PushedVersion:
+    """Have the server take the adapter from `source`, `s3://BUCKET/PREFIX`, as the next version of `tenant/name`.
+
+    Only a platform administrator may, and only where the operator allows it. Raises PushRefused and AdminError.
+    """
+    return _make_version(client, _adapter(client, tenant, name), {"source": source}, timeout_s)
+
+
+def _make_version(client: AdminClient, adapter: Document, files: Document, timeout_s: float) -> PushedVersion:
+    """Make a version of what was uploaded or lies at a source, and wait until it is ready."""
+    version = client.post(f"adapters/{adapter['id']}/versions", files)
     version = _settled(client, f"adapters/{adapter['id']}/versions/{version['number']}", timeout_s)
     _check_ready(version)
     # The tenant may have been given by its identifier, but a model is named by its slug.

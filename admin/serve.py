@@ -112,6 +112,7 @@ async def _serve(
             _announce(settings, config, *urls, bootstrap_key, engine.socket_path)
 
         maintenance = asyncio.create_task(assembled.running.maintain(), name="maintenance")
+        upkeep = asyncio.create_task(assembled.upkeep.run(), name="upkeep")
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener),
             HttpServer(assembled.admin_app, admin_listener),
@@ -122,6 +123,7 @@ async def _serve(
         )
         await assembled.running.drain(SETTLE_S)
         maintenance.cancel()
+        upkeep.cancel()
 
 
 def _supervision(settings: Settings, config: EngineConfig) -> Supervision:

@@ -7,20 +7,25 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-import anyio
-
 from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_jobs import IngestJobs
+from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.version_states import VersionStates
+from loramux.admin.idempotency_keys import IdempotencyKeys
+from loramux.admin.places import Places
+from loramux.admin.self_check import SelfCheck
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.requests_in_flight import RequestsInFlight
+from loramux.platform.running import LiveRequests, NoLiveRequests
 from loramux.platform.services import call_on
 from loramux.platform.tenants import Tenants
 
@@ -29,8 +34,12 @@ R = TypeVar("R")
 
 MAX_UPLOADS = 32
 """How many files are taken at once; each holds a thread for as long as its client sends."""
+MAX_UPLOADS_EACH = 16
+"""Of one tenant's adapters."""
 MAX_DOWNLOADS = 8
 """How many files are given out at once; each holds a copy on the disk for as long as its client reads."""
+MAX_DOWNLOADS_EACH = 4
+"""Of one tenant's adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +55,25 @@ class AdminServices:
     version_states: VersionStates
     ingest: Ingest
     export: VersionExport
+    jobs: IngestJobs
+    pins: AdapterPins
+    idempotency_keys: IdempotencyKeys
+    requests: RequestsInFlight
     quotas: QuotaPolicies
     ledger: Ledger
     engine: EngineClient
     metrics: GatewayMetrics
+    self_check: SelfCheck
     metrics_token: str | None
     """What `/metrics` asks for; None asks for nothing, and then only this machine may scrape."""
     is_loopback: bool
     """Whether only this machine reaches the admin listener."""
     executor: Executor
-    uploading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_UPLOADS))
+    live: LiveRequests = field(default_factory=NoLiveRequests)
+    """The requests that this process runs itself."""
+    uploading: Places = field(default_factory=lambda: Places("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
-    downloading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_DOWNLOADS))
+    downloading: Places = field(default_factory=lambda: Places("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH))
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function on a thread."""

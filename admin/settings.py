@@ -97,6 +97,8 @@ class Settings(DataSettings):
     port: Port = 8000
     admin_host: str = "127.0.0.1"
     admin_port: Port = 8001
+    admin_root_path: str = ""
+    """The path that a proxy shows the admin listener under, such as `/loramux`."""
     admin_key: SecretStr | None = None
     metrics_token: SecretStr | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -143,6 +145,14 @@ class Settings(DataSettings):
         if served_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}", served_name):
             raise ValueError(f"{served_name!r} is no model name: use letters, digits, '.', '_', '-' and '/'")
         return served_name
+
+    @field_validator("admin_root_path")
+    @classmethod
+    def _is_a_path(cls, root_path: str) -> str:
+        root_path = root_path.rstrip("/")
+        if root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", root_path):
+            raise ValueError(f"{root_path!r} is no path: use one such as /loramux")
+        return root_path
 
     @field_validator("admin_key", "metrics_token")
     @classmethod

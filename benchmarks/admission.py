@@ -34,13 +34,15 @@ from loramux.migrations.schema import quota_counters, reservations, usage_events
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.group_commit import GroupCommit
-from loramux.platform.quotas import METRICS, QuotaPolicies
+from loramux.platform.quota_metrics import CONCURRENT_REQUESTS, REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE
+from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.reservations import Closing, Operation, ReservationRequest, Settlement
 from loramux.platform.tenants import Tenants
 
 ONE_BY_ONE, GROUP = WAYS = ("one by one", "group commit")
 GATEWAY_THREADS = 16
 AMPLE = 10**9
+METRICS = (REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, CONCURRENT_REQUESTS)
 PROMPT, MOST, USED = 20, 100, 50
 
 Commit = Callable[[Operation], Awaitable[Any]]

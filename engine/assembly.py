@@ -26,6 +26,7 @@ from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.eviction import POLICIES, Reclaimer
 from loramux.engine.executor import Executor
 from loramux.engine.graph_executor import GraphExecutor
+from loramux.engine.host_floors import no_floors
 from loramux.engine.host_slab import HostSlab
 from loramux.engine.kv_pages import KvPages
 from loramux.engine.messages import Add, EngineReady, SamplingParams
@@ -147,6 +148,7 @@ def assemble_engine(
         loading=loading,
         contents=source.contents if isinstance(source, TieredStore) else tuple,
         page_bytes=views.raw[0].nbytes,
+        protect=source.protect if isinstance(source, TieredStore) else no_floors,
     )
     ready = EngineReady(
         max_model_len=max_model_len,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -111,29 +111,44 @@ NO_ROWS = _no_rows()
 
 def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     """Lay the scheduled sequences one after another."""
-    sequences = [item.sequence for item in scheduled]
-    counts = np.array([item.num_tokens for item in scheduled], np.int32)
-    starts = np.array([one.num_computed for one in sequences], np.int32)
-    num_pages = np.array([len(one.pages) for one in sequences], np.int32)
-    cu_q = _running_sum(counts)
-    page_starts = _running_sum(num_pages)
-    pages = np.concatenate([np.frombuffer(one.pages, np.int32) for one in sequences])
+    counts, starts, slots, num_pages, tokens = [], [], [], [], []
+    pages = array("i")
+    sampling: list[int] = []
+    samples: list[SamplingRow] = []
+    for row, (sequence, num_tokens) in enumerate(scheduled):
+        begin = sequence.num_computed
+        end = begin + num_tokens
+        counts.append(num_tokens)
+        starts.append(begin)
+        slots.append(sequence.slot)
+        num_pages.append(len(sequence.pages))
+        pages.extend(sequence.pages)
+        tokens += sequence.tokens[begin:end]
+        if end > len(sequence.tokens):
+            assert end == len(sequence.tokens) + 1, "only the newest token of a sequence can be in flight"
+            tokens.append(-1 - sequence.sample_index)
+        if end == sequence.num_tokens:
+            sampling.append(row)
+            samples.append(sampling_row(sequence))
+    per_sequence = np.array((counts, starts, slots), np.int32)
     of_row = np.repeat(np.arange(len(scheduled)), counts)
-    positions = np.arange(cu_q[-1], dtype=np.int32) - cu_q[of_row] + starts[of_row]
-    page_of_row = pages[page_starts[of_row] + positions // page_tokens].astype(np.int64)
-    sampling = [row for row, item in enumerate(scheduled) if item.samples]
+    begins, row_slots = per_sequence[1:, of_row]
+    cu_q, page_starts = _running_sum(counts), _running_sum(num_pages)
+    positions = np.arange(len(tokens), dtype=np.int32) - cu_q[of_row] + begins
+    page_ids = np.frombuffer(pages, np.int32)
+    page_of_row = page_ids[page_starts[of_row] + positions // page_tokens].astype(np.int64)
     return Batch(
-        tokens=np.fromiter(chain.from_iterable(_tokens(item) for item in scheduled), np.int32, int(cu_q[-1])),
+        tokens=np.array(tokens, np.int32),
         positions=positions,
-        slots=np.array([one.slot for one in sequences], np.int32)[of_row],
+        slots=row_slots,
         cu_q=cu_q,
-        seq_lens=starts + counts,
-        pages=pages,
+        seq_lens=per_sequence[0] + per_sequence[1],
+        pages=page_ids,
         page_starts=page_starts[:-1],
         kv_slots=page_of_row * page_tokens + positions % page_tokens,
-        max_q=int(counts.max()),
+        max_q=max(counts),
         sample_rows=cu_q[1:][sampling] - 1,
-        samples=tuple(sampling_row(sequences[row]) for row in sampling),
+        samples=tuple(samples),
     )
 
 
@@ -142,17 +157,7 @@ def sampling_row(sequence: Sequence) -> SamplingRow:
     return SamplingRow(sequence.add.sampling, sequence.seed, sequence.num_chosen, sequence.edits)
 
 
-def _tokens(item: ScheduledSequence) -> list[int]:
-    sequence = item.sequence
-    end = sequence.num_computed + item.num_tokens
-    tokens = sequence.tokens[sequence.num_computed : end]
-    if end > len(sequence.tokens):
-        assert end == len(sequence.tokens) + 1, "only the newest token of a sequence can be in flight"
-        tokens.append(-1 - sequence.sample_index)
-    return tokens
-
-
-def _running_sum(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def _running_sum(counts: list[int]) -> npt.NDArray[np.int32]:
     """`[0, counts[0], counts[0] + counts[1], ...]`."""
     sums = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=sums[1:])

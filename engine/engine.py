@@ -16,6 +16,7 @@ from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.executor import Executor, SubmittedStep
 from loramux.engine.grants import Grants
+from loramux.engine.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.live_sequences import LiveSequences
 from loramux.engine.messages import (
     Abort,
@@ -26,6 +27,7 @@ from loramux.engine.messages import (
     Load,
     Pin,
     Rejected,
+    SamplingParams,
     SequenceOutput,
     Stats,
     StatsRequest,
@@ -74,6 +76,7 @@ class Engine:
         loading: TierFigures | None = None,
         contents: Callable[[], tuple[TierContents, ...]] = tuple,
         page_bytes: int = 0,
+        protect: Protect = no_floors,
     ) -> None:
         self._limits = limits
         self._pages = pages
@@ -82,6 +85,7 @@ class Engine:
         self._scheduler = scheduler
         self._executor = executor
         self._seeds = seeds
+        self._clock = clock
         self._lookahead = lookahead
         self._note_running = note_running
         self._in_flight: SubmittedStep | None = None
@@ -91,6 +95,7 @@ class Engine:
         self._num_arrivals = 0
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
+        self._floors = HostFloors(protect)
         self._stats = EngineStats(pages, adapters, prefixes, scheduler, loading or TierFigures(), contents, page_bytes)
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
@@ -132,8 +137,11 @@ class Engine:
             owner=owner,
             arrival=self._num_arrivals,
             seed=(self._seeds.getrandbits(64) if seed is None else seed) % 2**64,
+            stop_token_ids=self._stop_token_ids(add.sampling),
         )
         self._num_arrivals += 1
+        if add.digest is not None:
+            self._floors.note(add.share_key, add.digest, add.host_floor_bytes)
         self._live.add(sequence)
         self._scheduler.add(sequence)
         self._set_timers(sequence)
@@ -174,6 +182,7 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step; False when nothing could run, because there is nothing or because adapters are loading."""
+        started_s = self._clock()
         self._timers.fire()
         self._end_overdue()
         demand = self._scheduler.take_turns()
@@ -188,6 +197,8 @@ class Engine:
             submitted, self._in_flight = self._in_flight, submitted
         if submitted is not None:
             self._commit(submitted)
+        if scheduled:
+            self._stats.count_step_time(self._clock() - started_s)
         return submitted is not None or self._in_flight is not None
 
     def _submit(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
@@ -206,8 +217,7 @@ class Engine:
                 sequence.has_run = True
                 self._grants.begin(sequence)
         for index, sequence in enumerate(sampling):
-            sequence.num_in_flight += 1
-            sequence.sample_index = index
+            sequence.choose(index)
         return SubmittedStep(sampling, result)
 
     def _commit(self, step: SubmittedStep) -> None:
@@ -218,14 +228,13 @@ class Engine:
             if sequence.state is SequenceState.FINISHED:
                 # It was aborted, or its last token came to light, after this step had been submitted.
                 continue
-            sequence.num_in_flight -= 1
+            sequence.commit(token.token_id)
             if token.token_id is None:
                 ended.append((sequence, "not_finite"))
                 continue
-            sequence.tokens.append(token.token_id)
             self._scheduler.queue.charge_output(sequence)
             num_tokens += 1
-            if self._stops(sequence, token.token_id):
+            if token.token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
                 ended.append((sequence, "stop"))
                 continue
             outputs[sequence.owner].append(
@@ -255,14 +264,6 @@ class Engine:
         outbox, self._outbox = self._outbox, []
         return outbox
 
-    def _stops(self, sequence: Sequence, token_id: int) -> bool:
-        params = sequence.add.sampling
-        if sequence.num_completion <= params.min_tokens:
-            return False
-        if token_id in params.stop_token_ids:
-            return True
-        return not params.ignore_eos and token_id in self._limits.eos_token_ids
-
     def _end(
         self,
         sequence: Sequence,
@@ -289,6 +290,11 @@ class Engine:
         self._outbox.append(Outbound(owner, message))
 
     # Limits of requests
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end a sequence with these settings."""
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own.union(self._limits.eos_token_ids)
 
     def _refusal(self, add: Add) -> tuple[str, str] | None:
         """The code and reason why a request cannot run now or ever, else None."""

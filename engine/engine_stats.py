@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from loramux.adapter_store.tier_contents import TierContents
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.adapter_pool import AdapterPhase, AdapterPool
 from loramux.engine.batch import ScheduledSequence
-from loramux.engine.messages import ResidentAdapter, Stats
+from loramux.engine.messages import ResidentAdapter, Stats, StepTimes, Waiting
 from loramux.engine.page_pool import PageOwner, PagePool
 from loramux.engine.prefix_cache import PrefixCache
 from loramux.engine.scheduler import Scheduler
+
+STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class EngineStats:
@@ -41,15 +44,21 @@ class EngineStats:
         self._completion_tokens = 0
         self._cached_tokens = 0
         self._recomputed_tokens = 0
+        self._num_rows = 0
+        self._num_step_sequences = 0
+        self._step_counts = [0] * (len(STEP_BOUNDS_S) + 1)
+        self._step_seconds = 0.0
 
     def count_step(self, scheduled: list[ScheduledSequence]) -> None:
         """Count a step, before its sequences are moved on."""
         self._num_steps += 1
+        self._num_step_sequences += len(scheduled)
         num_adapters = len({item.sequence.slot for item in scheduled if item.sequence.slot >= 0})
         self._num_mixed_steps += num_adapters > 1
         self._max_adapters_in_step = max(self._max_adapters_in_step, num_adapters)
         for item in scheduled:
             sequence = item.sequence
+            self._num_rows += item.num_tokens
             begin, end = sequence.num_computed, sequence.num_computed + item.num_tokens
             if begin == sequence.num_reached >= sequence.num_prompt:
                 # An answer that goes on: the way of most, most of the time.
@@ -58,6 +67,10 @@ class EngineStats:
                 self._cached_tokens += sequence.num_cached
             self._recomputed_tokens += max(0, min(end, sequence.num_reached) - begin)
             self._prompt_tokens += max(0, min(end, sequence.num_prompt) - max(begin, sequence.num_reached))
+
+    def count_step_time(self, seconds: float) -> None:
+        self._step_counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
+        self._step_seconds += seconds
 
     def count_completion_tokens(self, num_tokens: int) -> None:
         self._completion_tokens += num_tokens
@@ -83,6 +96,11 @@ class EngineStats:
             num_preemptions=self._scheduler.num_preemptions,
             mixed_steps=self._num_mixed_steps,
             max_adapters_in_step=self._max_adapters_in_step,
+            num_rows=self._num_rows,
+            num_step_sequences=self._num_step_sequences,
+            num_prefix_evictions=self._prefixes.num_evictions,
+            step_times=StepTimes(bounds_s=STEP_BOUNDS_S, counts=tuple(self._step_counts), seconds=self._step_seconds),
+            waiting=self._waiting(),
             loading=self._loading.snapshot(),
             adapters=tuple(
                 ResidentAdapter(
@@ -100,4 +118,15 @@ class EngineStats:
             page_bytes=self._page_bytes,
             num_slots=self._adapters.num_slots,
             tiers=self._contents() if with_tiers else (),
+        )
+
+    def _waiting(self) -> Waiting:
+        queue, is_short = self._scheduler.queue, self._scheduler.is_short_of_pages
+        # One that was preempted while it paused waits in the queue for its limit as well.
+        num_parked = queue.num_waiting - queue.num_ready - queue.num_cold
+        return Waiting(
+            adapter=queue.num_cold,
+            pages=queue.num_ready if is_short else 0,
+            seat=0 if is_short else queue.num_ready,
+            grant=num_parked + sum(sequence.is_paused for sequence in self._scheduler.running),
         )

@@ -95,7 +95,7 @@ class FairQueue:
         share = self._active[sequence.add.share_key]
         self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
-        sequence.add = add
+        sequence.change(add)
         self._count_tokens(share, sequence, 1)
         self._insert(share, sequence)
 

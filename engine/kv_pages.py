@@ -55,9 +55,9 @@ class KvPages:
     def grow(self, sequence: Sequence, num_tokens: int, turn: int = RUNNING) -> bool:
         """Find pages for `num_tokens` more; False when there is no room for one whose turn is `turn`."""
         end = sequence.num_computed + num_tokens
+        needed = -(-end // self._page_tokens) - len(sequence.pages)
         # Less than none where it was given room for more than this at once.
-        needed = max(0, -(-end // self._page_tokens) - len(sequence.pages))
-        if needed == 0:
+        if needed <= 0:
             return True
         if not self._reclaimer.make_room(needed, turn):
             return False
@@ -69,12 +69,14 @@ class KvPages:
 
         A page may be offered as soon as the step that fills it is submitted: whoever reads it runs in a later one.
         """
+        num_shared = len(sequence.shared_pages)
+        # Most steps fill no page.
+        if sequence.num_computed < (num_shared + 1) * self._page_tokens:
+            return
         if sequence.is_tainted or not sequence.add.isolation_key:
             return
         num_full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
-        if num_full == len(sequence.shared_pages):
-            return
-        for index in range(len(sequence.shared_pages), num_full):
+        for index in range(num_shared, num_full):
             key = self._key(sequence, index)
             if key is None:
                 return

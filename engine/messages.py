@@ -59,6 +59,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     digest: str | None = None
     share_key: str = ""
     weight: int = 1
+    host_floor_bytes: int = 0
+    """So much of the share's adapters stays in host memory when others' adapters come; 0 is no such promise."""
     isolation_key: bytes = b""
     """Sequences with the same key may share the K and V of equal prefixes; an empty one shares with nobody."""
     priority: int = 0
@@ -220,6 +222,31 @@ class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Since a sequence last used it; 0 while one does."""
 
 
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the steps so far took: `counts[i]` of them at most `bounds_s[i]` and more than the bound before it.
+
+    `counts` has one entry more than there are bounds, for the steps beyond the last.
+    """
+
+    bounds_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
+    seconds: float = 0.0
+    """All of them together."""
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """What sequences wait for, each counted once."""
+
+    adapter: int = 0
+    """An adapter that is not in the pool yet."""
+    pages: int = 0
+    """Pages of the pool: the last step found none for someone."""
+    seat: int = 0
+    """Their turn: a place in a step."""
+    grant: int = 0
+    """More tokens than they were granted."""
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A snapshot of the engine; counters only grow while the engine lives."""
 
@@ -246,6 +273,14 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     mixed_steps: int
     """Steps that held at least two different adapters."""
     max_adapters_in_step: int
+    num_rows: int = 0
+    """Tokens that steps computed, of prompts and of answers."""
+    num_step_sequences: int = 0
+    """Sequences that steps held; one counts in each of its steps."""
+    num_prefix_evictions: int = 0
+    """Idle pages of the prefix cache that gave way to others."""
+    step_times: StepTimes = StepTimes()
+    waiting: Waiting = Waiting()
     loading: LoadCounts = LoadCounts()
     adapters: tuple[ResidentAdapter, ...] = ()
     num_pinned_pages: int = 0

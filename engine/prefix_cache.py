@@ -43,6 +43,7 @@ class CachedPage:
         return False
 
     def evict(self) -> None:
+        self.cache.num_evictions += 1
         self.cache.forget(self)
 
 
@@ -61,6 +62,7 @@ class PrefixCache:
         self._identity = tuple(identity)
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_digest: defaultdict[str, set[CachedPage]] = defaultdict(set)
+        self.num_evictions = 0
 
     def __len__(self) -> int:
         return len(self._by_key)

@@ -33,6 +33,8 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
         return "invalid_request", f"token ids must lie in [0, {limits.vocab_size})"
     if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
         return "invalid_request", "timeout_s and pause_s must be finite and not negative"
+    if add.host_floor_bytes < 0:
+        return "invalid_request", "host_floor_bytes must not be negative"
     problem = sampling_problem(add.sampling, limits.vocab_size)
     if problem is not None:
         return "invalid_request", problem

@@ -57,6 +57,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.queue.num_waiting or self.running)
 
+    @property
+    def is_short_of_pages(self) -> bool:
+        """Whether the last step had no page left for someone."""
+        return self._is_short or self._short_of_pages is not None
+
     def add(self, sequence: Sequence) -> None:
         self.queue.add(sequence)
         if sequence.add.digest is not None and self.queue.num_cold <= self._limits.look_ahead:
@@ -83,15 +88,17 @@ class Scheduler:
         self._is_short, self._short_of_pages = False, None
         kept = None
         rows = [(one, one.num_pending) for one in self.running if not one.is_chosen_out]
-        # Sorting is stable: decode rows first, each group in order of admission.
-        rows.sort(key=lambda row: row[1] > 1)
-        for sequence, num_pending in rows:
+        num_seats = self._limits.max_sequences - len(rows)
+        # Decode rows first, each group in order of admission.
+        decoding = [row for row in rows if row[1] == 1]
+        for sequence, num_pending in (*decoding, *(row for row in rows if row[1] > 1)):
             if budget == 0 or len(scheduled) == self._limits.max_sequences:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue
             if num_pending > 1 and kept is None:
-                kept = self._kept_for_new(budget)
+                # What prompts under way leave to those that could begin: a short one does not wait for a long one.
+                kept = budget // NEW_SHARE if self.queue.num_ready and num_seats else 0
             num_tokens = min(num_pending, budget - (kept or 0))
             if num_tokens == 0:
                 break
@@ -103,7 +110,7 @@ class Scheduler:
         if self.num_preemptions == num_preemptions and not self._is_short:
             items = scheduled.values() if kept is not None else ()
             is_midway = any(item.num_tokens < item.sequence.num_pending for item in items)
-            for item in self._admit(budget, is_midway):
+            for item in self._admit(budget, num_seats, is_midway):
                 scheduled[item.sequence] = item
                 budget -= item.num_tokens
             if is_midway:
@@ -125,7 +132,7 @@ class Scheduler:
         if sequence.state is SequenceState.WAITING:
             self.queue.change(sequence, add)
         else:
-            sequence.add = add
+            sequence.change(add)
 
     def finish(self, sequence: Sequence, is_broken: bool = False) -> None:
         """Remove a sequence, waiting or running, and give back all it holds; nobody reads what a broken one did."""
@@ -144,10 +151,6 @@ class Scheduler:
     def max_tokens(self, num_adapter_pages: int = 0, digest: str | None = None) -> int:
         """The most tokens that a request can come to in this pool, beside its adapter and what is pinned."""
         return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
-
-    def _kept_for_new(self, budget: int) -> int:
-        """Rows that prompts under way leave to those that could begin: a short one does not wait for a long one."""
-        return budget // NEW_SHARE if self.queue.num_ready and self._num_seats() else 0
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:
         """Give rows that nobody began with back to the prompts under way."""
@@ -184,10 +187,9 @@ class Scheduler:
         turns = (turn for turn, sequence in enumerate(self._order) if sequence is self._short_of_pages)
         return next(turns, NOT_SHORT)
 
-    def _admit(self, budget: int, is_midway: bool) -> list[ScheduledSequence]:
+    def _admit(self, budget: int, num_seats: int, is_midway: bool) -> list[ScheduledSequence]:
         """Let waiting sequences run; while a prompt is midway, only those whose whole prompt finds room beside it."""
         admitted: list[ScheduledSequence] = []
-        num_seats = self._num_seats()
         for turn, sequence in enumerate(self._order):
             if budget == 0 or num_seats == 0:
                 break

@@ -26,10 +26,10 @@ def page_list(pages: list[int] | None = None) -> array[int]:
 class Sequence:
     """A prompt, the tokens generated so far, and the pages that hold their K and V.
 
-    `tokens` are the prompt and the committed tokens; `num_in_flight` more were chosen by steps whose results nobody has
-    looked at yet. The K and V of positions `[0, num_computed)` are in `pages`, or will be once the steps in flight are
-    through; those of the newest token are computed by the step after the one that chose it. After a preemption
-    `num_computed` is 0 and all of them are computed again.
+    `tokens` are the prompt and the committed tokens; `num_in_flight` more were chosen by steps whose results nobody
+    has looked at yet, and `num_tokens` counts them all. The K and V of positions `[0, num_computed)` are in `pages`,
+    or will be once the steps in flight are through; those of the newest token are computed by the step after the one
+    that chose it. After a preemption `num_computed` is 0 and all of them are computed again.
     """
 
     add: Add
@@ -38,6 +38,8 @@ class Sequence:
     arrival: int
     """Order of arrival; the youngest is preempted first."""
     seed: int
+    stop_token_ids: frozenset[int] = frozenset()
+    """Those that end it, the model's own included."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     """The adapter's slot while running, -1 for the base."""
@@ -47,6 +49,7 @@ class Sequence:
     pages: array[int] = field(default_factory=page_list)
     tokens: list[int] = field(default_factory=list)
     num_in_flight: int = 0
+    num_tokens: int = 0
     sample_index: int = -1
     """Which token of the step in flight is this sequence's, while there is one."""
     page_keys: list[bytes] = field(default_factory=list)
@@ -67,45 +70,56 @@ class Sequence:
     """It waits, at its limit, for a higher one."""
     edits: LogitEdits | None = None
     """What its settings have done to the logits; None for most."""
+    # Looked at several times a step for each sequence, so they are kept instead of computed.
+    num_prompt: int = field(init=False)
+    num_reserved: int = field(init=False)
+    """The most tokens that it can come to."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
+        self.num_tokens = self.num_prompt = len(self.tokens)
+        self.num_reserved = self.num_prompt + self.add.max_tokens
         self.edits = logit_edits(self.add.sampling, self.tokens, self.num_prompt)
+
+    def change(self, add: Add) -> None:
+        """Go on under another limit."""
+        self.add = add
+        self.num_reserved = self.num_prompt + add.max_tokens
+
+    def choose(self, sample_index: int) -> None:
+        """The step that was submitted just now chooses the next token, as its `sample_index`-th."""
+        self.num_in_flight += 1
+        self.num_tokens += 1
+        self.sample_index = sample_index
+
+    def commit(self, token_id: int | None) -> None:
+        """What the oldest step in flight has chosen; None where that was no token."""
+        self.num_in_flight -= 1
+        if token_id is None:
+            self.num_tokens -= 1
+        else:
+            self.tokens.append(token_id)
 
     @property
     def sequence_id(self) -> str:
         return self.add.sequence_id
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.add.prompt)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens with those in flight."""
-        return len(self.tokens) + self.num_in_flight
-
-    @property
     def num_completion(self) -> int:
         """Committed new tokens: what is billed."""
-        return len(self.tokens) - len(self.add.prompt)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def num_chosen(self) -> int:
         """New tokens, committed or in flight."""
-        return len(self.tokens) + self.num_in_flight - len(self.add.prompt)
+        return self.num_tokens - self.num_prompt
 
     @property
     def num_pending(self) -> int:
         """Tokens whose K and V are still to be computed; 1 in steady decode."""
-        return len(self.tokens) + self.num_in_flight - self.num_computed
-
-    @property
-    def num_reserved(self) -> int:
-        """The most tokens that it can come to."""
-        return len(self.add.prompt) + self.add.max_tokens
+        return self.num_tokens - self.num_computed
 
     @property
     def is_chosen_out(self) -> bool:
         """Whether its last token is in flight or committed, so that no further step may hold it."""
-        return len(self.tokens) + self.num_in_flight >= len(self.add.prompt) + self.add.max_tokens
+        return self.num_tokens >= self.num_reserved

@@ -55,7 +55,7 @@ class SimulatedExecutor:
             self._next_token(states[row], digest)
             for row, digest in zip(batch.sample_rows.tolist(), digests, strict=True)
         ]
-        if all(one.params == GREEDY for one in batch.samples) and not self.not_finite_for:
+        if all(one.params is GREEDY or one.params == GREEDY for one in batch.samples) and not self.not_finite_for:
             # What sampling would come to, at a tenth of its time.
             sampled = [SampledToken(token) for token in chosen]
         else:
@@ -90,14 +90,13 @@ class SimulatedExecutor:
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
         for index, page_start in enumerate(batch.page_starts.tolist()):
-            num_rows = cu_q[index + 1] - cu_q[index]
-            for row in range(num_rows):
-                position = seq_lens[index] - num_rows + row
+            begin, end = cu_q[index], cu_q[index + 1]
+            assert len(set(slots[begin:end])) == 1, "a sequence has one adapter"
+            salt = _salt(self._loader.digest_of_slot(slots[begin]))
+            for position, row in enumerate(range(begin, end), seq_lens[index] - (end - begin)):
                 before = self._states[self._place(pages, page_start, position - 1)] if position else 0
                 assert before != UNWRITTEN, f"position {position - 1} was never written"
-                salt = _salt(self._loader.digest_of_slot(slots[cu_q[index] + row]))
-                state = _next_state(before, tokens[cu_q[index] + row], position, salt)
-                self._states[kv_slots[cu_q[index] + row]] = state
+                state = self._states[kv_slots[row]] = _next_state(before, tokens[row], position, salt)
                 written.append(state)
         return written
 

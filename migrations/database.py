@@ -17,6 +17,7 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, Row, Select, create_engine, event, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.pool import QueuePool
 from sqlalchemy.sql import func
 
 Clock = Callable[[], int]
@@ -51,6 +52,12 @@ class Database:
     @property
     def is_sqlite(self) -> bool:
         return self._engine.dialect.name == "sqlite"
+
+    @property
+    def num_connections(self) -> int:
+        """Connections in use."""
+        pool = self._engine.pool
+        return pool.checkedout() if isinstance(pool, QueuePool) else 0
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

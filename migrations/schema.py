@@ -40,6 +40,10 @@ tenants = Table(
     Column("display_name", String(200), nullable=False),
     Column("state", String(16), nullable=False),
     Column("weight", Integer, nullable=False),
+    # An IANA name: where the tenant's days and months begin.
+    Column("timezone", String(64), nullable=False, server_default="UTC"),
+    # So much of its adapters stays in host memory when others' adapters come.
+    Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
     # Roots the tenant's prefix-cache namespace, so that two tenants can never share KV.
     Column("isolation_secret", LargeBinary(32), nullable=False),
     Column("created_us", BigInteger, nullable=False),
@@ -190,25 +194,39 @@ quota_policies = Table(
     "quota_policies",
     metadata,
     Column("id", ID, primary_key=True),
-    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
+    Column("scope", String(16), nullable=False),
+    # Whom it limits: a tenant, key or adapter; or "platform", and then every tenant without a policy of its own.
+    Column("subject_id", ID, nullable=False),
+    # The tenant of the subject, in whose timezone budgets roll; none for the platform's.
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     Column("metric", String(40), nullable=False),
+    Column("mode", String(8), nullable=False),
     Column("limit_value", BigInteger, nullable=False),
     Column("burst", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("updated_us", BigInteger, nullable=False),
-    UniqueConstraint("tenant_id", "metric"),
+    UniqueConstraint("subject_id", "metric"),
+    Index("ix_quota_policies_tenant_id_id", "tenant_id", "id"),
     CheckConstraint("limit_value >= 0 AND burst >= 0", name="amounts"),
+    CheckConstraint("scope IN ('platform', 'tenant', 'key', 'adapter')", name="scope"),
+    CheckConstraint("mode IN ('hard', 'soft', 'shadow')", name="mode"),
 )
 
 quota_counters = Table(
     "quota_counters",
     metadata,
     Column("policy_id", ID, ForeignKey("quota_policies.id"), primary_key=True),
-    # 0 for buckets and concurrency, which have no window.
+    # The policy's subject, or the tenant that inherits the platform's policy: each tenant has a count of its own.
+    Column("subject_id", ID, primary_key=True),
+    # Where a budget's day or month begins; 0 for buckets and concurrency, which have no window.
     Column("window_start_us", BigInteger, primary_key=True),
     # Buckets: the fill, in units of 1/60,000,000 so that refills are exact. May fall below zero at settlement.
     Column("level", BigInteger, nullable=False),
     Column("reserved", BigInteger, nullable=False),
+    # Budgets: what settled requests have used of the window.
+    Column("used", BigInteger, nullable=False),
+    # How often a soft or shadow policy admitted what a hard one would have refused.
+    Column("exceeded", BigInteger, nullable=False),
     Column("refilled_us", BigInteger, nullable=False),
 )
 
@@ -222,6 +240,9 @@ reservations = Table(
     Column("adapter_version_id", ID, nullable=True),
     Column("model", String(200), nullable=False),
     Column("endpoint", String(40), nullable=False),
+    # What becomes of these two is said at usage_events.
+    Column("base", String(200), nullable=False, server_default=""),
+    Column("end_user", String(128), nullable=True),
     Column("state", String(16), nullable=False),
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("reserved_tokens", BigInteger, nullable=False),
@@ -255,7 +276,17 @@ usage_events = Table(
     Column("started_us", BigInteger, nullable=False),
     Column("finished_us", BigInteger, nullable=False),
     Column("first_token_us", BigInteger, nullable=True),
+    # The served base that it ran on; "" in rows older than the column.
+    Column("base", String(200), nullable=False, server_default=""),
+    # Whom the tenant's client named in `user`; a long or unprintable one as its SHA-256.
+    Column("end_user", String(128), nullable=True),
+    # By the price in force when the request was admitted, rounded up to a whole nano once; 0 without a price.
+    Column("cost_nanos", BigInteger, nullable=False, server_default="0"),
+    Column("price_id", ID, nullable=True),
+    # The transaction that wrote it, while it waits in usage_batches to be added to the rollups.
+    Column("batch_id", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_events_tenant_finished", "tenant_id", "finished_us"),
+    Index("ix_usage_events_finished", "finished_us"),
 )
 
 usage_adjustments = Table(
@@ -270,7 +301,100 @@ usage_adjustments = Table(
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
+    Column("cost_nanos", BigInteger, nullable=False, server_default="0"),
+    Column("batch_id", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_adjustments_tenant_created", "tenant_id", "created_us"),
+    Index("ix_usage_adjustments_created", "created_us"),
+)
+
+usage_batches = Table(
+    "usage_batches",
+    metadata,
+    # Random: one row for each transaction that wrote events or adjustments, until these are in the rollups.
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    # `finished_us` and `created_us` of everything in it.
+    Column("at_us", BigInteger, nullable=False),
+)
+
+usage_series = Table(
+    "usage_series",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    # What its requests have in common; "" where it is nothing. A series without a tenant is every tenant's sum.
+    Column("tenant_id", ID, nullable=False),
+    Column("api_key_id", ID, nullable=False),
+    Column("adapter_id", ID, nullable=False),
+    Column("adapter_version_id", ID, nullable=False),
+    Column("model", String(200), nullable=False),
+    Column("base", String(200), nullable=False),
+    Column("endpoint", String(40), nullable=False),
+    Column("status", String(16), nullable=False),
+    UniqueConstraint(
+        "tenant_id", "api_key_id", "adapter_id", "adapter_version_id", "model", "base", "endpoint", "status"
+    ),
+)
+
+usage_rollups = Table(
+    "usage_rollups",
+    metadata,
+    # How long: an hour or a day, in UTC.
+    Column("span_us", BigInteger, primary_key=True),
+    Column("start_us", BigInteger, primary_key=True),
+    # Of the series, so that one tenant's rows are found without it.
+    Column("tenant_id", ID, primary_key=True),
+    Column("series_id", BigInteger, ForeignKey("usage_series.id"), primary_key=True),
+    Column("requests", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("cost_nanos", BigInteger, nullable=False),
+    Index("ix_usage_rollups_tenant_span_start", "tenant_id", "span_us", "start_us"),
+    sqlite_with_rowid=False,
+)
+
+prices = Table(
+    "prices",
+    metadata,
+    Column("id", ID, primary_key=True),
+    # Whose price it is; null is the list price of everybody without one.
+    Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
+    # `all`, `base`, `adapters`, or one adapter's identifier.
+    Column("scope", ID, nullable=False),
+    # ISO 4217; one for the whole database, so that amounts can be added up.
+    Column("currency", String(3), nullable=False),
+    # Billionths of the currency for a million tokens. Cached tokens are part of the prompt and never cost more.
+    Column("prompt_nanos", BigInteger, nullable=False),
+    Column("cached_nanos", BigInteger, nullable=False),
+    Column("completion_nanos", BigInteger, nullable=False),
+    # From when it holds, until the next one of the same tenant and scope.
+    Column("effective_us", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Index("ix_prices_tenant_id_id", "tenant_id", "id"),
+    CheckConstraint(
+        "prompt_nanos >= 0 AND cached_nanos >= 0 AND completion_nanos >= 0 AND cached_nanos <= prompt_nanos",
+        name="amounts",
+    ),
+)
+
+audit_log = Table(
+    "audit_log",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("created_us", BigInteger, nullable=False),
+    # The key that did it, `operator` for the operator's own, or `system`.
+    Column("actor", ID, nullable=False),
+    # Where the call came from and which one it was; null where it was no call.
+    Column("address", String(64), nullable=True),
+    Column("request_id", ID, nullable=True),
+    # Such as `alias.set`.
+    Column("action", String(40), nullable=False),
+    # Whose thing was changed; null where it is the platform's. No foreign key: the trail outlives what it is about.
+    Column("tenant_id", ID, nullable=True),
+    Column("target", String(200), nullable=False),
+    # {field: [before, after]} of what changed; never a secret.
+    Column("changes", JSON, nullable=False),
+    Index("ix_audit_log_tenant_id_id", "tenant_id", "id"),
+    Index("ix_audit_log_target_id", "target", "id"),
 )
 
 idempotency_keys = Table(

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, bindparam, select, update
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.admission_batch import LEASE_US, AdmissionBatch
+from loramux.platform.price_list import PriceReader
 from loramux.platform.reservations import (
     RECOVERED,
     Checkpoint,
@@ -40,6 +41,7 @@ class Admission:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._prices = PriceReader(database)
         self._turn = threading.Lock()
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
@@ -49,7 +51,7 @@ class Admission:
         them is done.
         """
         with self._write() as connection:
-            return AdmissionBatch(connection, self._database).apply(operations)
+            return AdmissionBatch(connection, self._database, self._prices).apply(operations)
 
     def reserve(self, request: ReservationRequest) -> Reservation:
         """Take what the request may cost at most; raises QuotaExceeded or RequestTooLarge and then takes nothing."""
@@ -69,10 +71,13 @@ class Admission:
         """
         return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
 
-    def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Note the tokens delivered so far and extend the leases; a reservation that is not open is left alone."""
+    def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[str]:
+        """Note the tokens delivered so far and extend the leases; a reservation that is not open is left alone.
+
+        Returns those of the requests that somebody has asked to be cancelled.
+        """
         if not checkpoints:
-            return
+            return []
         with self._write() as connection:
             lease_expires_us = self._database.now_us(connection) + LEASE_US
             # One order for all gateways, so that two of them never wait for each other.
@@ -84,6 +89,13 @@ class Admission:
                     for item in ordered
                 ],
             )
+            table = schema.reservations
+            wanted = {item.request_id for item in checkpoints}
+            # Few are ever cancelled: those of all gateways are fewer than the requests of this one.
+            flagged = connection.execute(
+                select(table.c.id).where(table.c.state == "open", table.c.cancel_requested_us.is_not(None))
+            ).scalars()
+            return [request_id for request_id in flagged if request_id in wanted]
 
     def recover_expired(self) -> int:
         """Settle reservations whose gateway is gone, at prompt and last checkpoint; how many there were."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ARRAY, Column, ColumnElement, Connection, Select, String, any_, bindparam, insert, select, update
+from sqlalchemy import Connection, Select, bindparam, insert, select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.identifiers import new_id
-from loramux.platform.buckets import Bucket
-from loramux.platform.quota_check import Charge, QuotaExceeded, RequestTooLarge, correct, decide, extend, give_back
-from loramux.platform.quotas import QuotaPolicy, policy_of
+from loramux.platform.ledger_entries import LedgerEntries, adapters_of
+from loramux.platform.price_list import PriceReader
+from loramux.platform.prices import Price, PriceBook, cost_of
+from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, decide, extend
+from loramux.platform.quota_rules import Binding, Demand, Spent
+from loramux.platform.quota_state import QuotaState, among
 from loramux.platform.reservations import (
     RECOVERED,
     Closing,
@@ -29,7 +31,7 @@ from loramux.platform.reservations import (
 LEASE_US = 30_000_000
 """A reservation whose gateway has written no checkpoint for this long is recovered."""
 
-_reservations, _counters, _policies = schema.reservations, schema.quota_counters, schema.quota_policies
+_reservations = schema.reservations
 
 # All statements are built once: putting one together takes longer than SQLite needs to run it.
 _CLOSE = (
@@ -44,55 +46,36 @@ _EXTEND = (
         reserved_tokens=bindparam("new_tokens"), charges=bindparam("new_charges", type_=_reservations.c.charges.type)
     )
 )
-_WRITE_BUCKET = (
-    update(_counters)
-    .where(_counters.c.policy_id == bindparam("policy"), _counters.c.window_start_us == 0)
-    .values(level=bindparam("new_level"), reserved=bindparam("new_reserved"), refilled_us=bindparam("new_refilled_us"))
-)
 
 
 @dataclass(frozen=True, slots=True)
 class _Statements:
-    """What a batch reads. Parameters are lists: `ids`, and `tenant_ids` for policies."""
+    """What a batch reads of reservations; the parameter `ids` is a list."""
 
     charges: Select[*tuple[Any, ...]]
-    policies: Select[*tuple[Any, ...]]
     reservations: Select[*tuple[Any, ...]]
-    counters: Select[*tuple[Any, ...]]
 
 
 @functools.cache
 def _statements(dialect: str) -> _Statements:
-    def among(column: Column[Any], name: str) -> ColumnElement[bool]:
-        if dialect == "postgresql":
-            # An array is one parameter however long it is, so that the server plans the statement once.
-            return column == any_(bindparam(name, type_=ARRAY(String)))
-        return column.in_(bindparam(name, expanding=True))
-
-    of_ids = among(_reservations.c.id, "ids")
-    wanted = among(_policies.c.tenant_id, "tenant_ids") | among(_policies.c.id, "ids")
+    of_ids = among(dialect, _reservations.c.id, "ids")
     return _Statements(
         charges=select(_reservations.c.id, _reservations.c.charges).where(of_ids),
-        policies=select(_policies).where(wanted).order_by(_policies.c.id).with_for_update(),
         reservations=select(_reservations).where(of_ids).order_by(_reservations.c.id).with_for_update(),
-        counters=select(_counters).where(among(_counters.c.policy_id, "ids"), _counters.c.window_start_us == 0),
     )
 
 
 class AdmissionBatch:
     """The work of one transaction that may write.
 
-    Whoever else changes a policy or a counter locks the policy first, and policies are locked in id order; so are
-    reservations, after them. What was read under the locks is therefore still true when it is written.
+    Policies are locked in id order, then reservations, then the counters that tenants inherit: see `QuotaState`.
     """
 
-    def __init__(self, connection: Connection, database: Database) -> None:
+    def __init__(self, connection: Connection, database: Database, prices: PriceReader) -> None:
         self._connection = connection
         self._database = database
         self._now_us = 0
-        self._policies: dict[str, QuotaPolicy] = {}
-        self._buckets: dict[str, Bucket] = {}
-        self._changed: set[str] = set()
+        self._quotas = QuotaState(connection)
         self._open: dict[str, dict[str, Any]] = {}
         self._recovered: dict[str, dict[str, Any]] = {}
         self._charged: dict[str, Settlement] = {}
@@ -100,29 +83,33 @@ class AdmissionBatch:
         self._opened: list[dict[str, Any]] = []
         self._extended: dict[str, dict[str, Any]] = {}
         self._closed: list[dict[str, Any]] = []
-        self._events: list[dict[str, Any]] = []
-        self._adjustments: list[dict[str, Any]] = []
+        self._prices = prices
+        self._entries = LedgerEntries(connection, prices)
+        self._book = PriceBook((), 0)
+        self._adapters: Mapping[str, str] = {}
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """The outcome of each; a refused one changes nothing. Raises SQLAlchemyError, and then nothing is changed."""
-        tenant_ids = {operation.tenant_id for operation in operations if isinstance(operation, ReservationRequest)}
+        requests = [operation for operation in operations if isinstance(operation, ReservationRequest)]
         open_ids = {operation.request_id for operation in operations if not isinstance(operation, ReservationRequest)}
-        self._lock(tenant_ids, open_ids)
+        self._lock(requests, open_ids)
         self._now_us = self._database.now_us(self._connection)
-        self._read_buckets()
+        self._read_counters(requests)
         outcomes = [self._judge(operation) for operation in operations]
         self._write()
         return outcomes
 
-    def _lock(self, tenant_ids: Collection[str], open_ids: Collection[str]) -> None:
-        statements, execute = _statements(self._connection.dialect.name), self._connection.execute
+    def _lock(self, requests: Sequence[ReservationRequest], open_ids: Collection[str]) -> None:
+        execute, statements = self._connection.execute, _statements(self._connection.dialect.name)
         # The policies that a reservation's charges name never change.
         charged: set[str] = set()
         for row in execute(statements.charges, {"ids": list(open_ids)}) if open_ids else ():
             charged.update(charge["policy_id"] for charge in row.charges)
-        if tenant_ids or charged:
-            wanted = {"tenant_ids": list(tenant_ids), "ids": list(charged)}
-            self._policies = {row.id: policy_of(row) for row in execute(statements.policies, wanted)}
+        subjects = {request.tenant_id for request in requests}
+        subjects.update(request.api_key_id for request in requests)
+        subjects.update(request.adapter_id for request in requests if request.adapter_id is not None)
+        if subjects or charged:
+            self._quotas.read_policies(subjects, charged)
         if open_ids:
             rows = execute(statements.reservations, {"ids": list(open_ids)}).mappings().all()
             self._known = {row["id"] for row in rows}
@@ -142,12 +129,38 @@ class AdmissionBatch:
                 cached_tokens=row.cached_tokens,
             )
 
-    def _read_buckets(self) -> None:
-        if not self._policies:
+    def _read_counters(self, requests: Sequence[ReservationRequest]) -> None:
+        if not self._quotas.policies:
             return
-        query = _statements(self._connection.dialect.name).counters
-        for row in self._connection.execute(query, {"ids": list(self._policies)}):
-            self._buckets[row.policy_id] = Bucket(row.level, row.reserved, row.refilled_us)
+        self._quotas.read_timezones({request.tenant_id for request in requests})
+        wanted: list[Binding] = []
+        for request in requests:
+            wanted += self._bindings(request)
+        for reservation in (*self._open.values(), *self._recovered.values()):
+            held = self._quotas.held(reservation["charges"], reservation["tenant_id"])
+            wanted += [binding for _, binding in held if binding is not None]
+        self._quotas.read_counters(wanted)
+        if self._quotas.has_costs:
+            self._read_prices(requests)
+
+    def _read_prices(self, requests: Sequence[ReservationRequest]) -> None:
+        self._book = self._prices.book(self._connection, self._now_us)
+        versions = {request.adapter_version_id for request in requests}
+        versions.update(row["adapter_version_id"] for row in (*self._open.values(), *self._recovered.values()))
+        self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
+
+    def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
+        """What tokens cost a request, as the ledger will have it; None too where no budget is in money."""
+        if self._book.is_empty:
+            return None
+        adapter_id = None if version_id is None else self._adapters.get(version_id)
+        return self._book.price_of(tenant_id, adapter_id, admitted_us)
+
+    def _price_of(self, reservation: Mapping[str, Any]) -> Price | None:
+        return self._price(reservation["tenant_id"], reservation["adapter_version_id"], reservation["created_us"])
+
+    def _bindings(self, request: ReservationRequest) -> list[Binding]:
+        return self._quotas.bindings(request.tenant_id, request.api_key_id, request.adapter_id, self._now_us)
 
     def _judge(self, operation: Operation) -> Outcome:
         if isinstance(operation, Closing):
@@ -160,9 +173,15 @@ class AdmissionBatch:
             return refusal
 
     def _reserve(self, request: ReservationRequest) -> Reservation:
-        policies = [policy for policy in self._policies.values() if policy.tenant_id == request.tenant_id]
-        decision = decide(policies, self._buckets, request.reserved_tokens, self._now_us)
-        self._change(decision.buckets.items())
+        price = self._price(request.tenant_id, request.adapter_version_id, self._now_us)
+        completion = request.reserved_tokens - request.prompt_tokens
+        demand = Demand(
+            tokens=request.reserved_tokens,
+            cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
+            loads=request.num_loads,
+        )
+        decision = decide(self._bindings(request), self._quotas.counters, demand, self._now_us)
+        self._quotas.change(decision.counters.items())
         self._opened.append(
             {
                 "id": request.request_id,
@@ -171,6 +190,8 @@ class AdmissionBatch:
                 "adapter_version_id": request.adapter_version_id,
                 "model": request.model,
                 "endpoint": request.endpoint,
+                "base": request.base,
+                "end_user": request.end_user,
                 "state": "open",
                 "prompt_tokens": request.prompt_tokens,
                 "reserved_tokens": request.reserved_tokens,
@@ -180,19 +201,23 @@ class AdmissionBatch:
                 "lease_expires_us": self._now_us + LEASE_US,
             }
         )
-        return Reservation(request.request_id, request.reserved_tokens, self._now_us, decision.limits)
+        return Reservation(
+            request.request_id, request.reserved_tokens, self._now_us, decision.limits, decision.exceeded
+        )
 
     def _extend(self, extension: Extension) -> bool | LookupError:
         reservation = self._open.get(extension.request_id)
         if reservation is None:
             return self._not_open(extension.request_id)
-        charges = [Charge.from_json(charge) for charge in reservation["charges"]]
-        granted = extend(self._policies, self._buckets, charges, extension.tokens, self._now_us)
+        held = self._quotas.held(reservation["charges"], reservation["tenant_id"])
+        cost_nanos = cost_of(self._price_of(reservation), 0, 0, extension.tokens)
+        demand = Demand(tokens=extension.tokens, cost_nanos=cost_nanos)
+        granted = extend(held, self._quotas.counters, demand, self._now_us)
         if granted is None:
             return False
-        buckets, held = granted
-        self._change(buckets.items())
-        reservation["charges"] = [charge.as_json() for charge in held]
+        counters, charges = granted
+        self._quotas.change(counters.items())
+        reservation["charges"] = [charge.as_json() for charge in charges]
         reservation["reserved_tokens"] += extension.tokens
         self._extended[extension.request_id] = {
             "request_id": extension.request_id,
@@ -215,94 +240,41 @@ class AdmissionBatch:
             return False
         del self._open[closing.request_id]
         settlement = closing.settlement
-        for charge in map(Charge.from_json, reservation["charges"]):
-            policy = self._policies.get(charge.policy_id)
+        spent = _spent(settlement, self._price_of(reservation))
+        for charge, binding in self._quotas.held(reservation["charges"], reservation["tenant_id"]):
             # A limit that was lifted meanwhile no longer binds.
-            if policy is not None:
-                bucket = give_back(policy, self._buckets[policy.id], charge, settlement, self._now_us)
-                self._change([(policy.id, bucket)])
+            if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
+                counter = binding.give_back(binding.current(counter, self._now_us), charge.amount, spent)
+                self._quotas.change([(binding.key, counter)])
         self._closed.append({"request_id": reservation["id"], "new_state": closing.state})
-        self._events.append(
-            {
-                "request_id": reservation["id"],
-                "tenant_id": reservation["tenant_id"],
-                "api_key_id": reservation["api_key_id"],
-                "adapter_version_id": reservation["adapter_version_id"],
-                "model": reservation["model"],
-                "endpoint": reservation["endpoint"],
-                "status": settlement.status,
-                "prompt_tokens": settlement.prompt_tokens,
-                "cached_tokens": settlement.cached_tokens,
-                "completion_tokens": settlement.completion_tokens,
-                "started_us": reservation["created_us"],
-                "finished_us": self._now_us,
-                "first_token_us": settlement.first_token_us,
-            }
-        )
+        self._entries.charge(reservation, settlement)
         return True
 
     def _correct(self, closing: Closing) -> bool:
         """Settle a request whose gateway had seemed dead: what it cost beyond, or less than, what it was charged."""
         reservation = self._recovered.pop(closing.request_id)
         charged, truth = self._charged[closing.request_id], closing.settlement
-        for charge in map(Charge.from_json, reservation["charges"]):
-            policy = self._policies.get(charge.policy_id)
-            if policy is not None:
-                bucket = correct(policy, self._buckets[policy.id], charge, charged, truth, self._now_us)
-                self._change([(policy.id, bucket)])
+        price = self._price_of(reservation)
+        guess, spent = _spent(charged, price), _spent(truth, price)
+        for charge, binding in self._quotas.held(reservation["charges"], reservation["tenant_id"]):
+            if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
+                counter = binding.correct(binding.current(counter, self._now_us), charge.amount, guess, spent)
+                self._quotas.change([(binding.key, counter)])
         self._closed.append({"request_id": closing.request_id, "new_state": closing.state})
-        self._adjustments.append(
-            {
-                "id": new_id("adj"),
-                "request_id": closing.request_id,
-                "tenant_id": reservation["tenant_id"],
-                "prompt_tokens": truth.prompt_tokens - charged.prompt_tokens,
-                "cached_tokens": truth.cached_tokens - charged.cached_tokens,
-                "completion_tokens": truth.completion_tokens - charged.completion_tokens,
-                "created_us": self._now_us,
-            }
-        )
+        self._entries.correct(reservation, charged, truth)
         return True
-
-    def _change(self, buckets: Iterable[tuple[str, Bucket]]) -> None:
-        for policy_id, bucket in buckets:
-            self._buckets[policy_id] = bucket
-            self._changed.add(policy_id)
 
     def _write(self) -> None:
         execute = self._connection.execute
-        if self._changed:
-            changed = [(policy_id, self._buckets[policy_id]) for policy_id in sorted(self._changed)]
-            execute(
-                _WRITE_BUCKET,
-                [
-                    {
-                        "policy": policy_id,
-                        "new_level": bucket.level,
-                        "new_reserved": bucket.reserved,
-                        "new_refilled_us": bucket.refilled_us,
-                    }
-                    for policy_id, bucket in changed
-                ],
-            )
+        self._quotas.write()
         if self._opened:
             execute(insert(_reservations), self._opened)
         if self._extended:
             execute(_EXTEND, list(self._extended.values()))
         if self._closed:
             execute(_CLOSE, self._closed)
-        if self._adjustments:
-            execute(insert(schema.usage_adjustments), self._adjustments)
-        if self._events:
-            adapter_ids = self._adapters({event["adapter_version_id"] for event in self._events} - {None})
-            for event in self._events:
-                event["adapter_id"] = adapter_ids.get(event["adapter_version_id"])
-            execute(insert(schema.usage_events), self._events)
+        self._entries.write(self._now_us)
 
-    def _adapters(self, version_ids: Collection[str]) -> dict[str, str]:
-        """The adapter of each version."""
-        if not version_ids:
-            return {}
-        versions = schema.adapter_versions.c
-        query = select(versions.id, versions.adapter_id).where(versions.id.in_(version_ids))
-        return {row.id: row.adapter_id for row in self._connection.execute(query)}
+
+def _spent(settlement: Settlement, price: Price | None) -> Spent:
+    return Spent(tokens=settlement.tokens, cost_nanos=settlement.cost_nanos(price), has_run=settlement.has_run)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, insert, select, update
+from sqlalchemy import ColumnElement, Row, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
@@ -27,6 +27,8 @@ PLATFORM_SCOPES = frozenset({"platform:read", "platform:admin"})
 DEFAULT_TENANT_SCOPES = frozenset({"adapters", "base"})
 DEFAULT_PLATFORM_SCOPES = frozenset({"platform:admin"})
 
+OPERATOR = "operator"
+"""The key id of the operator's own key, which has no row."""
 MIN_ADMIN_KEY = 32
 MAX_NAME = 200
 
@@ -150,7 +152,7 @@ class ApiKeys:
         """Who presents this key; None for a key that is unknown, revoked, expired or of a suspended tenant."""
         sha256 = _sha256(presented)
         if self._admin_sha256 is not None and hmac.compare_digest(sha256, self._admin_sha256):
-            return Principal(key_id="operator", tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
+            return Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
         match = _PRESENTED.fullmatch(presented)
         if match is None:
             return None
@@ -158,15 +160,25 @@ class ApiKeys:
         cached = self._cache.get(sha256, now_us)
         if cached is not None:
             return cached
-        row = self._find(match.group(1))
+        row = self._find(schema.api_keys.c.public_id == match.group(1))
         stored = row.secret_sha256 if row is not None else _NO_KEY
         if not hmac.compare_digest(sha256, stored) or row is None or not _is_usable(row, now_us):
             return None
-        principal = Principal(
-            key_id=row.id, tenant_id=row.tenant_id, tenant_slug=row.slug, scopes=frozenset(row.scopes)
-        )
+        principal = _principal(row)
         self._cache.put(sha256, principal, now_us, row.expires_us)
         return principal
+
+    def current(self, principal: Principal) -> Principal | None:
+        """What someone who authenticated earlier may do now; None once the key or its tenant is out of service.
+
+        The operator's own key stands for as long as this process runs.
+        """
+        if principal.key_id == OPERATOR:
+            return principal if self._admin_sha256 is not None else None
+        row = self._find(schema.api_keys.c.id == principal.key_id)
+        if row is None or not _is_usable(row, self._database.now_us()):
+            return None
+        return _principal(row)
 
     def has_platform_admin(self) -> bool:
         """Whether somebody can administer: the operator's key is set, or a usable platform:admin key exists."""
@@ -184,15 +196,15 @@ class ApiKeys:
             ).all()
         return any("platform:admin" in row.scopes for row in rows)
 
-    def _find(self, public_id: str) -> Row[Any] | None:
+    def _find(self, is_it: ColumnElement[bool]) -> Row[Any] | None:
         keys, tenants = schema.api_keys, schema.tenants
-        query = (
-            select(keys, tenants.c.slug, tenants.c.state)
-            .join_from(keys, tenants, isouter=True)
-            .where(keys.c.public_id == public_id)
-        )
+        query = select(keys, tenants.c.slug, tenants.c.state).join_from(keys, tenants, isouter=True).where(is_it)
         with self._database.read() as connection:
             return connection.execute(query).one_or_none()
+
+
+def _principal(row: Row[Any]) -> Principal:
+    return Principal(key_id=row.id, tenant_id=row.tenant_id, tenant_slug=row.slug, scopes=frozenset(row.scopes))
 
 
 def _is_usable(row: Row[Any], now_us: int) -> bool:

@@ -30,7 +30,7 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
 
 
 class Metered:
-    """Counts answers and times them to their last byte."""
+    """Counts answers and errors, and times them to their last byte."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -49,9 +49,15 @@ class Metered:
                 status = message["status"]
             await send(message)
 
+        endpoint = ENDPOINTS.get(scope["path"], "other")
         try:
             await self._app(scope, receive, send_noted)
+        except Exception:
+            self._metrics.errors.labels(endpoint, "internal_error").inc()
+            raise
         finally:
-            endpoint = ENDPOINTS.get(scope["path"], "other")
+            code = scope.get("state", {}).get("error_code")
+            if code is not None:
+                self._metrics.errors.labels(endpoint, code).inc()
             self._metrics.requests.labels(endpoint, str(status)).inc()
             self._metrics.request_seconds.labels(endpoint).observe(time.monotonic() - started)

@@ -51,8 +51,10 @@ def install_error_handling(app: FastAPI, translations: Mapping[type[Exception], 
     `translations` turn further exceptions, and their subclasses, into an ApiError.
     """
 
-    async def answer(_: Request, error: Exception) -> Response:
-        return error_response(error if isinstance(error, ApiError) else _translated(error, known))
+    async def answer(request: Request, error: Exception) -> Response:
+        told = error if isinstance(error, ApiError) else _translated(error, known)
+        request.state.error_code = told.code
+        return error_response(told)
 
     known = {**TRANSLATIONS, **(translations or {})}
     for kind in (ApiError, HTTPException, RequestValidationError, *known):

@@ -70,6 +70,14 @@ class PermissionDenied(ApiError):
     code = "insufficient_scope"
 
 
+class RequestCancelled(ApiError):
+    """Somebody who may ended the request; not a status that clients answer by sending it again."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "request_cancelled"
+
+
 class NotFound(ApiError):
     """It does not exist, or the caller may not know that it does."""
 
@@ -108,6 +116,22 @@ class PayloadTooLarge(ApiError):
     status = 413
     type = "invalid_request_error"
     code = "payload_too_large"
+
+
+class UnprocessableRequest(ApiError):
+    """The request is well-formed, but contradicts what was sent before."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "unprocessable"
+
+
+class PreconditionRequired(ApiError):
+    """A change must say which state it is meant for."""
+
+    status = 428
+    type = "invalid_request_error"
+    code = "precondition_required"
 
 
 class RateLimited(ApiError):

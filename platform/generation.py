@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from loramux.engine.messages import Add, Finished, SamplingParams
 from loramux.platform.choice import Choice, ChoiceDelta
 from loramux.platform.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.engine_failures import engine_failure
-from loramux.platform.errors import ApiError
+from loramux.platform.errors import ApiError, RequestCancelled
 from loramux.platform.model_names import ResolvedModel
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.pending_deltas import PendingDeltas
@@ -62,6 +63,8 @@ class Plan:
     granted_tokens: int
     sampling: SamplingParams
     stops: tuple[str, ...]
+    base: str
+    end_user: str | None
 
     @property
     def prompt_tokens(self) -> int:
@@ -95,6 +98,7 @@ class Plan:
             share_key=self.share.key,
             weight=self.share.weight,
             isolation_key=self.share.isolation_key,
+            host_floor_bytes=self.share.host_floor_bytes,
         )
 
 
@@ -110,7 +114,8 @@ class Usage:
 class Generation:
     """Runs in a task of its own, so that a client that leaves cannot cut the settlement short.
 
-    `deltas` yields what the choices say and ends once the request is settled; `usage` is then known.
+    `deltas` yields what the choices say and ends once the request is settled; `usage` is then known. `observe_gap` is
+    told the seconds between two tokens of a choice.
     """
 
     def __init__(
@@ -121,8 +126,10 @@ class Generation:
         settle: Settle,
         extend: Extend,
         clock: Callable[[], int],
+        observe_gap: Callable[[float], None] | None = None,
     ) -> None:
         self.plan = plan
+        self._observe_gap = observe_gap
         self._engine = engine
         self._settle = settle
         self._extend = extend
@@ -171,6 +178,11 @@ class Generation:
             self.is_abandoned = True
             self._stop()
 
+    def cancel(self) -> None:
+        """An administrator wants it ended: the client is told so, and what was committed is paid for."""
+        if self.status == "open" and not self._is_stopping.is_set():
+            self._fail(RequestCancelled("an administrator cancelled this request"))
+
     async def run(self) -> None:
         """Read every choice to its end, then settle."""
         readers = [asyncio.create_task(self._read(choice)) for choice in self._choices]
@@ -209,12 +221,20 @@ class Generation:
         """Submit one choice and turn what the engine says of it into deltas."""
         if self._is_stopping.is_set():
             return
+        last_s: float | None = None
         async for item in self._engine.submit(choice.add):
             if isinstance(item, Finished):
                 self._finish(choice, item)
                 return
             if self.first_token_us is None:
                 self.first_token_us = self._clock()
+            if self._observe_gap is not None:
+                now_s = time.monotonic()
+                if last_s is not None:
+                    # Tokens that waited for each other came together; each counts with its part of the time.
+                    for _ in item.token_ids:
+                        self._observe_gap((now_s - last_s) / len(item.token_ids))
+                last_s = now_s
             delta = choice.feed(item)
             self._ask_for_more(choice)
             if delta is None:
@@ -275,7 +295,8 @@ class Generation:
         # A prompt is paid for once, however many choices continue it.
         groups = [choices[start : start + n] for start in range(0, len(choices), n)]
         is_complete = all(choice.is_done for choice in choices)
-        status = "failed" if self._failure is not None else "completed" if is_complete else "aborted"
+        is_failed = self._failure is not None and not isinstance(self._failure, RequestCancelled)
+        status = "failed" if is_failed else "completed" if is_complete else "aborted"
         return Settlement(
             status=status,
             prompt_tokens=sum(max(choice.prompt_tokens for choice in group) for group in groups),

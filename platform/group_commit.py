@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,9 @@ from loramux.platform.reservations import Operation, Outcome
 
 MAX_OPERATIONS = 256
 """The most that one transaction takes: it holds the locks of every policy in it."""
+
+NoteCommit = Callable[[int, float, bool], None]
+"""Told of each transaction: how many operations it had, how many seconds it took, and whether it failed."""
 
 _log = structlog.get_logger(__name__)
 
@@ -35,8 +40,9 @@ class GroupCommit:
     statement that the database does not accept, touches only its own operation.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, note_commit: NoteCommit | None = None) -> None:
         self._admission = admission
+        self._note_commit = note_commit
         self._waiting: deque[_Waiting] = deque()
         self._has_changed = threading.Condition()
         self._is_closed = False
@@ -63,7 +69,11 @@ class GroupCommit:
 
     def _run(self) -> None:
         while batch := self._next():
+            started_s = time.monotonic()
             outcomes = self._commit([waiting.operation for waiting in batch])
+            if self._note_commit is not None:
+                has_failed = any(isinstance(outcome, SQLAlchemyError) for outcome in outcomes)
+                self._note_commit(len(batch), time.monotonic() - started_s, has_failed)
             _answer(batch, outcomes)
 
     def _next(self) -> list[_Waiting]:

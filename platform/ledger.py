@@ -15,7 +15,7 @@ from loramux.platform.errors import InvalidRequest
 
 BUCKET_US = {"1m": 60_000_000, "1h": 3_600_000_000, "1d": 86_400_000_000}
 GROUPS = ("tenant", "key", "adapter", "version", "model", "endpoint", "status")
-AMOUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+AMOUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 MAX_BUCKETS = 10_000
 
 
@@ -36,6 +36,7 @@ class UsageRow:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    cost_nanos: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,10 @@ class UsageEvent:
     started_us: int
     finished_us: int
     first_token_us: int | None
+    base: str
+    end_user: str | None
+    cost_nanos: int
+    price_id: str | None
 
 
 class Ledger:
@@ -189,6 +194,7 @@ def _usage_row(row: Row[Any], start_us: int, end_us: int, bucket: str | None, gr
         prompt_tokens=int(row.prompt_tokens),
         cached_tokens=int(row.cached_tokens),
         completion_tokens=int(row.completion_tokens),
+        cost_nanos=int(row.cost_nanos),
     )
 
 
@@ -209,4 +215,8 @@ def _event(row: Row[Any]) -> UsageEvent:
         started_us=row.started_us,
         finished_us=row.finished_us,
         first_token_us=row.first_token_us,
+        base=row.base,
+        end_user=row.end_user,
+        cost_nanos=row.cost_nanos,
+        price_id=row.price_id,
     )

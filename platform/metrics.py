@@ -1,14 +1,26 @@
-"""What Prometheus scrapes of a gateway. Labels come from small fixed sets: never a tenant, key or path."""
+"""What Prometheus scrapes of a gateway. Labels come from small fixed sets: never a tenant, key or path.
+
+The one exception shows at most ten quota policies, those that refuse most. docs/metrics.md lists every metric.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from collections.abc import Iterator
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from loramux.platform.quotas import QuotaPolicy
 from loramux.platform.reservations import Settlement
+from loramux.platform.top_refusals import TopRefusals
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+GAP_SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+COMMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+COMMIT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class GatewayMetrics:
@@ -16,36 +28,89 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
-        self.requests = Counter("loramux_requests", "Answered calls", ("endpoint", "status"), registry=self.registry)
-        self.tokens = Counter("loramux_tokens", "Settled tokens", ("kind",), registry=self.registry)
-        self.refusals = Counter(
-            "loramux_quota_refusals", "Requests that a quota refused", ("metric",), registry=self.registry
+        ProcessCollector(registry=self.registry)
+        self._top_refusals = TopRefusals()
+        self.registry.register(_TopRefusalsCollector(self._top_refusals))
+
+        self.requests = self._counter("loramux_requests", "Answered calls", "endpoint", "status")
+        self.errors = self._counter("loramux_errors", "Calls answered with an error, by its code", "endpoint", "code")
+        self.request_seconds = self._histogram(
+            "loramux_request_seconds", "From the call to its last byte", SECONDS, "endpoint"
         )
-        self.request_seconds = Histogram(
-            "loramux_request_seconds",
-            "From the call to its last byte",
-            ("endpoint",),
-            buckets=SECONDS,
-            registry=self.registry,
+        self.first_token_seconds = self._histogram(
+            "loramux_first_token_seconds", "From the call to its first token", SECONDS, "endpoint"
         )
-        self.first_token_seconds = Histogram(
-            "loramux_first_token_seconds",
-            "From the call to its first token",
-            ("endpoint",),
-            buckets=SECONDS,
-            registry=self.registry,
+        self.token_gap_seconds = self._histogram(
+            "loramux_token_gap_seconds", "Between two tokens of a choice", GAP_SECONDS, "endpoint"
         )
-        self.running = Gauge("loramux_running_requests", "Admitted and not settled", registry=self.registry)
-        self.settle_failures = Counter("loramux_settle_failures", "Requests left to recovery", registry=self.registry)
-        self.recovered = Counter(
-            "loramux_recovered_requests", "Reservations recovered after their lease", registry=self.registry
+        self.settled = self._counter("loramux_settled_requests", "Requests that ran, by how they ended", "status")
+        self.tokens = self._counter("loramux_tokens", "Settled tokens", "kind")
+        self.running = self._gauge("loramux_running_requests", "Admitted and not settled")
+
+        self.refusals = self._counter("loramux_quota_refusals", "Requests that a quota refused", "metric", "mode")
+        self.commit_seconds = self._histogram(
+            "loramux_commit_seconds", "A transaction of reservations and settlements", COMMIT_SECONDS
+        )
+        self.commit_operations = self._histogram(
+            "loramux_commit_operations", "Reservations and settlements in one transaction", COMMIT_SIZES
+        )
+        self.commit_failures = self._counter("loramux_commit_failures", "Transactions that the database did not take")
+        self.settle_failures = self._counter("loramux_settle_failures", "Requests left to recovery")
+        self.recovered = self._counter("loramux_recovered_requests", "Reservations recovered after their lease")
+
+        self.database_connections = self._gauge("loramux_database_connections", "Database connections in use")
+
+        self.store_breaker_open = self._gauge(
+            "loramux_gateway_store_breaker_open", "1 while this gateway asks the blob store no more"
+        )
+        self.validations = self._counter("loramux_validations", "Uploads validated, by outcome", "outcome")
+        self.validation_seconds = self._histogram("loramux_validation_seconds", "A validation", SECONDS)
+        self.admin_requests = self._counter("loramux_admin_requests", "Answered admin calls", "method", "status")
+        self.admin_request_seconds = self._histogram(
+            "loramux_admin_request_seconds", "From an admin call to its last byte", SECONDS
         )
 
-    def count_tokens(self, settlement: Settlement) -> None:
+    def count_settlement(self, settlement: Settlement) -> None:
+        self.settled.labels(settlement.status).inc()
         self.tokens.labels("prompt").inc(settlement.prompt_tokens)
         self.tokens.labels("cached").inc(settlement.cached_tokens)
         self.tokens.labels("completion").inc(settlement.completion_tokens)
 
+    def count_refusal(self, policy: QuotaPolicy, mode: str = "hard") -> None:
+        """A policy did not admit a request; with the mode `soft` or `shadow` the request ran all the same."""
+        self.refusals.labels(policy.metric, mode).inc()
+        if mode == "hard":
+            self._top_refusals.count(policy.id)
+
+    def note_commit(self, num_operations: int, seconds: float, has_failed: bool) -> None:
+        """A transaction of the committer came to its end."""
+        self.commit_operations.observe(num_operations)
+        self.commit_seconds.observe(seconds)
+        if has_failed:
+            self.commit_failures.inc()
+
     def render(self) -> bytes:
         """The text exposition, of type `CONTENT_TYPE`."""
         return generate_latest(self.registry)
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(name, help_text, registry=self.registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(name, help_text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, help_text, labels, buckets=buckets, registry=self.registry)
+
+
+class _TopRefusalsCollector(Collector):
+    def __init__(self, refusals: TopRefusals) -> None:
+        self._refusals = refusals
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "loramux_quota_top_refusals", "Refusals by policy over 5 to 10 minutes, the ten most", labels=("policy",)
+        )
+        for policy_id, count in self._refusals.top():
+            family.add_metric((policy_id,), count)
+        yield family

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loramux.engine.messages import SamplingParams
+from loramux.platform.end_users import end_user_label
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation import CHUNK_TOKENS, Plan
 from loramux.platform.model_names import ResolvedModel
@@ -91,6 +92,8 @@ async def make_plan(
         granted_tokens=max_tokens if is_asked else min(max_tokens, max(CHUNK_TOKENS, sampling.min_tokens)),
         sampling=sampling,
         stops=tuple(body.stop or ()),
+        base=services.model.served_name,
+        end_user=end_user_label(body.user),
     )
 
 

@@ -13,6 +13,8 @@ class Principal:
     tenant_id: str | None
     tenant_slug: str | None
     scopes: frozenset[str]
+    adapter_ids: frozenset[str] | None = None
+    """The adapters that the key may name; None: all that its tenant may call."""
 
     @property
     def is_platform_admin(self) -> bool:

@@ -1,4 +1,4 @@
-"""The judgement of admission, without a database: what binds, what a request takes and what it gives back."""
+"""The judgement of admission, without a database: what binds, what a request holds, and what its caller is told."""
 
 from __future__ import annotations
 
@@ -6,30 +6,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loramux.platform.buckets import UNITS, Bucket
 from loramux.platform.errors import InvalidRequest, RateLimited
-from loramux.platform.quotas import CONCURRENT_REQUESTS, REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, QuotaPolicy
-from loramux.platform.reservations import RateLimit, Settlement
+from loramux.platform.quota_counters import Counter, CounterKey
+from loramux.platform.quota_metrics import METRICS, REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, Kind, Unit
+from loramux.platform.quota_rules import Binding, Demand
+from loramux.platform.quotas import SHADOW, SOFT, QuotaPolicy
+from loramux.platform.reservations import RateLimit
 
-RETRY_CONCURRENCY_S = 1.0
-RETRY_NEVER_S = 3600.0
-_KINDS = {REQUESTS_PER_MINUTE: "requests", TOKENS_PER_MINUTE: "tokens"}
+_HEADER_KINDS = {REQUESTS_PER_MINUTE: "requests", TOKENS_PER_MINUTE: "tokens"}
+POLICY_HEADER = "x-loramux-quota-policy"
+"""Names the policy that refused."""
+EXCEEDED_HEADER = "x-loramux-quota-exceeded"
+"""Names the metrics whose soft limits a request went beyond."""
 
 
 class QuotaExceeded(RateLimited):
-    """A policy does not admit the request now."""
+    """A policy does not admit the request now: a budget that is spent, or a rate."""
 
-    def __init__(self, policy: QuotaPolicy, wait_s: float, limits: tuple[RateLimit, ...]) -> None:
+    def __init__(self, policy: QuotaPolicy, wait_us: int, limits: tuple[RateLimit, ...] = ()) -> None:
+        is_rate = METRICS[policy.metric].kind in (Kind.RATE, Kind.CONCURRENCY)
         super().__init__(
-            f"the limit of {policy.limit} for {policy.metric} is reached",
+            f"the {policy.scope}'s limit of {policy.limit} for {policy.metric} is reached",
             param=policy.metric,
             # A limit of zero does not pass with time.
-            code="insufficient_quota" if policy.limit == 0 else None,
-            retry_after_s=wait_s,
-            headers=rate_limit_headers(limits),
+            code=None if is_rate and policy.limit else "insufficient_quota",
+            retry_after_s=wait_us / 1_000_000,
+            headers={**rate_limit_headers(limits), POLICY_HEADER: policy.id},
         )
         self.policy = policy
-        self.wait_s = wait_s
+        self.wait_us = wait_us
 
 
 class RequestTooLarge(InvalidRequest):
@@ -38,17 +43,21 @@ class RequestTooLarge(InvalidRequest):
     code = "request_too_large"
 
     def __init__(self, policy: QuotaPolicy, cost: int) -> None:
+        metric = METRICS[policy.metric]
+        most = policy.burst if metric.kind is Kind.RATE else policy.limit
+        amount = f"cost {cost} nanos" if metric.unit is Unit.NANOS else f"use {cost} {metric.unit}"
         super().__init__(
-            f"the request may use {cost} tokens, but {policy.metric} admits at most {policy.burst} at once: "
+            f"the request may {amount}, but the {policy.scope}'s {policy.metric} admits at most {most} at once: "
             "shorten the prompt or lower max_tokens",
             param="max_tokens",
+            headers={POLICY_HEADER: policy.id},
         )
         self.policy = policy
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a reservation holds of one counter."""
+    """What a reservation holds of one counter; that of the platform's policies is the tenant's own."""
 
     policy_id: str
     window_start_us: int
@@ -64,83 +73,107 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The counters after the request was admitted, what it holds of each, and what is left."""
+    """The counters after the request was admitted, what it holds of each, what is left, and which it went beyond."""
 
-    buckets: dict[str, Bucket]
+    counters: dict[CounterKey, Counter]
     charges: tuple[Charge, ...]
     limits: tuple[RateLimit, ...]
+    exceeded: tuple[QuotaPolicy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one policy says of a request."""
+
+    binding: Binding
+    counter: Counter
+    """As it stands before the request."""
+    cost: int
+    never_admits: bool
+    wait_us: int
+    """0 where it admits."""
+
+
+def verdicts(
+    bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
+) -> list[Verdict]:
+    """What each policy says, whatever its mode."""
+    found = []
+    for binding in bindings:
+        cost = demand.of(binding.metric)
+        counter = binding.current(counters.get(binding.key), now_us)
+        wait_us = binding.wait_us(counter, cost, now_us)
+        found.append(Verdict(binding, counter, cost, wait_us > 0 and binding.never_admits(cost), wait_us))
+    return found
+
+
+def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTooLarge | None:
+    """Why a request is not admitted: a cost that is never admitted, else the longest wait; None where it is."""
+    against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
+    for verdict in against:
+        if verdict.never_admits:
+            return RequestTooLarge(verdict.binding.policy, verdict.cost)
+    if not against:
+        return None
+    longest = max(against, key=lambda verdict: verdict.wait_us)
+    limits = _limits([(verdict.binding, verdict.counter) for verdict in judged], now_us)
+    return QuotaExceeded(longest.binding.policy, longest.wait_us, limits)
 
 
 def decide(
-    policies: Sequence[QuotaPolicy], buckets: Mapping[str, Bucket], reserved_tokens: int, now_us: int
+    bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
 ) -> Decision:
-    """Admit a request under every policy or raise: for a cost that none ever admits, else for the longest wait."""
-    current = {policy.id: _refilled(policy, buckets[policy.id], now_us) for policy in policies}
-    for policy in policies:
-        cost = _cost(policy, reserved_tokens)
-        if policy.metric != CONCURRENT_REQUESTS and policy.limit > 0 and cost > policy.burst:
-            raise RequestTooLarge(policy, cost)
-    limits = _limits(policies, current)
-    refusals = [
-        QuotaExceeded(policy, wait_s, limits)
-        for policy in policies
-        if (wait_s := _wait_s(policy, current[policy.id], _cost(policy, reserved_tokens))) > 0
-    ]
-    if refusals:
-        raise max(refusals, key=lambda refusal: refusal.wait_s)
-    taken = {policy.id: _take(policy, current[policy.id], reserved_tokens) for policy in policies}
-    charges = tuple(Charge(policy.id, 0, _cost(policy, reserved_tokens)) for policy in policies)
-    return Decision(taken, charges, _limits(policies, taken))
+    """Admit a request under every policy; raises RequestTooLarge or QuotaExceeded."""
+    judged = verdicts(bindings, counters, demand, now_us)
+    refused = refusal(judged, now_us)
+    if refused is not None:
+        raise refused
+    taken: dict[CounterKey, Counter] = {}
+    charges, exceeded = [], []
+    for verdict in judged:
+        binding, counter, cost = verdict.binding, verdict.counter, verdict.cost
+        if verdict.wait_us:
+            exceeded.append(binding.policy)
+            counter = counter.changed(exceeded=1)
+        if binding.is_charged(cost, is_exceeded=verdict.wait_us > 0):
+            counter = binding.take(counter, cost)
+            charges.append(Charge(binding.policy.id, binding.window.start_us, cost))
+        taken[binding.key] = counter
+    limits = _limits([(binding, taken[binding.key]) for binding in bindings], now_us)
+    return Decision(taken, tuple(charges), limits, tuple(exceeded))
 
 
 def extend(
-    policies: Mapping[str, QuotaPolicy],
-    buckets: Mapping[str, Bucket],
-    charges: Sequence[Charge],
-    tokens: int,
+    held: Sequence[tuple[Charge, Binding | None]],
+    counters: Mapping[CounterKey, Counter],
+    demand: Demand,
     now_us: int,
-) -> tuple[dict[str, Bucket], tuple[Charge, ...]] | None:
-    """The counters and what the request holds of them after it got so many tokens more; None where one refuses."""
-    changed: dict[str, Bucket] = {}
-    held = []
-    for charge in charges:
-        policy = policies.get(charge.policy_id)
+) -> tuple[dict[CounterKey, Counter], tuple[Charge, ...]] | None:
+    """The counters and what the request holds of them after it got so much more; None where a hard policy refuses.
+
+    `held` are its charges with the policies that they are of; None for one that was lifted meanwhile.
+    """
+    changed: dict[CounterKey, Counter] = {}
+    charges = []
+    for charge, binding in held:
+        counter = None if binding is None else counters.get(binding.key)
         # What is no longer limited, or not by tokens, has nothing against more tokens.
-        if policy is None or policy.metric != TOKENS_PER_MINUTE:
-            held.append(charge)
+        if binding is None or counter is None or not binding.is_extended:
+            charges.append(charge)
             continue
-        bucket = _refilled(policy, buckets[policy.id], now_us)
-        if bucket.free_units < tokens * UNITS:
+        cost = demand.of(binding.metric)
+        counter = binding.current(counter, now_us)
+        is_exceeded = binding.wait_us(counter, cost, now_us) > 0
+        if is_exceeded and binding.is_hard:
             return None
-        changed[policy.id] = Bucket(bucket.level, bucket.reserved + tokens, bucket.refilled_us)
-        held.append(Charge(charge.policy_id, charge.window_start_us, charge.amount + tokens))
-    return changed, tuple(held)
-
-
-def give_back(policy: QuotaPolicy, bucket: Bucket, charge: Charge, settlement: Settlement, now_us: int) -> Bucket:
-    """The counter after a request settled: what it held is released and what it used is gone."""
-    bucket = _refilled(policy, bucket, now_us)
-    if policy.metric == REQUESTS_PER_MINUTE:
-        returned = 0 if settlement.has_run else charge.amount * UNITS
-        return Bucket(min(policy.burst * UNITS, bucket.level + returned), bucket.reserved, bucket.refilled_us)
-    if policy.metric == TOKENS_PER_MINUTE:
-        return Bucket(bucket.level - settlement.tokens * UNITS, bucket.reserved - charge.amount, bucket.refilled_us)
-    return Bucket(bucket.level, bucket.reserved - charge.amount, bucket.refilled_us)
-
-
-def correct(
-    policy: QuotaPolicy, bucket: Bucket, charge: Charge, charged: Settlement, truth: Settlement, now_us: int
-) -> Bucket:
-    """The counter after a request that was charged by a guess turned out to have cost something else."""
-    bucket = _refilled(policy, bucket, now_us)
-    level = bucket.level
-    if policy.metric == TOKENS_PER_MINUTE:
-        level += (charged.tokens - truth.tokens) * UNITS
-    elif policy.metric == REQUESTS_PER_MINUTE and not truth.has_run:
-        level += charge.amount * UNITS
-    else:
-        return bucket
-    return Bucket(min(policy.burst * UNITS, level), bucket.reserved, bucket.refilled_us)
+        if is_exceeded:
+            counter = counter.changed(exceeded=1)
+        if binding.is_charged(cost, is_exceeded=is_exceeded):
+            counter = binding.take(counter, cost)
+            charge = Charge(charge.policy_id, charge.window_start_us, charge.amount + cost)
+        changed[binding.key] = counter
+        charges.append(charge)
+    return changed, tuple(charges)
 
 
 def rate_limit_headers(limits: Sequence[RateLimit]) -> dict[str, str]:
@@ -152,47 +185,21 @@ def rate_limit_headers(limits: Sequence[RateLimit]) -> dict[str, str]:
     return headers
 
 
-def _refilled(policy: QuotaPolicy, bucket: Bucket, now_us: int) -> Bucket:
-    if policy.metric == CONCURRENT_REQUESTS:
-        return bucket
-    return bucket.refilled(policy.limit, policy.burst, now_us)
+def exceeded_headers(exceeded: Sequence[QuotaPolicy]) -> dict[str, str]:
+    """What a caller is told of soft limits; of shadow policies it learns nothing."""
+    metrics = sorted({policy.metric for policy in exceeded if policy.mode == SOFT})
+    return {EXCEEDED_HEADER: ", ".join(metrics)} if metrics else {}
 
 
-def _cost(policy: QuotaPolicy, reserved_tokens: int) -> int:
-    return reserved_tokens if policy.metric == TOKENS_PER_MINUTE else 1
-
-
-def _wait_s(policy: QuotaPolicy, bucket: Bucket, cost: int) -> float:
-    """How long until the policy admits `cost`: 0 when it does now."""
-    if policy.metric == CONCURRENT_REQUESTS:
-        if bucket.reserved + cost <= policy.limit:
-            return 0.0
-        return RETRY_CONCURRENCY_S if policy.limit else RETRY_NEVER_S
-    if bucket.free_units >= cost * UNITS:
-        return 0.0
-    # Without a refill, waiting would be waiting for the operator.
-    return bucket.wait_us(cost, policy.limit) / 1_000_000 if policy.limit else RETRY_NEVER_S
-
-
-def _take(policy: QuotaPolicy, bucket: Bucket, reserved_tokens: int) -> Bucket:
-    cost = _cost(policy, reserved_tokens)
-    if policy.metric == REQUESTS_PER_MINUTE:
-        return Bucket(bucket.level - cost * UNITS, bucket.reserved, bucket.refilled_us)
-    return Bucket(bucket.level, bucket.reserved + cost, bucket.refilled_us)
-
-
-def _limits(policies: Sequence[QuotaPolicy], buckets: Mapping[str, Bucket]) -> tuple[RateLimit, ...]:
-    return tuple(
-        RateLimit(
-            kind=_KINDS[policy.metric],
-            limit=policy.limit,
-            remaining=buckets[policy.id].remaining,
-            reset_us=_reset_us(policy, buckets[policy.id]),
-        )
-        for policy in policies
-        if policy.metric in _KINDS
-    )
-
-
-def _reset_us(policy: QuotaPolicy, bucket: Bucket) -> int:
-    return bucket.wait_us(policy.burst, policy.limit) if policy.limit else 0
+def _limits(standing: Sequence[tuple[Binding, Counter]], now_us: int) -> tuple[RateLimit, ...]:
+    """What is left of requests and tokens a minute; of several limits the one with least left."""
+    tightest: dict[str, RateLimit] = {}
+    for binding, counter in standing:
+        kind = _HEADER_KINDS.get(binding.policy.metric)
+        if kind is None or binding.policy.mode == SHADOW:
+            continue
+        remaining = binding.remaining(counter)
+        if kind not in tightest or remaining < tightest[kind].remaining:
+            reset_us = binding.reset_us(counter, now_us)
+            tightest[kind] = RateLimit(kind, binding.policy.limit, remaining, reset_us)
+    return tuple(tightest.values())

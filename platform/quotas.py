@@ -1,135 +1,161 @@
-"""Quota policies: what a tenant may use, one policy a metric."""
+"""Quota policies: what the platform's tenants, keys and adapters may use, one policy a subject and metric."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, Table, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.platform.buckets import MAX_LIMIT, UNITS, Bucket
-from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound
+from loramux.platform.quota_counters import Counter
+from loramux.platform.quota_metrics import BUDGET_PAIRS, METRICS, Kind
 
-REQUESTS_PER_MINUTE = "requests_per_minute"
-TOKENS_PER_MINUTE = "tokens_per_minute"
-CONCURRENT_REQUESTS = "concurrent_requests"
-METRICS = (REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, CONCURRENT_REQUESTS)
+PLATFORM = "platform"
+"""The subject of the policies that every tenant without one of its own inherits."""
+
+HARD, SOFT, SHADOW = MODES = ("hard", "soft", "shadow")
+
+_policies, _counters = schema.quota_policies, schema.quota_counters
+_SUBJECTS: Mapping[str, tuple[str, Table]] = {
+    "ten": ("tenant", schema.tenants),
+    "key": ("key", schema.api_keys),
+    "ada": ("adapter", schema.adapters),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaPolicy:
-    """One limit of one tenant. `burst` is the size of a rate's bucket; concurrency has none and repeats its limit."""
+    """One limit of one subject. `burst` is the size of a rate's bucket; what is no rate has none and repeats its limit.
+
+    `hard` refuses what lies beyond the limit, `soft` admits and reports it, `shadow` only counts it.
+    """
 
     id: str
-    tenant_id: str
+    scope: str
+    subject_id: str
+    tenant_id: str | None
+    """The subject's tenant; None for the platform's."""
     metric: str
+    mode: str
     limit: int
     burst: int
     created_us: int
     updated_us: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    scope: str
+    id: str
+    tenant_id: str | None
+
+
 class QuotaPolicies:
-    """The policies in the database. A metric without a policy is unlimited."""
+    """The policies in the database. A metric without a policy is unlimited.
+
+    A tenant's own policy takes the place of the platform's for that metric, except that one in shadow mode only
+    watches beside it. Policies of keys and adapters hold besides those of the tenant.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def set(self, tenant_id: str, metric: str, limit: int, burst: int | None = None) -> QuotaPolicy:
-        """Make or change the tenant's policy for `metric`; `burst` defaults to the limit.
+    def set(
+        self, subject_id: str, metric: str, limit: int, burst: int | None = None, mode: str | None = None
+    ) -> QuotaPolicy:
+        """Make or change the policy of a tenant, key or adapter, or of PLATFORM, for `metric`.
 
-        Raises InvalidRequest that names the field, NotFound for an unknown tenant.
+        `burst` defaults to the limit, `mode` to what it was, and to `hard` for a new policy. Raises InvalidRequest that
+        names the field, NotFound for an unknown subject.
         """
-        _check(metric, limit, burst)
-        size = limit if burst is None else burst
+        check_policy(metric, limit, burst, mode)
+        try:
+            return self._set(subject_id, metric, limit, limit if burst is None else burst, mode)
+        except IntegrityError:
+            raise Conflict(f"another call sets {metric} at this moment; try again") from None
+
+    def _set(self, subject_id: str, metric: str, limit: int, size: int, mode: str | None) -> QuotaPolicy:
         with self._database.write() as connection:
-            # Not the stronger FOR UPDATE: a reservation's foreign key locks the tenant while it holds the policies.
-            tenant = select(schema.tenants.c.id).where(schema.tenants.c.id == tenant_id)
-            tenant = tenant.with_for_update(key_share=True)
-            if connection.execute(tenant).one_or_none() is None:
-                raise NotFound(f"there is no tenant {tenant_id!r}", param="tenant_id")
-            found = connection.execute(_of(tenant_id).where(schema.quota_policies.c.metric == metric)).one_or_none()
+            subject = _lock_subject(connection, subject_id)
+            if subject.scope not in METRICS[metric].scopes:
+                raise InvalidRequest(f"{metric} is limited for a tenant or the platform only", param="metric")
+            query = select(_policies).where(_policies.c.subject_id == subject.id).order_by(_policies.c.id)
+            found = {row.metric: policy_of(row) for row in connection.execute(query.with_for_update())}
             now_us = self._database.now_us(connection)
-            if found is None:
-                return self._insert(connection, tenant_id, metric, limit, size, now_us)
-            return self._change(connection, policy_of(found), limit, size, now_us)
+            old = found.get(metric)
+            wanted = QuotaPolicy(
+                id=old.id if old is not None else new_id("qta"),
+                scope=subject.scope,
+                subject_id=subject.id,
+                tenant_id=subject.tenant_id,
+                metric=metric,
+                mode=mode or (old.mode if old is not None else HARD),
+                limit=limit,
+                burst=size,
+                created_us=old.created_us if old is not None else now_us,
+                updated_us=now_us,
+            )
+            check_agreement({**found, metric: wanted})
+            if old is None:
+                _insert(connection, wanted)
+            else:
+                _change(connection, old, wanted)
+        return wanted
+
+    def change(
+        self, policy_id: str, limit: int | None = None, burst: int | None = None, mode: str | None = None
+    ) -> QuotaPolicy:
+        """Change some of a policy; a burst that was the limit follows it. Raises InvalidRequest and NotFound."""
+        policy = self.get(policy_id)
+        if policy is None:
+            raise NotFound("there is no such quota", code="quota_not_found")
+        new_limit = policy.limit if limit is None else limit
+        if burst is None and policy.burst != policy.limit:
+            burst = policy.burst
+        return self.set(policy.subject_id, policy.metric, new_limit, burst, mode)
 
     def list(
         self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[QuotaPolicy]:
-        """Policies of one tenant, or of all when `tenant_id` is None."""
-        table = schema.quota_policies
-        query = select(table)
+        """Policies of one tenant, its keys and its adapters; of all and of the platform when `tenant_id` is None."""
+        query = select(_policies)
         if tenant_id is not None:
-            query = query.where(table.c.tenant_id == tenant_id)
+            query = query.where(_policies.c.tenant_id == tenant_id)
         with self._database.read() as connection:
-            rows, has_more = keyset_rows(connection, query, table.c.id, limit, after, before)
+            rows, has_more = keyset_rows(connection, query, _policies.c.id, limit, after, before)
         return Page(tuple(policy_of(row) for row in rows), has_more)
 
     def get(self, policy_id: str) -> QuotaPolicy | None:
-        table = schema.quota_policies
         with self._database.read() as connection:
-            row = connection.execute(select(table).where(table.c.id == policy_id)).one_or_none()
+            row = connection.execute(select(_policies).where(_policies.c.id == policy_id)).one_or_none()
         return policy_of(row) if row is not None else None
 
     def delete(self, policy_id: str) -> bool:
         """Lift a limit; requests that run keep their reservations, which no longer bind. False: no such policy."""
-        policies, counters = schema.quota_policies, schema.quota_counters
         with self._database.write() as connection:
-            locked = select(policies.c.id).where(policies.c.id == policy_id).with_for_update()
+            locked = select(_policies.c.id).where(_policies.c.id == policy_id).with_for_update()
             if connection.execute(locked).one_or_none() is None:
                 return False
-            connection.execute(delete(counters).where(counters.c.policy_id == policy_id))
-            connection.execute(delete(policies).where(policies.c.id == policy_id))
+            connection.execute(delete(_counters).where(_counters.c.policy_id == policy_id))
+            connection.execute(delete(_policies).where(_policies.c.id == policy_id))
         return True
-
-    def _insert(
-        self, connection: Connection, tenant_id: str, metric: str, limit: int, burst: int, now_us: int
-    ) -> QuotaPolicy:
-        policy_id = new_id("qta")
-        connection.execute(
-            insert(schema.quota_policies).values(
-                id=policy_id,
-                tenant_id=tenant_id,
-                metric=metric,
-                limit_value=limit,
-                burst=burst,
-                created_us=now_us,
-                updated_us=now_us,
-            )
-        )
-        connection.execute(
-            insert(schema.quota_counters).values(
-                policy_id=policy_id, window_start_us=0, level=burst * UNITS, reserved=0, refilled_us=now_us
-            )
-        )
-        return QuotaPolicy(policy_id, tenant_id, metric, limit, burst, now_us, now_us)
-
-    def _change(self, connection: Connection, policy: QuotaPolicy, limit: int, burst: int, now_us: int) -> QuotaPolicy:
-        policies, counters = schema.quota_policies, schema.quota_counters
-        # What was earned until now was earned at the old rate.
-        row = connection.execute(select(counters).where(counters.c.policy_id == policy.id).with_for_update()).one()
-        bucket = Bucket(row.level, row.reserved, row.refilled_us).refilled(policy.limit, policy.burst, now_us)
-        connection.execute(
-            update(counters)
-            .where(counters.c.policy_id == policy.id)
-            .values(level=min(bucket.level, burst * UNITS), refilled_us=bucket.refilled_us)
-        )
-        connection.execute(
-            update(policies).where(policies.c.id == policy.id).values(limit_value=limit, burst=burst, updated_us=now_us)
-        )
-        return QuotaPolicy(policy.id, policy.tenant_id, policy.metric, limit, burst, policy.created_us, now_us)
 
 
 def policy_of(row: Row[Any]) -> QuotaPolicy:
     return QuotaPolicy(
         id=row.id,
+        scope=row.scope,
+        subject_id=row.subject_id,
         tenant_id=row.tenant_id,
         metric=row.metric,
+        mode=row.mode,
         limit=row.limit_value,
         burst=row.burst,
         created_us=row.created_us,
@@ -137,21 +163,93 @@ def policy_of(row: Row[Any]) -> QuotaPolicy:
     )
 
 
-def _of(tenant_id: str) -> Any:
-    table = schema.quota_policies
-    return select(table).where(table.c.tenant_id == tenant_id).order_by(table.c.id).with_for_update()
-
-
-def _check(metric: str, limit: int, burst: int | None) -> None:
-    if metric not in METRICS:
+def check_policy(metric: str, limit: int, burst: int | None, mode: str | None) -> None:
+    """Raise InvalidRequest, with the field's name, for what no policy can be."""
+    known = METRICS.get(metric)
+    if known is None:
         raise InvalidRequest(f"metrics are {', '.join(METRICS)}", param="metric")
-    if not 0 <= limit <= MAX_LIMIT:
-        raise InvalidRequest(f"a limit lies in 0 to {MAX_LIMIT}", param="limit")
+    if mode is not None and mode not in MODES:
+        raise InvalidRequest(f"modes are {', '.join(MODES)}", param="mode")
+    if not 0 <= limit <= known.max_limit:
+        raise InvalidRequest(f"a limit of {metric} lies in 0 to {known.max_limit}", param="limit")
     if burst is None:
         return
-    if metric == CONCURRENT_REQUESTS:
-        raise InvalidRequest("concurrent_requests has no burst", param="burst")
-    if not 0 <= burst <= MAX_LIMIT:
-        raise InvalidRequest(f"a burst lies in 0 to {MAX_LIMIT}", param="burst")
+    if known.kind is not Kind.RATE:
+        raise InvalidRequest(f"{metric} has no burst: only rates have", param="burst")
+    if not 0 <= burst <= known.max_limit:
+        raise InvalidRequest(f"a burst lies in 0 to {known.max_limit}", param="burst")
     if burst < 1 <= limit:
         raise InvalidRequest("a burst of 0 would admit nothing: use a limit of 0", param="burst")
+
+
+def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
+    """Raise InvalidRequest where a subject's policies, by metric, contradict each other."""
+    for day, month in BUDGET_PAIRS:
+        if day not in policies or month not in policies:
+            continue
+        # One that does not refuse may be a trial of what is to come.
+        if policies[day].mode == policies[month].mode == HARD and policies[day].limit > policies[month].limit:
+            raise InvalidRequest(
+                f"{day} would be {policies[day].limit} and could never be reached below {month}, "
+                f"which is {policies[month].limit}",
+                param="limit",
+                code="contradictory_limit",
+            )
+
+
+def _lock_subject(connection: Connection, subject_id: str) -> _Subject:
+    """Whom an identifier means, held so that two calls take turns. Raises NotFound."""
+    if subject_id == PLATFORM:
+        return _Subject(PLATFORM, PLATFORM, None)
+    scope, table = _SUBJECTS.get(subject_id[:3], (None, None))
+    row = None
+    if table is not None:
+        # Not the stronger FOR UPDATE: a reservation's foreign key locks the tenant while it holds the policies.
+        query = select(table).where(table.c.id == subject_id).with_for_update(key_share=True)
+        row = connection.execute(query).one_or_none()
+    if scope is None or row is None:
+        raise NotFound("there is no such tenant, key or adapter", param="subject")
+    tenant_id = row.id if scope == "tenant" else row.tenant_id
+    if tenant_id is None:
+        raise InvalidRequest("a key of the platform makes no requests that a quota could limit", param="key")
+    return _Subject(scope, row.id, tenant_id)
+
+
+def _insert(connection: Connection, policy: QuotaPolicy) -> None:
+    connection.execute(insert(_policies).values(**_columns(policy), id=policy.id, created_us=policy.created_us))
+    if policy.scope == PLATFORM or METRICS[policy.metric].kind not in (Kind.RATE, Kind.CONCURRENCY):
+        # Counters of each tenant, or of each window, come into being with the first request.
+        return
+    connection.execute(
+        insert(_counters).values(
+            policy_id=policy.id,
+            subject_id=policy.subject_id,
+            window_start_us=0,
+            **asdict(Counter.fresh(policy.burst, policy.created_us)),
+        )
+    )
+
+
+def _change(connection: Connection, old: QuotaPolicy, new: QuotaPolicy) -> None:
+    if METRICS[new.metric].kind is Kind.RATE and new.scope != PLATFORM:
+        # What was earned until now was earned at the old rate.
+        mine = (_counters.c.policy_id == old.id) & (_counters.c.window_start_us == 0)
+        row = connection.execute(select(_counters).where(mine).with_for_update()).one()
+        counter = Counter(row.level, row.reserved, row.used, row.exceeded, row.refilled_us)
+        # No limit for the moment, so that only the level is cut to the new size.
+        earned = counter.refilled(old.limit, old.burst, new.updated_us).refilled(0, new.burst, new.updated_us)
+        connection.execute(update(_counters).where(mine).values(level=earned.level, refilled_us=earned.refilled_us))
+    connection.execute(update(_policies).where(_policies.c.id == new.id).values(**_columns(new)))
+
+
+def _columns(policy: QuotaPolicy) -> dict[str, Any]:
+    return {
+        "scope": policy.scope,
+        "subject_id": policy.subject_id,
+        "tenant_id": policy.tenant_id,
+        "metric": policy.metric,
+        "mode": policy.mode,
+        "limit_value": policy.limit,
+        "burst": policy.burst,
+        "updated_us": policy.updated_us,
+    }

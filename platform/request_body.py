@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import anyio
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
@@ -15,6 +16,8 @@ from loramux.platform.errors import InvalidRequest, PayloadTooLarge
 
 M = TypeVar("M", bound=BaseModel)
 
+BODY_TIMEOUT_S = 60.0
+"""How long a client may take to send a body, however steadily."""
 MAX_PARSED_AT_ONCE = 64 * 1024
 """Bytes that are parsed in less than a millisecond; a longer body would hold up every other request."""
 
@@ -22,7 +25,7 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_p
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body; raises PayloadTooLarge as soon as it is known to be too long."""
+    """The whole body; raises PayloadTooLarge as soon as it is known to be too long, and InvalidRequest."""
     too_large = PayloadTooLarge(f"the body may have at most {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
     # The digits are counted first: a number of thousands of digits need not be parsed to be too large.
@@ -30,11 +33,14 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise too_large
     chunks, size = [], 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
-                raise too_large
-            chunks.append(chunk)
+        with anyio.fail_after(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise too_large
+                chunks.append(chunk)
+    except TimeoutError:
+        raise InvalidRequest(f"the body took longer than {BODY_TIMEOUT_S:g} s", code="body_timeout") from None
     except ClientDisconnect:
         raise InvalidRequest("the body ended early", code="incomplete_body") from None
     return b"".join(chunks)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loramux.platform.prices import Price, cost_of
+from loramux.platform.quotas import QuotaPolicy
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationRequest:
@@ -18,6 +21,14 @@ class ReservationRequest:
     endpoint: str
     prompt_tokens: int
     reserved_tokens: int
+    base: str = ""
+    """The served base model that it runs on."""
+    end_user: str | None = None
+    """Whom the tenant's client named, by `end_user_label`."""
+    adapter_id: str | None = None
+    """Whose limits hold for it besides the tenant's and the key's."""
+    num_loads: int = 0
+    """1 where its adapter must first be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +44,13 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """An open reservation, and the rates that bind its tenant."""
+    """An open reservation, the rates that bind it, and the policies that it exceeds but that do not refuse."""
 
     request_id: str
     reserved_tokens: int
     created_us: int
     limits: tuple[RateLimit, ...]
+    exceeded: tuple[QuotaPolicy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +79,10 @@ class Settlement:
     def tokens(self) -> int:
         """What it is charged."""
         return self.prompt_tokens + self.completion_tokens
+
+    def cost_nanos(self, price: Price | None) -> int:
+        """What it costs."""
+        return cost_of(price, self.prompt_tokens, self.cached_tokens, self.completion_tokens)
 
 
 RECOVERED = "recovered"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import structlog
@@ -29,6 +29,26 @@ class Call(Protocol):
     """Runs a blocking function on a thread."""
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+
+
+class LiveRequests(Protocol):
+    """The requests that a gateway in this process runs; asked on its event loop."""
+
+    def progress(self) -> Mapping[str, int]:
+        """Tokens received so far, by request."""
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at once; False where it is not run here."""
+
+
+class NoLiveRequests:
+    """For a process without a gateway."""
+
+    def progress(self) -> Mapping[str, int]:
+        return {}
+
+    def cancel(self, request_id: str) -> bool:
+        return False
 
 
 class RunningRequests:
@@ -70,6 +90,8 @@ class RunningRequests:
             endpoint=plan.endpoint,
             prompt_tokens=plan.prompt_tokens,
             reserved_tokens=plan.reserved_tokens,
+            base=plan.base,
+            end_user=plan.end_user,
         )
         # Shielded: a reservation that commits while its client leaves must still be settled by someone.
         reserving = self._commit.submit(request)
@@ -82,12 +104,27 @@ class RunningRequests:
 
     def start(self, plan: Plan) -> Generation:
         """Run a reserved request; it is settled whatever becomes of its client."""
-        generation = Generation(plan, self._engine, self._tokenizer, self._settle, self._extend, self._clock)
+        gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
+        generation = Generation(
+            plan, self._engine, self._tokenizer, self._settle, self._extend, self._clock, gaps.observe
+        )
         task = asyncio.create_task(generation.run(), name=plan.request_id)
         self._tasks[task] = generation
         self._metrics.running.inc()
         task.add_done_callback(self._forget)
         return generation
+
+    def progress(self) -> Mapping[str, int]:
+        """Tokens received so far, by request."""
+        return {generation.plan.request_id: generation.num_received for generation in self._tasks.values()}
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request for an administrator; what was committed is paid for. False where it is not run here."""
+        for generation in self._tasks.values():
+            if generation.plan.request_id == request_id:
+                generation.cancel()
+                return True
+        return False
 
     async def maintain(self) -> None:
         """Checkpoint what runs and recover what a dead gateway left, for ever."""
@@ -101,10 +138,11 @@ class RunningRequests:
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
     async def checkpoint(self) -> None:
-        """Write down how far every running request is, and extend its lease."""
+        """Write down how far every running request is, extend its lease, and end those that are to be cancelled."""
         checkpoints = [Checkpoint(item.plan.request_id, item.num_received) for item in self._tasks.values()]
         if checkpoints:
-            await self._call(self._admission.checkpoint, checkpoints)
+            for request_id in await self._call(self._admission.checkpoint, checkpoints):
+                self.cancel(request_id)
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until every request is settled; False when some still run after `timeout_s`."""
@@ -123,7 +161,7 @@ class RunningRequests:
                 if delay_s is not None:
                     await asyncio.sleep(delay_s)
             else:
-                self._metrics.count_tokens(settlement)
+                self._metrics.count_settlement(settlement)
                 return
         self._metrics.settle_failures.inc()
         log.error("a request could not be settled; it will be recovered", request_id=request_id, spent=settlement)

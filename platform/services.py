@@ -89,7 +89,8 @@ class GatewayServices:
         """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`."""
         metrics = metrics if metrics is not None else GatewayMetrics()
         admission = Admission(database)
-        commit = GroupCommit(admission)
+        commit = GroupCommit(admission, metrics.note_commit)
+        metrics.database_connections.set_function(lambda: database.num_connections)
         running = RunningRequests(
             admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us
         )

@@ -32,7 +32,7 @@ async def serve(
     try:
         reservation = await services.running.reserve(plan)
     except (QuotaExceeded, RequestTooLarge) as refusal:
-        services.metrics.refusals.labels(refusal.policy.metric).inc()
+        services.metrics.count_refusal(refusal.policy)
         raise
     headers = rate_limit_headers(reservation.limits)
     if plan.model.adapter is not None:

@@ -54,6 +54,8 @@ class Share:
     key: str
     weight: int
     isolation_key: bytes
+    host_floor_bytes: int = 0
+    """What its adapters keep of the host tier."""
 
 
 class Tenants:
@@ -111,11 +113,13 @@ class Tenants:
     def share(self, tenant_id: str) -> Share:
         """The tenant's share; its isolation key is derived, so that the secret itself never leaves the database."""
         table = schema.tenants
-        query = select(table.c.weight, table.c.isolation_secret).where(table.c.id == tenant_id)
+        query = select(table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes).where(
+            table.c.id == tenant_id
+        )
         with self._database.read() as connection:
             row = connection.execute(query).one()
         isolation_key = hmac.digest(row.isolation_secret, b"loramux prefix cache", "sha256")
-        share = Share(key=tenant_id, weight=row.weight, isolation_key=isolation_key)
+        share = Share(tenant_id, row.weight, isolation_key, row.host_floor_bytes)
         if len(self._shares) >= MAX_SHARES:
             self._shares.clear()
         self._shares[tenant_id] = (self._database.now_us(), share)

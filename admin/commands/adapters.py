@@ -25,19 +25,32 @@ app = typer.Typer(no_args_is_help=True, help="Push adapters, see what there is, 
 
 @app.command()
 def push(
-    directory: Annotated[Path, typer.Argument(help="What PEFT's save_pretrained wrote.", exists=True, file_okay=False)],
+    source: Annotated[
+        str, typer.Argument(metavar="DIRECTORY|s3://BUCKET/PREFIX", help="What PEFT's save_pretrained wrote.")
+    ],
     tenant: Tenant,
     name: Annotated[str, typer.Option(help="The adapter's name within the tenant.", show_default=False)],
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the verdict.")] = 300.0,
     as_json: AsJson = False,
 ) -> None:
-    """Upload a PEFT directory as the adapter's next version and wait until it is ready."""
-    from loramux.admin.named_adapter import find_named
-    from loramux.admin.push import PushRefused, num_bytes_of, push_adapter
+    """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
+    An s3:// address, which the server must allow as a source, is read by the server itself.
+    """
+    from loramux.admin.named_adapter import find_named
+    from loramux.admin.push import PushRefused, num_bytes_of, push_adapter, register_source
+
+    is_remote = source.startswith("s3://")
+    directory = Path(source)
+    if not is_remote and not directory.is_dir():
+        raise typer.BadParameter(f"there is no directory {source}", param_hint="DIRECTORY")
     try:
-        with connected(as_json) as client, _progress(num_bytes_of(directory), as_json) as progress:
-            pushed = push_adapter(client, directory, tenant, name, timeout_s, progress)
+        num_bytes = None if is_remote else num_bytes_of(directory)
+        with connected(as_json) as client, _progress(num_bytes, as_json) as progress:
+            if is_remote:
+                pushed = register_source(client, source, tenant, name, timeout_s)
+            else:
+                pushed = push_adapter(client, directory, tenant, name, timeout_s, progress)
             default = find_named(client, pushed.model).document["aliases"].get(DEFAULT_ALIAS, ())
     except PushRefused as error:
         fail(f"rejected ({error.code}): {error.message}", REFUSED, error.envelope() if as_json else None)

@@ -8,10 +8,14 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
+from loramux.admin.rest import idempotency
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
 from loramux.platform.principals import Principal
 from loramux.platform.tenants import Tenant
+
+PRINCIPAL = "loramux.principal"
+"""Where the console, which calls these routes in this process, says whose session it is. No HTTP server fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,15 @@ class Caller:
 
     def may_see(self, tenant_id: str | None) -> bool:
         return self.principal.tenant_id is None or self.principal.tenant_id == tenant_id
+
+    def may_see_adapter(self, tenant_id: str, adapter_id: str) -> bool:
+        allowed = self.principal.adapter_ids
+        return self.may_see(tenant_id) and (allowed is None or adapter_id in allowed)
+
+    @property
+    def is_administrator(self) -> bool:
+        """Of the platform, or of the caller's own tenant; a developer is not."""
+        return not self.principal.scopes.isdisjoint(("platform:admin", "tenant:admin"))
 
 
 async def services_of(request: Request) -> AdminServices:
@@ -35,23 +48,36 @@ def require(*scopes: str) -> Callable[[Request, AdminServices], Awaitable[Caller
     """A dependency that lets in keys with one of the scopes: 401 without a good key, 403 without the scope."""
 
     async def caller(request: Request, services: Services) -> Caller:
-        kind, _, presented = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not presented.strip():
-            raise Unauthenticated("give an administrator's key: Authorization: Bearer KEY", code="missing_api_key")
-        principal = await services.call(services.api_keys.authenticate, presented.strip())
-        if principal is None:
-            raise Unauthenticated("the key is unknown, expired or revoked")
+        principal = await _authenticated(request, services)
         if principal.scopes.isdisjoint(scopes):
             raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
+        await idempotency.begin(request, services, principal.key_id)
         return Caller(principal)
 
     return caller
 
 
+async def _authenticated(request: Request, services: AdminServices) -> Principal:
+    known = request.scope.get(PRINCIPAL)
+    if isinstance(known, Principal):
+        return known
+    kind, _, presented = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not presented.strip():
+        raise Unauthenticated("give an administrator's key: Authorization: Bearer KEY", code="missing_api_key")
+    principal = await services.call(services.api_keys.authenticate, presented.strip())
+    if principal is None:
+        raise Unauthenticated("the key is unknown, expired or revoked")
+    return principal
+
+
 PlatformAdmin = Annotated[Caller, Depends(require("platform:admin"))]
 PlatformReader = Annotated[Caller, Depends(require("platform:admin", "platform:read"))]
 Writer = Annotated[Caller, Depends(require("platform:admin", "tenant:admin"))]
-Reader = Annotated[Caller, Depends(require("platform:admin", "platform:read", "tenant:admin", "tenant:read"))]
+Developer = Annotated[Caller, Depends(require("platform:admin", "tenant:admin", "tenant:develop"))]
+"""Who may bring versions; what answers a bare name stays a `Writer`'s decision."""
+Reader = Annotated[
+    Caller, Depends(require("platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read"))
+]
 
 
 async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, param: str = "tenant") -> Tenant:

@@ -15,6 +15,7 @@ from loramux.admin.rest.listing import (
     Before,
     Document,
     Limit,
+    ListDocument,
     TenantParam,
     list_document,
     seconds,
@@ -44,7 +45,7 @@ async def list_adapters(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> Document:
+) -> ListDocument[Document]:
     """List adapters with the versions that their aliases name."""
     tenant_id = await tenant_filter(services, caller, tenant)
     if name is None:

@@ -11,7 +11,7 @@ from loramux.adapter_store.records import Alias, AliasChange
 from loramux.admin.rest.access import Reader, Services, Writer
 from loramux.admin.rest.adapters import describe_targets, find_adapter
 from loramux.admin.rest.bodies import AliasTargets, Rollback, read_json, read_optional_json
-from loramux.admin.rest.listing import After, Before, Document, Limit, list_document, seconds
+from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, list_document, seconds
 from loramux.admin.rest.warm_and_drain import warm
 from loramux.platform.errors import InvalidRequest
 
@@ -85,7 +85,7 @@ async def list_history(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> Document:
+) -> ListDocument[Document]:
     """What the alias has named, newest first, and which key moved it."""
     adapter = await find_adapter(services, caller, adapter_id)
     page = await services.call(services.aliases.history, adapter.id, name, limit, after, before)

@@ -11,6 +11,7 @@ from loramux.admin.rest.listing import (
     Before,
     Document,
     Limit,
+    ListDocument,
     TenantParam,
     check_identifier,
     list_document,
@@ -44,7 +45,7 @@ async def list_keys(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> Document:
+) -> ListDocument[Document]:
     """List a tenant's keys, or the platform's own where no tenant is named."""
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.api_keys.list, tenant_id, limit, after, before)

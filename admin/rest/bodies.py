@@ -97,11 +97,18 @@ class QuotaLimit(_Body):
     burst: int | None = None
 
 
+async def body_of(request: Request) -> bytes:
+    """The request's body, which may be asked for twice; called only once the caller is known to be allowed."""
+    if not hasattr(request.state, "body"):
+        request.state.body = await read_body(request, MAX_BODY_BYTES)
+    return bytes(request.state.body)
+
+
 async def read_json(request: Request, kind: type[B]) -> B:
-    """The request's body as one of the kinds above; called only once the caller is known to be allowed."""
-    return parse_body(await read_body(request, MAX_BODY_BYTES), kind)
+    """The request's body as one of the kinds above."""
+    return parse_body(await body_of(request), kind)
 
 
 async def read_optional_json(request: Request, kind: type[B]) -> B:
     """The same where every field has a default, so that a request without a body means all of them."""
-    return parse_body(await read_body(request, MAX_BODY_BYTES) or b"{}", kind)
+    return parse_body(await body_of(request) or b"{}", kind)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar, overload
 
 from fastapi import Query
+from typing_extensions import TypedDict
 
 from loramux.migrations.paging import Page
 from loramux.platform.errors import NotFound
 
 T = TypeVar("T")
+D = TypeVar("D", bound=Mapping[str, Any])
 Document = dict[str, Any]
 
 IDENTIFIER = r"^[a-z]{3}_[0-9a-f]{32}$"
@@ -22,7 +24,18 @@ Before = Annotated[str | None, Query(pattern=IDENTIFIER, description="The page j
 TenantParam = Annotated[str | None, Query(max_length=64, description="Only this tenant, by identifier or slug.")]
 
 
-def list_document(page: Page[T], describe: Callable[[T], Document]) -> Document:
+class ListDocument(TypedDict, Generic[D]):
+    """A page of a list. `has_more`: there is more in the direction that was asked for."""
+
+    object: Literal["list"]
+    data: list[D]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def list_document(page: Page[T], describe: Callable[[T], D]) -> ListDocument[D]:
+    """A page of things that have an `id`."""
     data = [describe(item) for item in page.data]
     return {
         "object": "list",
@@ -33,6 +46,11 @@ def list_document(page: Page[T], describe: Callable[[T], Document]) -> Document:
     }
 
 
+def whole_list(data: Sequence[D], has_more: bool = False) -> ListDocument[D]:
+    """A list that comes at once, of things that have no identifier to go on from."""
+    return {"object": "list", "data": list(data), "first_id": None, "last_id": None, "has_more": has_more}
+
+
 def check_identifier(value: str, what: str) -> str:
     """Text that cannot be an identifier names nothing, and never reaches the database."""
     if re.fullmatch(IDENTIFIER[1:-1], value) is None:
@@ -40,6 +58,12 @@ def check_identifier(value: str, what: str) -> str:
     return value
 
 
+@overload
+def seconds(time_us: int) -> int: ...
+@overload
+def seconds(time_us: None) -> None: ...
+@overload
+def seconds(time_us: int | None) -> int | None: ...
 def seconds(time_us: int | None) -> int | None:
     """Times leave as whole seconds since 1970, as in the OpenAI API."""
     return None if time_us is None else time_us // 1_000_000

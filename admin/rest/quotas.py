@@ -11,6 +11,7 @@ from loramux.admin.rest.listing import (
     Before,
     Document,
     Limit,
+    ListDocument,
     TenantParam,
     check_identifier,
     list_document,
@@ -38,7 +39,7 @@ async def list_quotas(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> Document:
+) -> ListDocument[Document]:
     """List limits; a metric without one is unlimited."""
     tenant_id = await tenant_filter(services, caller, tenant)
     return list_document(await services.call(services.quotas.list, tenant_id, limit, after, before), describe_quota)

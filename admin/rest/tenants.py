@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 
 from loramux.admin.rest.access import PlatformAdmin, Reader, Services, find_tenant
 from loramux.admin.rest.bodies import NewTenant, read_json
-from loramux.admin.rest.listing import After, Before, Document, Limit, list_document, seconds
+from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, list_document, seconds
 from loramux.migrations.paging import Page
 from loramux.platform.tenants import Tenant
 
@@ -23,7 +23,7 @@ async def create_tenant(request: Request, services: Services, caller: PlatformAd
 @router.get("")
 async def list_tenants(
     services: Services, caller: Reader, limit: Limit = 20, after: After = None, before: Before = None
-) -> Document:
+) -> ListDocument[Document]:
     """List the tenants that the caller may see."""
     own = caller.principal.tenant_id
     if own is not None:

@@ -17,7 +17,6 @@ from loramux.admin.rest.access import Services, Writer
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewUpload, read_json
 from loramux.admin.rest.listing import Document, seconds
-from loramux.admin.rest.slots import slot
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound
 
@@ -53,7 +52,7 @@ async def put_file(
     length = request.headers.get("content-length", "")
     num_bytes = int(length) if length.isdecimal() and length.isascii() else None
     chunks = _chunks(request.stream())
-    async with slot(services.uploading, "uploads"):
+    async with services.uploading.one(adapter.tenant_id):
         # The place is what bounds the threads: waiting for it ends, as waiting for a thread would not.
         thread = anyio.CapacityLimiter(1)
         await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 
 from loramux.admin.rest.access import Reader, Services, tenant_filter
-from loramux.admin.rest.listing import After, Before, Document, Limit, TenantParam, list_document, seconds
+from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
 from loramux.platform.error_responses import json_response
 from loramux.platform.ledger import UsageEvent, UsageRow
 from loramux.platform.usage_csv import usage_csv
@@ -59,7 +59,7 @@ async def list_events(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> Document:
+) -> ListDocument[Document]:
     """Settled requests, one by one."""
     tenant_id = await tenant_filter(services, caller, tenant)
     start_us = None if start is None else start * 1_000_000
@@ -110,4 +110,5 @@ def _describe_event(event: UsageEvent) -> Document:
         "started_at": seconds(event.started_us),
         "finished_at": seconds(event.finished_us),
         "time_to_first_token_us": None if event.first_token_us is None else event.first_token_us - event.started_us,
+        "duration_us": event.finished_us - event.started_us,
     }

@@ -10,11 +10,10 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from loramux.adapter_store.export import ExportedFile
-from loramux.adapter_store.records import AdapterVersion
-from loramux.admin.rest.access import Caller, Reader, Services
+from loramux.adapter_store.records import Adapter, AdapterVersion
+from loramux.admin.rest.access import Reader, Services
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.listing import Document
-from loramux.admin.rest.slots import take_slot
 from loramux.admin.rest.versions import Number
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import NotFound
@@ -28,8 +27,9 @@ DOWNLOAD_TIMEOUT_S = 3600.0
 @router.get("/files/{name}", response_class=Response)
 async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Reader) -> Response:
     """One file of a ready or archived version as it was uploaded; its ETag is its SHA-256."""
-    version = await _find_version(services, caller, adapter_id, number)
-    give_back = await take_slot(services.downloading, "downloads")
+    adapter = await find_adapter(services, caller, adapter_id)
+    version = await _find_version(services, adapter, number)
+    give_back = await services.downloading.take(adapter.tenant_id)
     try:
         file = await services.call(services.export.open, version, name)
     except BaseException:
@@ -41,7 +41,7 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
 @router.get("/report")
 async def get_report(adapter_id: str, number: Number, services: Services, caller: Reader) -> Document:
     """What validation found of a version, or why it was rejected; empty until then."""
-    version = await _find_version(services, caller, adapter_id, number)
+    version = await _find_version(services, await find_adapter(services, caller, adapter_id), number)
     files = await services.call(services.export.files, version)
     return {
         "object": "validation_report",
@@ -81,8 +81,7 @@ class ExportResponse(StreamingResponse):
             self._give_back()
 
 
-async def _find_version(services: AdminServices, caller: Caller, adapter_id: str, number: int) -> AdapterVersion:
-    adapter = await find_adapter(services, caller, adapter_id)
+async def _find_version(services: AdminServices, adapter: Adapter, number: int) -> AdapterVersion:
     version = await services.call(services.registry.get_version, adapter.id, number)
     if version is None:
         raise NotFound("there is no such version", code="version_not_found")

@@ -11,7 +11,7 @@ from loramux.adapter_store.registry import MAX_VERSION
 from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewVersion, read_json
-from loramux.admin.rest.listing import After, Before, Document, Limit, list_document, seconds
+from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, list_document, seconds
 from loramux.admin.rest.uploads import find_upload
 from loramux.admin.rest.warm_and_drain import drain
 from loramux.admin.services import AdminServices
@@ -51,7 +51,7 @@ async def list_versions(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> Document:
+) -> ListDocument[Document]:
     """List an adapter's versions."""
     adapter = await find_adapter(services, caller, adapter_id)
     page = await services.call(services.registry.list_versions, adapter.id, limit, after, before)

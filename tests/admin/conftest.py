@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import structlog
 from safetensors.numpy import save_file
+from starlette.types import ASGIApp
 from typer.testing import CliRunner
 
 from loramux.adapter_store.aliases import AdapterAliases
@@ -26,8 +27,10 @@ from loramux.adapter_store.blobs import BlobStore
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
 from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.ingest_jobs import IngestJobs
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.local_blobs import LocalBlobStore
+from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.target import PackTarget
@@ -36,7 +39,9 @@ from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.cli import app
 from loramux.admin.http_servers import HttpServer
+from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.listeners import bind, url_of
+from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
@@ -46,6 +51,7 @@ from loramux.platform.api_keys import ApiKeys
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.tenants import Tenants
@@ -121,10 +127,17 @@ def open_admin_side(
             version_states=VersionStates(database, registry),
             ingest=ingest,
             export=VersionExport(database, blobs, directory / "scratch"),
+            jobs=IngestJobs(database),
+            pins=AdapterPins(database, registry),
+            idempotency_keys=IdempotencyKeys(database),
+            requests=RequestsInFlight(database),
             quotas=QuotaPolicies(database),
             ledger=Ledger(database),
             engine=engine,
             metrics=GatewayMetrics(),
+            self_check=SelfCheck(
+                database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
+            ),
             metrics_token=None,
             is_loopback=True,
             executor=executor,
@@ -261,3 +274,29 @@ def use(admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: 
         )
     )
     admission.settle(request_id, Settlement(status="completed", prompt_tokens=prompt, completion_tokens=completion))
+
+
+CONSOLE_HOST = "http://admin.example"
+
+
+@pytest.fixture(scope="module")
+def console_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
+    """Services that the module's tests share; each test makes what it needs beside what is there."""
+    with open_admin_side(tmp_path_factory.mktemp("console"), TARGET) as side:
+        yield side
+
+
+@pytest.fixture(scope="module")
+def console_app(console_side: AdminSide) -> ASGIApp:
+    return create_admin_app(console_side.services)
+
+
+def client_of(app: ASGIApp, base_url: str = CONSOLE_HOST) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base_url)
+
+
+@pytest.fixture
+async def browser(console_app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
+    """A browser that nobody has signed in with."""
+    async with client_of(console_app) as client:
+        yield client

@@ -295,8 +295,8 @@ async def test_usage_is_reported_as_buckets_csv_and_events(http: httpx.AsyncClie
     table = await http.get("/admin/v1/usage", params={"format": "csv", "tenant": "acme"})
     assert table.headers["content-type"].startswith("text/csv")
     header, row = table.text.splitlines()
-    assert header == "start_us,end_us,tenant,model,requests,prompt_tokens,cached_tokens,completion_tokens"
-    assert row.split(",")[2:] == ["acme", "'=base", "2", "30", "0", "60"]
+    assert header == "start_us,end_us,tenant,model,requests,prompt_tokens,cached_tokens,completion_tokens,cost_nanos"
+    assert row.split(",")[2:] == ["acme", "'=base", "2", "30", "0", "60", "0"]
     events = (await http.get("/admin/v1/usage/events", params={"tenant": "acme", "limit": 1})).json()
     assert events["has_more"]
     assert (events["data"][0]["tenant"], events["data"][0]["prompt_tokens"]) == ("acme", 20)

@@ -66,6 +66,7 @@ async def test_how_adapters_come_to_the_pool_is_scraped_while_the_engine_answers
     async with stranger(admin_side) as http:
         text = (await http.get("/metrics")).text
         samples = {one for one in text.splitlines() if one.startswith("loramux_adapter_")}
+        assert {"loramux_engine_up 1.0", 'loramux_engine_pages{owner="free"} 64.0'} <= set(text.splitlines())
         assert samples >= {
             'loramux_adapter_lookups_total{result="hit",tier="disk"} 1.0',
             'loramux_adapter_lookups_total{result="miss",tier="disk"} 1.0',
@@ -86,6 +87,7 @@ async def test_how_adapters_come_to_the_pool_is_scraped_while_the_engine_answers
         admin_side.engine.die()
         response = await http.get("/metrics")
         assert (response.status_code, "loramux_adapter_" in response.text) == (200, False)
+        assert "loramux_engine_up 0.0" in response.text.splitlines()
         assert "loramux_running_requests" in response.text
 
 

@@ -16,6 +16,9 @@ from loramux.adapter_store.blobs import BlobStore
 from loramux.adapter_store.errors import BlobStoreUnavailable, UploadRefused
 from loramux.adapter_store.local_blobs import LocalBlobStore
 from loramux.adapter_store.sources import AdapterSources
+from loramux.admin.client import AdminClient
+from loramux.admin.push import PushRefused, register_source
+from tests.admin.conftest import ADMIN_KEY, RunningServer
 from tests.admin.test_adapter_uploads import new_adapter
 from tests.admin.test_version_files import key_of
 
@@ -79,6 +82,19 @@ async def test_a_version_is_taken_from_a_bucket(
     again = await register(http, adapter_id, source)
     assert (again["state"], again["error"]["code"]) == ("rejected", "identical_version")
     assert again["number"] == 2
+
+
+def test_a_push_of_an_address_has_the_server_take_it(
+    admin_server: RunningServer, bucket: Path, make_adapter: Callable[..., Path]
+) -> None:
+    source = place(bucket, make_adapter(), "one")
+    with AdminClient(admin_server.url, ADMIN_KEY) as client:
+        client.post("tenants", {"slug": "acme"})
+        pushed = register_source(client, source, "acme", "support")
+        assert (pushed.model, pushed.version) == ("acme/support", 1)
+        with pytest.raises(PushRefused) as refused:
+            register_source(client, source + "/nothing", "acme", "support")
+        assert refused.value.code == "source_not_found"
 
 
 @pytest.mark.parametrize(

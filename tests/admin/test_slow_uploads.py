@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from loramux.admin.rest import slots, uploads
-from loramux.admin.services import MAX_UPLOADS
+from loramux.admin import places
+from loramux.admin.rest import uploads
+from loramux.admin.services import MAX_UPLOADS_EACH
 from tests.admin.conftest import ADMIN_KEY, RunningServer
 
 SIZE = 1000
@@ -31,9 +32,13 @@ def client(admin_server: RunningServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def file_path(client: httpx.Client) -> str:
-    """Where the bytes of a declared file are put."""
-    client.post("/admin/v1/tenants", json={"slug": "acme"})
-    adapter = client.post("/admin/v1/adapters", json={"tenant": "acme", "name": "support"}).json()
+    return file_path_of(client, "acme")
+
+
+def file_path_of(client: httpx.Client, tenant: str) -> str:
+    """Where the bytes of a declared file of a new tenant are put."""
+    client.post("/admin/v1/tenants", json={"slug": tenant})
+    adapter = client.post("/admin/v1/adapters", json={"tenant": tenant, "name": "support"}).json()
     files = [
         {"name": name, "size": SIZE, "sha256": "0" * 64}
         for name in ("adapter_config.json", "adapter_model.safetensors")
@@ -65,20 +70,23 @@ def test_slow_uploads_hold_up_only_each_other(
     file_path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slots, "SLOT_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(places, "WAIT_S", 1.5)
     uploading = admin_side.services.uploading
     with ExitStack() as stack:
         # More than anyio's threads for everybody, which are 40.
         for _ in range(50):
             stack.enter_context(begin(admin_server.url, file_path))
-        wait_until(lambda: uploading.borrowed_tokens == MAX_UPLOADS and uploading.statistics().tasks_waiting == 18)
+        wait_until(lambda: (uploading.num_taken, uploading.num_waiting) == (MAX_UPLOADS_EACH, 50 - MAX_UPLOADS_EACH))
         assert client.get("/admin/v1/tenants").status_code == 200
         # Who finds no place for a while is told to come again, and is not kept waiting for ever.
         put = client.put(file_path, content=b"x" * SIZE)
         assert (put.status_code, put.json()["error"]["code"]) == (503, "too_many_uploads")
         assert int(put.headers["retry-after"]) > 0
-        assert uploading.borrowed_tokens == MAX_UPLOADS
-    wait_until(lambda: uploading.borrowed_tokens == 0)
+        assert uploading.num_taken == MAX_UPLOADS_EACH
+        # Another tenant finds a place at once.
+        put = client.put(file_path_of(client, "umbrella"), content=b"x" * SIZE)
+        assert (put.status_code, put.json()["error"]["code"]) == (400, "checksum_mismatch")
+    wait_until(lambda: uploading.num_taken == 0)
     put = client.put(file_path, content=b"x" * SIZE)
     assert (put.status_code, put.json()["error"]["code"]) == (400, "checksum_mismatch")
 
@@ -108,8 +116,8 @@ def test_a_client_that_goes_away_is_no_failure(
 ) -> None:
     uploading = admin_side.services.uploading
     with begin(admin_server.url, file_path):
-        wait_until(lambda: uploading.borrowed_tokens == 1)
-    wait_until(lambda: uploading.borrowed_tokens == 0)
+        wait_until(lambda: uploading.num_taken == 1)
+    wait_until(lambda: uploading.num_taken == 0)
     admin_server.stop()
     assert [entry for entry in log if entry["log_level"] == "error"] == []
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
@@ -124,7 +132,7 @@ def test_an_upload_does_not_outlive_a_forced_stop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with begin(admin_server.url, file_path):
-        wait_until(lambda: admin_side.services.uploading.borrowed_tokens == 1)
+        wait_until(lambda: admin_side.services.uploading.num_taken == 1)
         admin_server.stop(is_forced=True)
     assert [entry for entry in log if entry["log_level"] == "error"] == []
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

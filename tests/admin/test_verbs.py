@@ -99,9 +99,7 @@ def complete(directory: Path, *words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        pytest.param(("ten",), ["tenants"], id="group"),
         pytest.param(("keys", "re"), ["revoke"], id="verb"),
-        pytest.param(("usage", "--fo"), ["--format"], id="option"),
         pytest.param(("usage", "--format", "j"), ["json"], id="value"),
         pytest.param(("--profile", "pro"), ["production"], id="profile"),
     ],

@@ -14,8 +14,9 @@ import pytest
 from loramux.adapter_store.export import ExportedFile
 from loramux.adapter_store.originals import config_key
 from loramux.adapter_store.records import UploadFile
-from loramux.admin.rest import slots, version_files
-from loramux.admin.services import MAX_DOWNLOADS
+from loramux.admin import places
+from loramux.admin.rest import version_files
+from loramux.admin.services import MAX_DOWNLOADS, MAX_DOWNLOADS_EACH
 from tests.admin.test_adapter_uploads import FILES, new_adapter, push
 
 pytestmark = pytest.mark.anyio
@@ -108,18 +109,17 @@ async def test_a_reader_that_stops_reading_is_cut_off(monkeypatch: pytest.Monkey
 async def test_more_downloads_than_places_are_told_to_come_again(
     http: httpx.AsyncClient, admin_side: Any, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "SLOT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(places, "WAIT_S", 0.05)
     adapter_id = await new_adapter(http)
     await push(http, adapter_id, make_adapter())
     url = f"/admin/v1/adapters/{adapter_id}/versions/1/files/{FILES[0]}"
     downloading = admin_side.services.downloading
-    readers = [object() for _ in range(MAX_DOWNLOADS)]
-    for reader in readers:
-        downloading.acquire_on_behalf_of_nowait(reader)
+    tenants = ["umbrella"] * MAX_DOWNLOADS_EACH + ["initech"] * (MAX_DOWNLOADS - MAX_DOWNLOADS_EACH)
+    given_back = [await downloading.take(tenant) for tenant in tenants]
     answer = await http.get(url)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_downloads")
     assert int(answer.headers["retry-after"]) > 0
-    downloading.release_on_behalf_of(readers[0])
+    given_back[0]()
     assert (await http.get(url)).status_code == 200
     assert (await http.get(url.replace(FILES[0], "nothing"))).status_code == 404
-    assert downloading.available_tokens == 1, "a refusal gives its place back"
+    assert downloading.num_taken == MAX_DOWNLOADS - 1, "a refusal gives its place back"

@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loramux.admin.demo.prompts import DEMO_PROMPTS
+from tests.conformance.documented_metrics import documented, exposed
 from tests.conformance.served import Deployment, deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
@@ -306,8 +307,10 @@ def test_a_quota_is_enforced_before_a_request_runs(stand: Stand) -> None:
 
 def test_metrics_and_health_are_served(stand: Stand) -> None:
     admin = f"http://127.0.0.1:{stand.deployment.admin_port}"
-    metrics = httpx.get(f"{admin}/metrics").text
-    assert "loramux_" in metrics
+    scraped, tables = exposed(httpx.get(f"{admin}/metrics").text), documented()
+    # Only metrics with samples show their labels.
+    assert {name: kind for name, (kind, _) in scraped.items()} == {name: kind for name, (kind, _) in tables.items()}
+    assert {name for name, (_, labels) in scraped.items() if labels and labels != tables[name][1]} == set()
     for port in (stand.deployment.port, stand.deployment.admin_port):
         for path in ("live", "ready"):
             assert httpx.get(f"http://127.0.0.1:{port}/health/{path}").status_code == 200

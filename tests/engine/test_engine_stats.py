@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tests.engine.conftest import Simulate, stats_of
 
 
@@ -25,3 +27,22 @@ def test_what_the_prefix_cache_spared_counts_as_cached_only(simulate: Simulate) 
         simulation.run()
     stats = stats_of(simulation)
     assert (stats.prompt_tokens, stats.cached_tokens, stats.recomputed_tokens) == (50 + 2, 48, 0)
+
+
+def test_what_sequences_wait_for(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=8, adapters={"a": 2})
+    for i in range(6):
+        simulation.add(f"s{i}", num_prompt=20, max_tokens=20)
+    simulation.add("cold", num_prompt=4, max_tokens=2, digest="a")
+    before = stats_of(simulation)
+    assert (before.waiting.seat, before.waiting.adapter, before.num_waiting) == (6, 1, 7)
+    simulation.engine.step()
+    short = stats_of(simulation)
+    assert short.num_running > 0
+    assert short.waiting.pages == short.num_waiting - short.waiting.adapter > 0
+    simulation.run()
+    stats = stats_of(simulation)
+    assert sum(msgspec.structs.astuple(stats.waiting)) == 0
+    assert sum(stats.step_times.counts) == stats.num_steps == len(simulation.executor.batches)
+    assert stats.num_rows == sum(batch.num_tokens for batch in simulation.executor.batches)
+    assert stats.num_step_sequences >= stats.num_steps

@@ -16,7 +16,15 @@ from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations.database import Database, DatabaseError
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import adapter_alias_history, adapter_alias_targets, metadata, tenants
+from loramux.migrations.schema import (
+    adapter_alias_history,
+    adapter_alias_targets,
+    metadata,
+    quota_counters,
+    quota_policies,
+    tenants,
+    usage_rollups,
+)
 
 
 def add_tenant(database: Database, slug: str) -> None:
@@ -177,4 +185,85 @@ def test_aliases_of_before_keep_what_they_name(database_url: str) -> None:
         ("default", 1, 7, 5),
         ("stable", 1, 7, 6),
     ]
+    database.close()
+
+
+def test_limits_of_before_are_their_tenants_and_refuse(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade("0003")
+    with database.write() as connection:
+        for statement in (
+            "INSERT INTO tenants (id, slug, display_name, state, weight, isolation_secret, created_us)"
+            " VALUES ('ten_1', 'acme', 'acme', 'active', 1, '', 1)",
+            "INSERT INTO quota_policies (id, tenant_id, metric, limit_value, burst, created_us, updated_us)"
+            " VALUES ('qta_1', 'ten_1', 'tokens_per_minute', 7, 9, 1, 2)",
+            "INSERT INTO quota_counters (policy_id, window_start_us, level, reserved, refilled_us)"
+            " VALUES ('qta_1', 0, -5, 3, 4)",
+        ):
+            connection.exec_driver_sql(statement)
+    database.upgrade()
+    with database.read() as connection:
+        policy = connection.execute(select(quota_policies)).mappings().one()
+        counter = connection.execute(select(quota_counters)).mappings().one()
+        assert connection.execute(select(tenants.c.timezone)).scalar_one() == "UTC"
+    assert {name: policy[name] for name in ("scope", "subject_id", "tenant_id", "mode", "limit_value", "burst")} == {
+        "scope": "tenant",
+        "subject_id": "ten_1",
+        "tenant_id": "ten_1",
+        "mode": "hard",
+        "limit_value": 7,
+        "burst": 9,
+    }
+    assert dict(counter) == {
+        "policy_id": "qta_1",
+        "subject_id": "ten_1",
+        "window_start_us": 0,
+        "level": -5,
+        "reserved": 3,
+        "used": 0,
+        "exceeded": 0,
+        "refilled_us": 4,
+    }
+    database.close()
+
+
+def test_usage_of_before_is_rolled_up(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade("0003")
+    add_tenant(database, "acme")
+    hour, day = 3_600_000_000, 86_400_000_000
+    with database.write() as connection:
+        owner = connection.execute(select(tenants.c.id)).scalar_one()
+        for name, finished, tokens in (
+            ("req_1", day + 5, 10),
+            ("req_2", day + hour - 1, 20),
+            ("req_3", day + hour, 40),
+        ):
+            connection.exec_driver_sql(
+                "INSERT INTO usage_events (request_id, tenant_id, api_key_id, model, endpoint, status, prompt_tokens,"
+                " cached_tokens, completion_tokens, started_us, finished_us) VALUES"
+                f" ('{name}', '{owner}', 'key_1', 'base', 'completions', 'completed', {tokens}, 1, 2, 0, {finished})"
+            )
+        connection.exec_driver_sql(
+            "INSERT INTO usage_adjustments (id, request_id, tenant_id, prompt_tokens, cached_tokens, completion_tokens,"
+            f" created_us) VALUES ('adj_1', 'req_1', '{owner}', -4, 0, 3, {day + 2 * hour})"
+        )
+    database.upgrade()
+    rollups = usage_rollups.c
+    with database.read() as connection:
+        rows = connection.execute(
+            select(rollups.span_us, rollups.start_us - day, rollups.requests, rollups.prompt_tokens)
+            .where(rollups.tenant_id == owner)
+            .order_by(rollups.span_us, rollups.start_us)
+        ).all()
+        everybody = connection.execute(
+            select(rollups.requests, rollups.completion_tokens).where(rollups.tenant_id == "", rollups.span_us == day)
+        ).one()
+    assert [tuple(row) for row in rows] == [
+        (hour, 0, 2, 30),
+        (hour, hour, 1, 40),
+        (hour, 2 * hour, 0, -4),
+        (day, 0, 3, 66),
+    ]
+    assert tuple(everybody) == (3, 9)
     database.close()

@@ -14,14 +14,22 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission import LEASE_US, Admission
-from loramux.platform.buckets import MAX_LIMIT, UNITS
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge
-from loramux.platform.quotas import METRICS, QuotaPolicies
+from loramux.platform.quota_counters import UNITS
+from loramux.platform.quota_metrics import MAX_AMOUNT, MAX_RATE
+from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.reservations import Checkpoint, Closing, Extension, ReservationRequest, Settlement
 from loramux.platform.tenants import Tenant, Tenants
 
 MakeRequest = Callable[..., ReservationRequest]
+LIMITING_ANY_REQUEST = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "concurrent_requests",
+    "tokens_per_day",
+    "tokens_per_month",
+)
 
 
 @pytest.fixture
@@ -127,7 +135,7 @@ def test_a_cost_above_the_burst_is_too_large_not_too_early(
     assert (caught.value.status, caught.value.code) == (400, "request_too_large")
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", LIMITING_ANY_REQUEST)
 def test_a_limit_of_zero_admits_nothing_and_says_that_waiting_does_not_help(
     clocked: Database, acme: Tenant, make_request: MakeRequest, metric: str
 ) -> None:
@@ -255,15 +263,17 @@ def test_a_changed_limit_keeps_what_is_held_and_earned(
 @pytest.mark.parametrize(
     ("arguments", "param"),
     [
-        (("money_per_day", 1), "metric"),
-        (("tokens_per_minute", -1), "limit"),
-        (("tokens_per_minute", MAX_LIMIT + 1), "limit"),
-        (("tokens_per_minute", 1, -1), "burst"),
-        (("tokens_per_minute", 1, MAX_LIMIT + 1), "burst"),
-        (("tokens_per_minute", 1, 0), "burst"),
-        (("concurrent_requests", 1, 1), "burst"),
+        pytest.param(("money_per_day", 1), "metric", id="unknown metric"),
+        pytest.param(("tokens_per_minute", -1), "limit", id="negative"),
+        pytest.param(("tokens_per_minute", MAX_RATE + 1), "limit", id="overflow"),
+        pytest.param(("tokens_per_month", MAX_AMOUNT + 1), "limit", id="budget overflow"),
+        pytest.param(("tokens_per_minute", 1, -1), "burst", id="negative burst"),
+        pytest.param(("tokens_per_minute", 1, MAX_RATE + 1), "burst", id="burst overflow"),
+        pytest.param(("tokens_per_minute", 1, 0), "burst", id="no burst"),
+        pytest.param(("concurrent_requests", 1, 1), "burst", id="concurrency burst"),
+        pytest.param(("tokens_per_day", 10, 10), "burst", id="budget burst"),
+        pytest.param(("tokens_per_day", 10, None, "strict"), "mode", id="unknown mode"),
     ],
-    ids=["unknown metric", "negative", "overflow", "negative burst", "burst overflow", "no burst", "concurrency burst"],
 )
 def test_a_bad_policy_is_refused_with_the_fields_name(
     clocked: Database, acme: Tenant, arguments: Any, param: str
@@ -274,9 +284,9 @@ def test_a_bad_policy_is_refused_with_the_fields_name(
 
 
 def test_the_largest_limit_fits_the_columns(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
-    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", MAX_LIMIT)
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", MAX_RATE)
     admission = Admission(clocked)
-    admission.settle(admission.reserve(make_request(most=MAX_LIMIT)).request_id, used(MAX_LIMIT, 0))
+    admission.settle(admission.reserve(make_request(most=MAX_RATE)).request_id, used(MAX_RATE, 0))
     assert counter(clocked).level == 0
 
 
@@ -307,7 +317,7 @@ def test_policies_change_while_requests_run_without_deadlock(
     clocked: Database, acme: Tenant, make_request: MakeRequest
 ) -> None:
     policies, admission = QuotaPolicies(clocked), Admission(clocked)
-    metrics = METRICS[:2]
+    metrics = LIMITING_ANY_REQUEST[:2]
 
     def change(i: int) -> None:
         policies.set(acme.id, metrics[i % 2], 10**6 + i)

@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from loramux.migrations import schema
 from loramux.platform import generation, planning
-from loramux.platform.buckets import UNITS
+from loramux.platform.quota_counters import UNITS
 from loramux.platform.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio

@@ -17,9 +17,9 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission import Admission
-from loramux.platform.buckets import UNITS
 from loramux.platform.group_commit import MAX_OPERATIONS, GroupCommit
 from loramux.platform.quota_check import QuotaExceeded
+from loramux.platform.quota_counters import UNITS
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.reservations import Closing, Operation, Outcome, Reservation, ReservationRequest, Settlement
 from loramux.platform.tenants import Tenant

@@ -148,11 +148,13 @@ def test_csv_reads_back_and_holds_no_formula() -> None:
         prompt_tokens=2,
         cached_tokens=0,
         completion_tokens=3,
+        cost_nanos=0,
     )
     text = "".join(usage_csv([row, replace(row, model=None)], ["tenant", "model"]))
     header, first, second = csv.reader(text.splitlines())
     assert header == [
         "start_us", "end_us", "tenant", "model", "requests", "prompt_tokens", "cached_tokens", "completion_tokens",
+        "cost_nanos",
     ]  # fmt: skip
-    assert first == ["0", "1", "a,b", '\'=HYPERLINK("x")', "1", "2", "0", "3"]
+    assert first == ["0", "1", "a,b", '\'=HYPERLINK("x")', "1", "2", "0", "3", "0"]
     assert second[3] == ""

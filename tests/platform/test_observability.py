@@ -58,3 +58,25 @@ async def test_the_fake_engine_answers_like_an_engine() -> None:
     assert (await engine.unload("d" * 64, 1)).state == "absent"
     await engine.close()
     assert engine.info is None
+
+
+async def test_metrics_name_what_refused_failed_and_how_fast_tokens_came(gateway: Any) -> None:
+    gateway.limit("requests_per_minute", 2)
+    ok = {"model": "base", "prompt": [5, 6], "max_tokens": 4}
+    statuses = [(await gateway.http.post("/v1/completions", json=ok)).status_code for _ in range(3)]
+    assert statuses == [200, 200, 429]
+    await gateway.http.post("/v1/completions", json={"model": "nope", "prompt": "a"})
+    lines = gateway.services.metrics.render().decode().splitlines()
+    for line in (
+        'loramux_errors_total{code="rate_limit_exceeded",endpoint="completions"} 1.0',
+        'loramux_errors_total{code="model_not_found",endpoint="completions"} 1.0',
+        'loramux_quota_refusals_total{metric="requests_per_minute",mode="hard"} 1.0',
+        'loramux_settled_requests_total{status="completed"} 2.0',
+        'loramux_token_gap_seconds_count{endpoint="completions"} 6.0',
+        "loramux_commit_operations_sum 5.0",
+        "loramux_commit_failures_total 0.0",
+    ):
+        assert line in lines
+    top = [line for line in lines if line.startswith("loramux_quota_top_refusals{")]
+    assert len(top) == 1
+    assert top[0].endswith(" 1.0")

@@ -1,0 +1,95 @@
+"""`loramux doctor`: find out what does not work, and how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loramux.admin.commands.options import AsJson, ConfigFile, DatabaseUrl, DataDir
+from loramux.admin.commands.output import REFUSED, WRONG_CALL, error_document, fail, print_json
+
+if TYPE_CHECKING:
+    from loramux.admin.findings import Finding
+
+MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "failed": "[bold red]FAILED[/bold red]"}
+
+
+def doctor(
+    model: Annotated[
+        Path | None, typer.Option(help="A base model's directory, to be checked as well.", show_default=False)
+    ] = None,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    blob_url: Annotated[
+        str | None, typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine, the way to the server and the server's own parts; each finding says how to mend it.
+
+    With the settings of a server (flags, LORAMUX_* or --config) it also looks at the data directory, database and
+    object store of this machine, so that it helps where no server starts. Exit code 1 when something failed.
+    """
+    from loramux.admin.doctor import HostSettings
+    from loramux.admin.findings import is_healthy
+    from loramux.admin.settings import SettingsError, load_settings
+
+    overrides = {
+        "model": model,
+        "config": config,
+        "data_dir": data_dir,
+        "database_url": database_url,
+        "blob_url": blob_url,
+    }
+    try:
+        settings = load_settings(HostSettings, overrides)
+    except SettingsError as error:
+        fail(str(error), WRONG_CALL, error_document(str(error), "wrong_settings") if as_json else None)
+    is_host = bool(settings.model_fields_set) or settings.data_dir.exists()
+    findings = []
+    for finding in _findings(settings if is_host else None):
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
+    is_well = is_healthy(tuple(findings))
+    if as_json:
+        print_json({"object": "doctor", "healthy": is_well, "findings": [finding.document() for finding in findings]})
+    if not is_well:
+        raise typer.Exit(REFUSED)
+
+
+def _findings(settings: object) -> Iterator[Finding]:
+    from loramux.admin.client import AdminClient, ServerUnreachable
+    from loramux.admin.commands.root import chosen_profile
+    from loramux.admin.doctor import SERVER_TIMEOUT_S, HostSettings, check_here, check_host, check_server
+    from loramux.admin.findings import Finding, Grade
+
+    yield from check_here()
+    if isinstance(settings, HostSettings):
+        yield from check_host(settings)
+    try:
+        client = AdminClient.from_environment(chosen_profile.get(), timeout_s=SERVER_TIMEOUT_S)
+    except ServerUnreachable as error:
+        is_asked = chosen_profile.get() is not None
+        # Who looks at a machine where no server runs yet has named none.
+        grade = Grade.FAILED if is_asked or settings is None else Grade.WARNING
+        yield Finding(check="server", grade=grade, message="no server is named", mend=str(error))
+        return
+    with client:
+        yield from check_server(client)
+
+
+def _show(finding: Finding) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    mark = Text.from_markup(MARKS[finding.grade.value])
+    mark.pad_right(8 - len(mark))
+    console.print(Text.assemble(mark, f" {finding.check}: {finding.message}"))
+    if finding.mend is not None:
+        console.print(Text(f"         to mend it: {finding.mend}"))

@@ -1,0 +1,67 @@
+"""The console as an ASGI app, to be mounted at `/console` of the admin app."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp
+
+from loramux.admin.console.browser_guard import SecurityHeaders
+from loramux.admin.console.console_site import Site
+from loramux.admin.console.forms import Form
+from loramux.admin.console.login import Login
+from loramux.admin.console.pages.overview import Overview
+from loramux.admin.console.static_files import StaticFiles
+from loramux.admin.console.visit import DATABASE_TROUBLE, Handler, Visit, action, find_session, page, problem
+from loramux.admin.services import AdminServices
+
+GET, POST = ["GET"], ["POST"]
+
+
+def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
+    """All pages; `rest` is the admin app, whose routes they call."""
+    site = Site(services=services, rest=rest)
+    login = Login(site)
+    overview = Overview()
+
+    def shows(path: str, handler: Handler) -> Route:
+        return Route(path, page(site, handler), methods=GET)
+
+    def does(path: str, handler: Handler) -> Route:
+        return Route(path, action(site, handler), methods=POST)
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return await _unknown(site, request, error)
+
+    return Starlette(
+        routes=[
+            Route("/login", login.show, methods=GET),
+            Route("/login", login.sign_in, methods=POST),
+            does("/logout", login.sign_out),
+            Mount("/static", StaticFiles()),
+            shows("/", overview.show),
+            shows("/live/overview", overview.live),
+        ],
+        middleware=[Middleware(SecurityHeaders)],
+        exception_handlers={HTTPException: answer},
+    )
+
+
+async def to_console(request: Request) -> Response:
+    """From `/` to the console, under whatever path a proxy shows this listener."""
+    return RedirectResponse(f"{request.scope.get('root_path', '')}/console/", 307)
+
+
+async def _unknown(site: Site, request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = "there is no such page" if error.status_code in (404, 405) else str(error.detail)
+    try:
+        session = await find_session(site, request, is_use=False)
+    except DATABASE_TROUBLE:
+        session = None
+    visit = None if session is None else Visit(request, site, session, Form(()))
+    return problem(site, request, visit, error.status_code, message)

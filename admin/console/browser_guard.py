@@ -1,0 +1,80 @@
+"""What keeps a browser to our own pages: headers on every answer, and the checks of what a form sends."""
+
+from __future__ import annotations
+
+import hmac
+from urllib.parse import urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+    )
+)
+HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    # A form must still say which origin it comes from, which `no-referrer` would hide.
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+}
+CSRF_FIELD = "csrf"
+CSRF_HEADER = "x-csrf-token"
+
+
+class SecurityHeaders:
+    """Puts the headers on every answer; what is not marked for keeping is not kept by any cache."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
+
+        await self._app(scope, receive, send_guarded)
+
+
+def is_from_elsewhere(request: Request) -> bool:
+    """Whether a browser says that another site sent this. A page cannot make a browser say the opposite."""
+    site = request.headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    # Over plain HTTP browsers say only this. The scheme is not compared, since a proxy may have ended TLS.
+    origin = request.headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower()
+
+
+def is_token_right(presented: str | None, expected: str) -> bool:
+    return presented is not None and hmac.compare_digest(presented.encode("utf-8", "replace"), expected.encode())
+
+
+def local_path(wanted: str) -> str | None:
+    """A path of this console, as given by a browser; None for whatever could lead anywhere else."""
+    if not wanted.startswith("/") or wanted.startswith(("//", "/\\")) or "\\" in wanted:
+        return None
+    if len(wanted) > 1000 or not (wanted.isascii() and wanted.isprintable()):
+        return None
+    return wanted

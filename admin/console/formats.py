@@ -1,0 +1,104 @@
+"""How numbers, sizes and times are written on the pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+NOTHING = "–"
+
+
+def number(value: float | None) -> str:
+    """`12,345`; a dash for what is unknown."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:,.2f}"
+
+
+def compact(value: float | None) -> str:
+    """`12.3k`, `4.56M`."""
+    if value is None:
+        return NOTHING
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return number(value)
+
+
+def size(value: float | None) -> str:
+    """`1.5 MiB`."""
+    if value is None:
+        return NOTHING
+    amount = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def duration(seconds: float | None) -> str:
+    """`340 ms`, `2.5 s`, `3 min`, `2 h`, `5 d`."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    for limit, length, unit in ((3600, 60, "min"), (86_400, 3600, "h")):
+        if seconds < limit * 1.5:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def ago(at: float | None, now: float | None = None) -> str:
+    """`3 min ago` of a time in seconds since 1970; `in 2 h` of one to come."""
+    if at is None:
+        return "never"
+    passed = (time.time() if now is None else now) - at
+    if abs(passed) < 1:
+        return "now"
+    return f"{duration(passed)} ago" if passed > 0 else f"in {duration(-passed)}"
+
+
+def moment(at: float | None) -> str:
+    """`2026-11-21 21:40:05 UTC`."""
+    return NOTHING if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def percent(part: float, whole: float) -> float:
+    """For bars: 0 to 100, and 0 of nothing."""
+    return max(0.0, min(100.0, 100.0 * part / whole)) if whole else 0.0
+
+
+def short(value: str | None, length: int = 12) -> str:
+    """The beginning of a digest or identifier."""
+    if value is None:
+        return NOTHING
+    return value if len(value) <= length else f"{value[:length]}…"
+
+
+def json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def pretty_json(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+FILTERS: Mapping[str, Callable[..., Any]] = {
+    "number": number,
+    "compact": compact,
+    "size": size,
+    "duration": duration,
+    "ago": ago,
+    "moment": moment,
+    "percent": percent,
+    "short": short,
+    "json_text": json_text,
+    "pretty_json": pretty_json,
+}

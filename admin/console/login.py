@@ -1,0 +1,110 @@
+"""Signing in with an administrator's key, and out again."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from contextlib import suppress
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from loramux.admin.console.browser_guard import CSRF_FIELD, is_from_elsewhere, is_token_right, local_path
+from loramux.admin.console.console_site import Site, key_refresh, may_enter
+from loramux.admin.console.forms import read_form
+from loramux.admin.console.rest_calls import RestError
+from loramux.admin.console.session_cookie import LOGIN, SESSION, delete_cookie, read_cookie, set_cookie
+from loramux.admin.console.sessions import LIFETIME_S
+from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, console_url, find_session, frame, redirect
+from loramux.platform.errors import ApiError
+
+MAX_KEY = 500
+
+
+class Login:
+    """The login form and what it does. Its token needs no session: it is made from a cookie of its own."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._secret = secrets.token_bytes(32)
+
+    async def show(self, request: Request) -> Response:
+        """The form; whoever is signed in already goes on."""
+        try:
+            if await find_session(self._site, request) is not None:
+                return redirect(request, self._next(request, request.query_params.get("next", "")))
+        except DATABASE_TROUBLE:
+            return self._form(request, "The database cannot be reached: try again in a moment.", 503)
+        return self._form(request)
+
+    async def sign_in(self, request: Request) -> Response:
+        """A new session for a good key, whatever session the browser had before."""
+        try:
+            form = await read_form(request)
+        except ApiError as error:
+            return self._form(request, error.message, error.status)
+        cookie = read_cookie(request, LOGIN) or ""
+        if is_from_elsewhere(request) or not cookie or not is_token_right(form.text(CSRF_FIELD), self._token(cookie)):
+            return self._form(request, "The form had expired. Sign in now.", 403)
+        address = request.client.host if request.client is not None else ""
+        wait_s = self._site.throttle.wait_s(address)
+        if wait_s:
+            refusal = self._form(request, f"Too many wrong keys from here. Try again in {wait_s} s.", 429)
+            refusal.headers["retry-after"] = str(wait_s)
+            return refusal
+        key = form.text("key")
+        services = self._site.services
+        try:
+            principal = None
+            if 0 < len(key) <= MAX_KEY:
+                principal = await services.call(services.api_keys.authenticate, key)
+        except DATABASE_TROUBLE:
+            return self._form(request, "The database cannot be reached: try again in a moment.", 503)
+        if principal is None:
+            self._site.throttle.note_failure(address)
+            return self._form(request, "This key is unknown, expired or revoked.", 401)
+        if not may_enter(principal):
+            self._site.throttle.note_failure(address)
+            return self._form(request, "This key may call models but not administer: use another one.", 403)
+        if (old := read_cookie(request, SESSION)) is not None:
+            self._site.sessions.close(old)
+        token, _ = self._site.sessions.open(principal, key_refresh(services.api_keys, principal))
+        response = redirect(request, self._next(request, form.text("next")))
+        set_cookie(request, response, SESSION, token, int(LIFETIME_S))
+        delete_cookie(request, response, LOGIN)
+        return response
+
+    async def sign_out(self, visit: Visit) -> Response:
+        """End the session, and the keys that its playground made."""
+        token = read_cookie(visit.request, SESSION)
+        if token is not None:
+            self._site.sessions.close(token)
+        for key_id, _ in visit.session.playground_keys.values():
+            # Who may no longer do this has no key left that works; each ends by itself soon anyway.
+            with suppress(RestError):
+                await visit.rest.delete(f"/api_keys/{key_id}")
+        response = redirect(visit.request, visit.url("/login"))
+        delete_cookie(visit.request, response, SESSION)
+        return response
+
+    def _form(self, request: Request, error: str | None = None, status: int = 200) -> HTMLResponse:
+        cookie = read_cookie(request, LOGIN) or secrets.token_urlsafe(32)
+        wanted = request.query_params.get("next", "")
+        html = self._site.templates.render(
+            "login.html",
+            **frame(request, None),
+            error=error,
+            token=self._token(cookie),
+            next=wanted if local_path(wanted) else "",
+        )
+        response = HTMLResponse(html, status)
+        set_cookie(request, response, LOGIN, cookie)
+        return response
+
+    def _token(self, cookie: str) -> str:
+        return hmac.new(self._secret, cookie.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
+
+    def _next(self, request: Request, wanted: str) -> str:
+        # Always below the console, so that a path of ours is the worst that a link can choose.
+        return console_url(request, "/") if local_path(wanted) is None else request.scope["root_path"] + wanted

@@ -1,0 +1,128 @@
+"""The first page: is it well, how much is it doing, for whom, and how fast."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from loramux.admin.console.latency import Latency, latency_of
+from loramux.admin.console.live import LiveParts
+from loramux.admin.console.panels import Recent, panel
+from loramux.admin.console.rest_calls import Document, RestCalls
+from loramux.admin.console.visit import Visit
+from loramux.admin.services import AdminServices
+
+EVERY_S = 2.0
+USAGE_FRESH_S = 10.0
+NUM_MINUTES = 60
+NUM_EVENTS_PAGES = 2
+NUM_TOP = 8
+DAY_S = 86_400
+
+
+class Overview:
+    """Figures are shared by all who may see the same: each costs as much for a hundred watchers as for one."""
+
+    def __init__(self) -> None:
+        self._recent = Recent()
+        self._live = LiveParts()
+
+    async def show(self, visit: Visit) -> Response:
+        return visit.page("overview.html", **await self._figures(visit))
+
+    async def live(self, visit: Visit) -> Response:
+        async def render() -> str:
+            return visit.page("overview_live.html", **await self._figures(visit)).body.decode()  # type: ignore[union-attr]
+
+        return self._live.stream(visit, "overview", EVERY_S, render)
+
+    async def _figures(self, visit: Visit) -> dict[str, Any]:
+        rest = visit.rest
+        whose = visit.session.principal.tenant_id
+        is_platform = visit.is_platform
+
+        async def health() -> dict[str, Any]:
+            return await _health(visit.site.services)
+
+        state, minutes, top, latency, engine = await asyncio.gather(
+            self._recent.get("health", 1.0, health),
+            self._recent.get(("minutes", whose), USAGE_FRESH_S, lambda: panel(_minutes(rest))),
+            self._recent.get(("top", whose), USAGE_FRESH_S, lambda: panel(_top(rest, is_platform))),
+            self._recent.get(("latency", whose), USAGE_FRESH_S / 2, lambda: panel(_latency(rest))),
+            self._recent.get(("engine", is_platform), 1.0, lambda: panel(_engine(rest, is_platform))),
+        )
+        return {
+            "health": state,
+            "minutes": minutes,
+            "top": top,
+            "latency": latency,
+            "engine": engine,
+            "refusals": _refusals(visit.site.services) if is_platform else None,
+        }
+
+
+async def _minutes(rest: RestCalls) -> dict[str, Any]:
+    """Requests and tokens of the last hour, a minute each; minutes without any are there too."""
+    now = int(time.time())
+    first = now // 60 * 60 - (NUM_MINUTES - 1) * 60
+    page = await rest.get("/usage", bucket="1m", start=first, end=now + 1, group_by="")
+    x = [first + 60 * minute for minute in range(NUM_MINUTES)]
+    found = {bucket["start_time"] // 60 * 60: bucket["results"][0] for bucket in page["data"] if bucket["results"]}
+
+    def series(*names: str) -> list[int]:
+        return [sum(found[at][name] for name in names) if at in found else 0 for at in x]
+
+    requests, prompt, completion = series("requests"), series("prompt_tokens"), series("completion_tokens")
+    return {
+        "requests": sum(requests),
+        "prompt_tokens": sum(prompt),
+        "completion_tokens": sum(completion),
+        "requests_chart": {"x": x, "names": ["requests"], "y": [requests]},
+        "tokens_chart": {"x": x, "names": ["prompt", "completion"], "y": [prompt, completion]},
+    }
+
+
+async def _top(rest: RestCalls, is_platform: bool) -> Sequence[Document]:
+    """Who used most in the last day; a tenant sees its models instead."""
+    now = int(time.time())
+    page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="tenant" if is_platform else "model")
+    rows = [row for bucket in page["data"] for row in bucket["results"]]
+    return sorted(rows, key=lambda row: -(row["prompt_tokens"] + row["completion_tokens"]))[:NUM_TOP]
+
+
+async def _latency(rest: RestCalls) -> Latency:
+    events: list[Document] = []
+    after = None
+    for _ in range(NUM_EVENTS_PAGES):
+        page = await rest.get("/usage/events", limit=100, after=after)
+        events += page["data"]
+        if not page["has_more"]:
+            break
+        after = page["last_id"]
+    return latency_of(events)
+
+
+async def _engine(rest: RestCalls, is_platform: bool) -> Document | None:
+    return await rest.get("/engine") if is_platform else None
+
+
+async def _health(services: AdminServices) -> dict[str, Any]:
+    return {
+        "engine": services.engine.is_ready,
+        "trouble": services.engine.trouble,
+    }
+
+
+def _refusals(services: AdminServices) -> list[tuple[str, int]]:
+    """Requests that quotas refused since this server started, by what bound."""
+    samples = [sample for metric in services.metrics.refusals.collect() for sample in metric.samples]
+    counted: dict[str, int] = {}
+    for sample in samples:
+        if sample.name.endswith("_total"):
+            label = sample.labels.get("metric", "other")
+            counted[label] = counted.get(label, 0) + int(sample.value)
+    return sorted(counted.items(), key=lambda item: -item[1])

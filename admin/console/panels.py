@@ -1,0 +1,55 @@
+"""What a page shows in parts: a part that cannot be had says why, and the others are shown all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from loramux.admin.console.rest_calls import RestError
+
+T = TypeVar("T")
+MAX_KEPT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Panel(Generic[T]):
+    """Either `data`, or what is wrong with it."""
+
+    data: T | None
+    problem: RestError | None = None
+
+
+async def panel(awaited: Awaitable[T]) -> Panel[T]:
+    try:
+        return Panel(await awaited)
+    except RestError as error:
+        return Panel(None, error)
+
+
+class Recent:
+    """Results of a moment ago, so that many watchers of one page cost as much as one. Single flight a key."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept: OrderedDict[Any, tuple[float, asyncio.Task[Any]]] = OrderedDict()
+
+    async def get(self, key: Any, fresh_s: float, make: Callable[[], Awaitable[T]]) -> T:
+        """What `make` gives, or gave at most `fresh_s` ago. A failure is given to all who waited, and not kept."""
+        made_s, task = self._kept.get(key, (0.0, None))
+        if task is None or self._clock() - made_s >= fresh_s or (task.done() and not _is_good(task)):
+            task = asyncio.ensure_future(make())
+            self._kept[key] = (self._clock(), task)
+            self._kept.move_to_end(key)
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        # Shielded: one watcher that leaves must not take it from the others.
+        found: T = await asyncio.shield(task)
+        return found
+
+
+def _is_good(task: asyncio.Task[Any]) -> bool:
+    return not task.cancelled() and task.exception() is None

@@ -1,0 +1,57 @@
+"""The templates: everything shown is escaped, and characters that could deceive a reader are spelled out."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from loramux.admin.console import formats
+
+FOLDER = Path(__file__).parent
+STATIC = FOLDER / "static"
+
+# Control characters but tab and line feed; marks that turn or hide text (Unicode's Cf of that kind); the separators.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
+)
+
+
+def visible(value: Any) -> Any:
+    """Text with what cannot be seen, or turns what stands around it, spelled as `\\u202e`."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
+    return value
+
+
+class Templates:
+    """Renders the files of `templates/`."""
+
+    def __init__(self) -> None:
+        # Without trimming, since an undefined name must fail a test instead of showing as nothing.
+        self._environment = Environment(
+            loader=FileSystemLoader(FOLDER / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            finalize=visible,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._environment.filters.update(formats.FILTERS)
+        self._environment.globals["static_version"] = _static_version()
+
+    def render(self, name: str, **values: Any) -> str:
+        return self._environment.get_template(name).render(**values)
+
+
+def _static_version() -> str:
+    """Changes with any static file, so that browsers may keep them for long."""
+    digest = hashlib.sha256()
+    for path in sorted(STATIC.rglob("*")):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,215 @@
+// What pages need beyond htmx: theme, menu, dialogs, copying, charts, uploads and the playground's streams.
+"use strict";
+
+(() => {
+  const meta = (name) => document.querySelector(`meta[name="${name}"]`)?.content ?? "";
+  const root = meta("console-root");
+  const csrf = () => meta("csrf-token");
+
+  // ---- Theme: kept in a cookie, so that the server already sends the right page.
+  function toggleTheme() {
+    const shown = document.documentElement.dataset.theme;
+    const dark = shown === "dark" || (shown !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
+    const wanted = dark ? "light" : "dark";
+    document.documentElement.dataset.theme = wanted;
+    document.cookie = `loramux_theme=${wanted}; path=/; max-age=31536000; samesite=lax`;
+    document.querySelectorAll("[data-chart]").forEach(drawChart);
+  }
+
+  // ---- Charts: uPlot over the numbers in the element's own attribute.
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const shades = ["--accent", "--kv", "--c4", "--c5", "--prefix", "--adapters"];
+
+  function compact(value) {
+    if (value === null || value === undefined) return "–";
+    return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
+  }
+
+  function drawChart(element) {
+    const series = JSON.parse(element.dataset.chart);
+    element.plot?.destroy();
+    const axis = { stroke: colour("--ink-3"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+    element.plot = new uPlot({
+      width: element.clientWidth || 300,
+      height: Number(element.dataset.height ?? 180),
+      cursor: { points: { size: 6 } },
+      scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
+      axes: [axis, { ...axis, size: 46, values: (_, ticks) => ticks.map(compact) }],
+      series: [{}, ...series.names.map((label, i) => ({
+        label,
+        stroke: colour(shades[i % shades.length]),
+        fill: series.names.length === 1 ? colour("--accent-soft") : undefined,
+        width: 1.5,
+        points: { show: series.x.length < 3 },
+        value: (_, value) => compact(value),
+      }))],
+    }, [series.x, ...series.y], element);
+  }
+
+  let resizing = 0;
+  addEventListener("resize", () => {
+    clearTimeout(resizing);
+    resizing = setTimeout(() => document.querySelectorAll("[data-chart]").forEach(drawChart), 150);
+  });
+
+  // ---- Uploads: both files are hashed here, declared, sent, and made a version.
+  const hex = (buffer) => [...new Uint8Array(buffer)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+
+  async function call(method, path, body, headers) {
+    const response = await fetch(root + path, { method, body, headers: { "x-csrf-token": csrf(), ...headers } });
+    const text = await response.text();
+    const document_ = text ? JSON.parse(text) : {};
+    if (!response.ok) throw new Error(document_.error?.message ?? `the server answered ${response.status}`);
+    return document_;
+  }
+
+  async function upload(form) {
+    const says = form.querySelector("[data-progress]");
+    const button = form.querySelector("button");
+    const say = (text, kind) => { says.textContent = text; says.className = kind ?? "hint"; };
+    const files = [...form.querySelectorAll("input[type=file]")].flatMap((input) => [...input.files]);
+    const wanted = ["adapter_config.json", "adapter_model.safetensors"];
+    const chosen = wanted.map((name) => files.find((file) => file.name === name));
+    if (chosen.some((file) => !file)) {
+      say(`Choose exactly ${wanted.join(" and ")}, as peft saved them.`, "notice error");
+      return;
+    }
+    if (!crypto.subtle) {
+      say("Browsers compute checksums only over HTTPS or on localhost: use one of them, or loramux adapters push.", "notice error");
+      return;
+    }
+    button.disabled = true;
+    try {
+      const declared = [];
+      for (const file of chosen) {
+        say(`Computing the checksum of ${file.name} …`);
+        const sha256 = hex(await crypto.subtle.digest("SHA-256", await file.arrayBuffer()));
+        declared.push({ name: file.name, size: file.size, sha256 });
+      }
+      const base = `/adapters/${form.dataset.adapter}`;
+      const made = await call("POST", `${base}/uploads`, JSON.stringify({ files: declared }), { "content-type": "application/json" });
+      for (const file of chosen) {
+        say(`Sending ${file.name} …`);
+        await call("PUT", `${base}/uploads/${made.id}/files/${file.name}`, file, { "content-type": "application/octet-stream" });
+      }
+      const version = await call("POST", `${base}/versions`, JSON.stringify({ upload_id: made.id }), { "content-type": "application/json" });
+      location.assign(`${root}${base}/versions/${version.number}`);
+    } catch (error) {
+      say(`Not uploaded: ${error.message}.`, "notice error");
+      button.disabled = false;
+    }
+  }
+
+  // ---- Playground: one stream a lane, read as it comes.
+  async function stream(lane, form) {
+    const output = lane.querySelector("output");
+    const figures = lane.querySelector("[data-figures]");
+    const model = lane.querySelector("[name=model]").value.trim();
+    output.textContent = "";
+    figures.textContent = "";
+    if (!model) return;
+    lane.stopping = new AbortController();
+    const started = performance.now();
+    let first = null;
+    let tokens = 0;
+    try {
+      const response = await fetch(`${root}/playground/stream`, {
+        method: "POST",
+        signal: lane.stopping.signal,
+        headers: { "content-type": "application/json", "x-csrf-token": csrf() },
+        body: JSON.stringify({
+          tenant: form.elements.tenant?.value ?? "",
+          model,
+          message: form.elements.message.value,
+          system: form.elements.system.value,
+          max_tokens: Number(form.elements.max_tokens.value) || 64,
+          temperature: Number(form.elements.temperature.value) || 0,
+        }),
+      });
+      if (!response.ok) {
+        const failure = JSON.parse((await response.text()) || "{}");
+        throw new Error(failure.error?.message ?? `the server answered ${response.status}`);
+      }
+      const served = response.headers.get("x-loramux-adapter") ?? model;
+      let rest = "";
+      for (const reader = response.body.pipeThrough(new TextDecoderStream()).getReader(); ;) {
+        const { value, done } = await reader.read();
+        if (done) break;
+        const events = (rest + value).split("\n\n");
+        rest = events.pop();
+        for (const event of events) {
+          const data = event.replace(/^data: /, "");
+          if (data === "[DONE]") continue;
+          const chunk = JSON.parse(data);
+          if (chunk.error) throw new Error(chunk.error.message);
+          const text = chunk.choices?.[0]?.delta?.content ?? "";
+          if (text) {
+            first ??= performance.now() - started;
+            output.textContent += text;
+          }
+          tokens = chunk.usage?.completion_tokens ?? tokens;
+        }
+      }
+      const all = performance.now() - started;
+      figures.textContent = `${served} · first token ${Math.round(first ?? all)} ms · ${tokens} tokens · ${Math.round(all)} ms`;
+    } catch (error) {
+      figures.textContent = error.name === "AbortError" ? "Stopped." : `Failed: ${error.message}`;
+    }
+  }
+
+  async function play(form) {
+    const lanes = [...document.querySelectorAll(".lane")];
+    const [run, stop] = [form.querySelector("[data-run]"), form.querySelector("[data-stop]")];
+    run.disabled = true;
+    stop.disabled = false;
+    await Promise.all(lanes.map((lane) => stream(lane, form)));
+    run.disabled = false;
+    stop.disabled = true;
+  }
+
+  // ---- One listener each, so that parts which htmx swaps in need no wiring.
+  document.addEventListener("click", async (event) => {
+    const target = event.target.closest("button, a");
+    if (!target) return;
+    if (target.matches("[data-theme-toggle]")) toggleTheme();
+    if (target.matches(".menu-button")) {
+      const isOpen = document.getElementById("nav").classList.toggle("open");
+      target.setAttribute("aria-expanded", String(isOpen));
+    }
+    if (target.matches("[data-opens]")) document.getElementById(target.dataset.opens)?.showModal();
+    if (target.matches("[data-closes]")) target.closest("dialog")?.close();
+    if (target.matches("[data-stop]")) document.querySelectorAll(".lane").forEach((lane) => lane.stopping?.abort());
+    if (target.matches("[data-copy]")) {
+      const source = target.closest(".copyable, .card, dialog")?.querySelector("[data-copy-source]");
+      try {
+        await navigator.clipboard.writeText(source.textContent);
+        target.textContent = "Copied";
+      } catch {
+        getSelection().selectAllChildren(source);
+        target.textContent = "Selected";
+      }
+    }
+  });
+
+  document.addEventListener("submit", (event) => {
+    const form = event.target;
+    if (form.matches("[data-upload]")) {
+      event.preventDefault();
+      upload(form);
+    } else if (form.matches("[data-playground]")) {
+      event.preventDefault();
+      play(form);
+    } else if (form.dataset.confirm && !confirm(form.dataset.confirm)) {
+      event.preventDefault();
+    }
+  });
+
+  document.addEventListener("change", (event) => {
+    if (event.target.matches("[data-submits]")) event.target.form.requestSubmit();
+  });
+
+  document.addEventListener("htmx:load", (event) => {
+    const loaded = event.detail.elt;
+    (loaded.matches?.("[data-chart]") ? [loaded] : []).concat([...loaded.querySelectorAll?.("[data-chart]") ?? []]).forEach(drawChart);
+  });
+})();

@@ -1,0 +1,220 @@
+"""One request of somebody who is signed in, and the two ways to answer it: a page, or an action and where to go."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import structlog
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from loramux.admin.console.browser_guard import (
+    CSRF_FIELD,
+    CSRF_HEADER,
+    is_from_elsewhere,
+    is_token_right,
+    local_path,
+)
+from loramux.admin.console.console_site import Site
+from loramux.admin.console.forms import Form, read_form
+from loramux.admin.console.rest_calls import RestCalls, RestError
+from loramux.admin.console.session_cookie import SESSION, read_cookie
+from loramux.admin.console.sessions import Session
+from loramux.platform.errors import ApiError
+
+RETRY_S = 5
+THEME = "loramux_theme"
+KNOWN_PAGES = ("/",)
+"""What the menu may lead to."""
+DATABASE_TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A request with its session. `rest` calls the admin routes as the session's principal."""
+
+    request: Request
+    site: Site
+    session: Session
+    form: Form
+
+    @property
+    def rest(self) -> RestCalls:
+        return RestCalls(self.site.rest, self.session.principal, self.request.scope)
+
+    @property
+    def is_platform(self) -> bool:
+        return self.session.principal.tenant_id is None
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the session may change what it sees; routes decide, this only hides what they would refuse."""
+        return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})
+
+    @property
+    def is_platform_admin(self) -> bool:
+        return self.session.principal.is_platform_admin
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether htmx asks for a part of a page."""
+        return self.request.headers.get("hx-request") == "true"
+
+    def query(self, name: str) -> str | None:
+        value = self.request.query_params.get(name, "").strip()
+        return value[:200] or None
+
+    def param(self, name: str) -> str:
+        return str(self.request.path_params[name])
+
+    def url(self, path: str, **params: Any) -> str:
+        return console_url(self.request, path, **params)
+
+    def page(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+        html = self.site.templates.render(template, **frame(self.request, self), **values)
+        return HTMLResponse(html, status)
+
+    def go(self, path: str, **params: Any) -> Response:
+        """Look at another page of the console next."""
+        return redirect(self.request, self.url(path, **params))
+
+    def done(self, text: str, path: str | None = None) -> Response:
+        """Say that something was done, on the page that comes next: by default the one that the form was on."""
+        self.session.say("done", text)
+        return self.go(path) if path is not None else self.back()
+
+    def back(self) -> Response:
+        referrer = urlsplit(self.request.headers.get("referer", ""))
+        root = self.request.scope["root_path"]
+        path = local_path(referrer.path) or ""
+        if referrer.netloc != self.request.headers.get("host") or not path.startswith(f"{root}/"):
+            return self.go("/")
+        return redirect(self.request, path + (f"?{referrer.query}" if referrer.query else ""))
+
+
+Handler = Callable[[Visit], Awaitable[Response]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def console_url(request: Request, path: str, **params: Any) -> str:
+    """A path of the console as the browser must ask for it."""
+    query = urlencode({name: value for name, value in params.items() if value is not None})
+    return quote(request.scope["root_path"] + path, safe="/@:~") + (f"?{query}" if query else "")
+
+
+def redirect(request: Request, url: str) -> Response:
+    if request.headers.get("hx-request") == "true":
+        return Response(status_code=200, headers={"hx-redirect": url})
+    return RedirectResponse(url, 303)
+
+
+def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
+    """What every template may use."""
+    theme = request.cookies.get(THEME)
+
+    def url(path: str, **params: Any) -> str:
+        return console_url(request, path, **params)
+
+    return {
+        "url": url,
+        "known_pages": KNOWN_PAGES,
+        "visit": visit,
+        "path": request.scope["path"].removeprefix(request.scope["root_path"]),
+        "theme": theme if theme in ("light", "dark") else "auto",
+        # Called by whole pages alone: a part that is sent meanwhile must not take them away.
+        "take_notices": visit.session.take_notices if visit is not None else list,
+    }
+
+
+def page(site: Site, handler: Handler) -> Endpoint:
+    """An endpoint that shows something."""
+
+    @wraps(handler)
+    async def endpoint(request: Request) -> Response:
+        visit: Visit | None = None
+        try:
+            session = await find_session(site, request)
+            if session is None:
+                return _to_login(request)
+            visit = Visit(request, site, session, Form(()))
+            return await handler(visit)
+        except RestError as error:
+            return problem(site, request, visit, error.status, error.message)
+        except ApiError as error:
+            return problem(site, request, visit, error.status, error.message)
+        except DATABASE_TROUBLE as error:
+            log.warning("page refused", error=repr(error))
+            return problem(site, request, visit, 503, "the database cannot be reached")
+
+    return endpoint
+
+
+def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint:
+    """An endpoint that changes something: it wants the session's token, and says a refusal on the page it came from.
+
+    With `reads_form = False` the token comes in a header, and the body is the handler's.
+    """
+
+    @wraps(handler)
+    async def endpoint(request: Request) -> Response:
+        visit: Visit | None = None
+        try:
+            session = await find_session(site, request)
+            if session is None:
+                return _to_login(request)
+            form = await read_form(request) if reads_form else Form(())
+            presented = request.headers.get(CSRF_HEADER) or form.text(CSRF_FIELD)
+            visit = Visit(request, site, session, form)
+            if is_from_elsewhere(request) or not is_token_right(presented, session.csrf):
+                return problem(
+                    site, request, visit, 403, "this form is not from your session: open the page again and repeat it"
+                )
+            return await handler(visit)
+        except (RestError, ApiError) as error:
+            if visit is None or not reads_form or visit.is_partial:
+                return problem(site, request, visit, error.status, error.message)
+            visit.session.say("error", error.message)
+            return visit.back()
+        except DATABASE_TROUBLE as error:
+            log.warning("action refused", error=repr(error))
+            return problem(site, request, visit, 503, "the database cannot be reached; nothing was changed")
+
+    return endpoint
+
+
+async def find_session(site: Site, request: Request, *, is_use: bool = True) -> Session | None:
+    token = read_cookie(request, SESSION)
+    if not token:
+        return None
+    recent = site.sessions.recent(token, is_use=is_use)
+    return recent or await site.services.call(site.sessions.find, token, is_use=is_use)
+
+
+def problem(site: Site, request: Request, visit: Visit | None, status: int, message: str) -> Response:
+    """A page, or for htmx a notice, that says what is wrong and what to do; one that may pass is asked for again."""
+    template = "problem_notice.html" if request.headers.get("hx-request") == "true" else "problem.html"
+    html = site.templates.render(template, **frame(request, visit), status=status, message=message)
+    headers = {}
+    if status == 503 and request.method == "GET":
+        headers["refresh"] = str(RETRY_S)
+    if template == "problem_notice.html":
+        headers["hx-retarget"] = "#notices"
+        headers["hx-reswap"] = "innerHTML"
+    return HTMLResponse(html, status, headers)
+
+
+def _to_login(request: Request) -> Response:
+    path = request.scope["path"].removeprefix(request.scope["root_path"]) or "/"
+    if request.method != "GET":
+        path = "/"
+    elif request.url.query:
+        path = f"{path}?{request.url.query}"
+    return redirect(request, console_url(request, "/login", next=None if path == "/" else path))

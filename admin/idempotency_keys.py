@@ -1,0 +1,138 @@
+"""Calls that clients may repeat: each Idempotency-Key with what it was sent for, and the answer that it got."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from loramux.migrations.database import Database
+from loramux.migrations.schema import idempotency_keys
+from loramux.platform.errors import Conflict, UnprocessableRequest
+
+LIFETIME_US = 24 * 3600 * 1_000_000
+RUNNING_US = 300 * 1_000_000
+"""Longer than any call takes: one that has no answer after it never will, because its process ended."""
+_SWEPT_AT_ONCE = 1000
+
+
+class KeyInUse(Conflict):
+    """The first call with this key still runs: ask again in a moment."""
+
+    code = "idempotency_key_in_use"
+
+
+class OutcomeUnknown(Conflict):
+    """The server ended during the first call with this key: look whether it had its effect, then use another key."""
+
+    code = "idempotency_outcome_unknown"
+
+
+class KeyReused(UnprocessableRequest):
+    """The key was used for another call."""
+
+    code = "idempotency_key_reused"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to run a call, and the duty to `complete` or `release` it."""
+
+    principal: str
+    key_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """What the first call was answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class IdempotencyKeys:
+    """The keys of every server on the database. Blocking."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def claim(self, principal: str, key: str, request_sha256: bytes) -> Claim | StoredAnswer:
+        """Begin a call, or learn what it was answered; raises KeyInUse, OutcomeUnknown and KeyReused."""
+        claim = Claim(principal, hashlib.sha256(key.encode()).digest())
+        try:
+            with self._database.write() as connection:
+                now_us = self._database.now_us(connection)
+                row = connection.execute(select(idempotency_keys).where(*_is(claim)).with_for_update()).one_or_none()
+                if row is not None and row.expires_us > now_us:
+                    return _answer(row, request_sha256, now_us)
+                self._begin(connection, claim, request_sha256, now_us)
+        except IntegrityError:
+            raise KeyInUse("the first call with this Idempotency-Key still runs", retry_after_s=1.0) from None
+        return claim
+
+    def complete(self, claim: Claim, answer: StoredAnswer) -> None:
+        """Keep the answer for whoever repeats the call."""
+        values: dict[str, Any] = {"status": answer.status, "headers": dict(answer.headers), "body": answer.body}
+        with self._database.write() as connection:
+            connection.execute(update(idempotency_keys).where(*_is(claim)).values(**values))
+
+    def release(self, claim: Claim) -> None:
+        """The call changed nothing: its key may be used again, for this call or another."""
+        with self._database.write() as connection:
+            connection.execute(delete(idempotency_keys).where(*_is(claim), idempotency_keys.c.status.is_(None)))
+
+    def sweep(self) -> int:
+        """Forget keys whose time is up; how many there were."""
+        table = idempotency_keys
+        num_swept = 0
+        while True:
+            with self._database.write() as connection:
+                now_us = self._database.now_us(connection)
+                expired = connection.execute(
+                    select(table.c.principal, table.c.key_sha256)
+                    .where(table.c.expires_us <= now_us)
+                    .limit(_SWEPT_AT_ONCE)
+                ).all()
+                for row in expired:
+                    connection.execute(
+                        delete(table).where(table.c.principal == row.principal, table.c.key_sha256 == row.key_sha256)
+                    )
+            num_swept += len(expired)
+            if len(expired) < _SWEPT_AT_ONCE:
+                return num_swept
+
+    def _begin(self, connection: Connection, claim: Claim, request_sha256: bytes, now_us: int) -> None:
+        connection.execute(delete(idempotency_keys).where(*_is(claim)))
+        values = {
+            "principal": claim.principal,
+            "key_sha256": claim.key_sha256,
+            "request_sha256": request_sha256,
+            "headers": {},
+            "body": b"",
+            "created_us": now_us,
+            "expires_us": now_us + LIFETIME_US,
+        }
+        connection.execute(insert(idempotency_keys).values(**values))
+
+
+def _is(claim: Claim) -> tuple[Any, Any]:
+    return (idempotency_keys.c.principal == claim.principal, idempotency_keys.c.key_sha256 == claim.key_sha256)
+
+
+def _answer(row: Row[Any], request_sha256: bytes, now_us: int) -> StoredAnswer:
+    if row.request_sha256 != request_sha256:
+        raise KeyReused("this Idempotency-Key was used for another call", param="Idempotency-Key")
+    if row.status is not None:
+        return StoredAnswer(row.status, row.headers, row.body)
+    if now_us < row.created_us + RUNNING_US:
+        raise KeyInUse("the first call with this Idempotency-Key still runs", retry_after_s=1.0)
+    raise OutcomeUnknown(
+        "the server ended during the first call with this Idempotency-Key: look whether it had its effect, then use "
+        "another key",
+        param="Idempotency-Key",
+    )

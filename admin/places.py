@@ -1,0 +1,80 @@
+"""Places for calls that last: who gets none within a while is told to come again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+
+from loramux.platform.errors import Unavailable
+
+WAIT_S = 10.0
+"""How long a call waits for a place; it holds a connection meanwhile, and no thread."""
+RETRY_AFTER_S = 5.0
+
+
+class Places:
+    """`num_places` calls at a time, of them at most `num_each` of one tenant: the others find a place all the same."""
+
+    def __init__(self, what: str, num_places: int, num_each: int) -> None:
+        self._what = what
+        self._num_each = num_each
+        self._all = anyio.CapacityLimiter(num_places)
+        # Of tenants that have or want a place just now.
+        self._of_tenant: dict[str, anyio.CapacityLimiter] = {}
+
+    @property
+    def num_taken(self) -> int:
+        return int(self._all.borrowed_tokens)
+
+    @property
+    def num_waiting(self) -> int:
+        everyone = (self._all, *self._of_tenant.values())
+        return sum(limiter.statistics().tasks_waiting for limiter in everyone)
+
+    async def take(self, tenant_id: str) -> Callable[[], None]:
+        """Take a place, and return what gives it back. Raises Unavailable `too_many_<what>`."""
+        call = object()
+        own = self._of_tenant.setdefault(tenant_id, anyio.CapacityLimiter(self._num_each))
+
+        def give_back_own() -> None:
+            own.release_on_behalf_of(call)
+            self._forget_idle(tenant_id)
+
+        def give_back() -> None:
+            self._all.release_on_behalf_of(call)
+            give_back_own()
+
+        try:
+            with anyio.fail_after(WAIT_S):
+                await own.acquire_on_behalf_of(call)
+                try:
+                    await self._all.acquire_on_behalf_of(call)
+                except BaseException:
+                    give_back_own()
+                    raise
+        except BaseException as error:
+            self._forget_idle(tenant_id)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise Unavailable(
+                f"as many {self._what} as this server takes at once are under way; try again",
+                code=f"too_many_{self._what}",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        return give_back
+
+    @asynccontextmanager
+    async def one(self, tenant_id: str) -> AsyncIterator[None]:
+        """A place for as long as the block lasts."""
+        give_back = await self.take(tenant_id)
+        try:
+            yield
+        finally:
+            give_back()
+
+    def _forget_idle(self, tenant_id: str) -> None:
+        statistics = self._of_tenant[tenant_id].statistics() if tenant_id in self._of_tenant else None
+        if statistics is not None and not statistics.borrowed_tokens and not statistics.tasks_waiting:
+            del self._of_tenant[tenant_id]

@@ -1,0 +1,77 @@
+"""`ETag` and `If-Match`: whoever changes a thing says which state of it they saw.
+
+    async def get_thing(..., response: Response) -> ThingDocument:
+        return tagged(response, describe_thing(thing))
+
+    async def change_thing(..., caller: Writer, if_match: IfMatch, response: Response) -> ThingDocument:
+        changed = await services.call(services.things.update, ..., if_match.check_by(describe_thing))
+        return tagged(response, describe_thing(changed))
+
+The check runs in the change's transaction, on the state that is about to be changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Header, Response
+
+from loramux.platform.errors import InvalidRequest, PreconditionFailed, PreconditionRequired
+
+T = TypeVar("T")
+D = TypeVar("D", bound=Mapping[str, Any])
+_TAGS = re.compile(r'\s*(W/)?"[\x21\x23-\x7e]{0,200}"\s*(,\s*(W/)?"[\x21\x23-\x7e]{0,200}"\s*){0,15}')
+_TAG = re.compile(r'(?:W/)?"[^"]*"')
+
+
+def etag_of(document: Mapping[str, Any]) -> str:
+    """A document's ETag: equal documents have equal ones."""
+    encoded = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    return f'"{hashlib.sha256(encoded).hexdigest()[:32]}"'
+
+
+def tagged(response: Response, document: D) -> D:
+    """The document, with its ETag on the response."""
+    response.headers["etag"] = etag_of(document)
+    return document
+
+
+@dataclass(frozen=True, slots=True)
+class Precondition:
+    """What the caller saw; None is whatever there is."""
+
+    etags: frozenset[str] | None
+
+    def check(self, document: Mapping[str, Any]) -> None:
+        """Raises PreconditionFailed where the document is not, or no longer, what the caller saw."""
+        if self.etags is not None and etag_of(document) not in self.etags:
+            raise PreconditionFailed("this has been changed since you read it: read it again", param="If-Match")
+
+    def check_by(self, describe: Callable[[T], Mapping[str, Any]]) -> Callable[[T], None]:
+        """The same of a record, for a service that calls it before the change."""
+        return lambda record: self.check(describe(record))
+
+
+async def required_precondition(
+    if_match: Annotated[
+        str | None, Header(alias="If-Match", description="The ETag that you read, or * for whatever there is.")
+    ] = None,
+) -> Precondition:
+    """Raises PreconditionRequired and InvalidRequest."""
+    if if_match is None:
+        raise PreconditionRequired("give the ETag that you read: If-Match", param="If-Match")
+    if if_match.strip() == "*":
+        return Precondition(None)
+    if _TAGS.fullmatch(if_match) is None:
+        raise InvalidRequest("If-Match is an ETag in quotation marks, or *", param="If-Match")
+    # A weak tag says that two states are alike, which is not enough to change one of them: it matches none of ours.
+    return Precondition(frozenset(_TAG.findall(if_match)))
+
+
+IfMatch = Annotated[Precondition, Depends(required_precondition)]
+"""Names the header; comes behind the caller in a route, so that a call without a key is 401 first."""

@@ -1,0 +1,131 @@
+"""`Idempotency-Key`: a POST that is repeated with the same key is answered as the first one was, and done once.
+
+Every route that names a caller of `access.py` takes part, without a line of its own. A call that is refused, or that
+fails, keeps nothing: its key may be used again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+
+import structlog
+from fastapi import Request
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loramux.admin.idempotency_keys import Claim, IdempotencyKeys, StoredAnswer
+from loramux.admin.rest.bodies import body_of
+from loramux.admin.services import AdminServices
+from loramux.platform.errors import InvalidRequest
+
+HEADER = "idempotency-key"
+REPLAYED = "idempotent-replayed"
+_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+_KEPT_HEADERS = ("content-type", "etag", "location")
+_SECRET_FIELDS = ("secret",)
+"""What an answer says once: it is not stored, and null in a repeated answer."""
+
+log = structlog.get_logger()
+
+
+class Replayed(Exception):
+    """The call was made before: this is its answer."""
+
+    def __init__(self, answer: StoredAnswer) -> None:
+        super().__init__("the call was made before")
+        self.answer = answer
+
+
+async def begin(request: Request, services: AdminServices, principal: str) -> None:
+    """Claim the key of a POST, where it has one, for whoever called.
+
+    Raises Replayed where the call was made before, and KeyInUse, OutcomeUnknown, KeyReused and InvalidRequest.
+    """
+    key = request.headers.get(HEADER)
+    if request.method != "POST" or key is None:
+        return
+    if len(request.headers.getlist(HEADER)) > 1 or _KEY.fullmatch(key) is None:
+        raise InvalidRequest(
+            "an Idempotency-Key is one text of 1 to 255 visible ASCII characters",
+            param="Idempotency-Key",
+            code="invalid_idempotency_key",
+        )
+    sent = hashlib.sha256()
+    for part in (request.url.path.encode(), request.url.query.encode(), await body_of(request)):
+        sent.update(len(part).to_bytes(8, "big") + part)
+    claimed = await services.call(services.idempotency_keys.claim, principal, key, sent.digest())
+    if isinstance(claimed, StoredAnswer):
+        raise Replayed(claimed)
+    request.state.idempotency_claim = claimed
+
+
+async def answer_again(_: Request, error: Exception) -> Response:
+    """The handler of Replayed."""
+    assert isinstance(error, Replayed)
+    answer = error.answer
+    return Response(answer.body, answer.status, {**answer.headers, REPLAYED: "true"})
+
+
+class IdempotentAnswers:
+    """Keeps the answer of a call whose key was claimed before the client gets it."""
+
+    def __init__(self, app: ASGIApp, services: AdminServices) -> None:
+        self._app = app
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        body = b""
+
+        async def send_kept(message: Message) -> None:
+            nonlocal start, body
+            claim: Claim | None = scope["state"].get("idempotency_claim")
+            if claim is None:
+                await send(message)
+            elif message["type"] == "http.response.start":
+                start = message
+            elif message["type"] == "http.response.body":
+                body += message.get("body", b"")
+                if not message.get("more_body", False):
+                    assert start is not None
+                    await self._end(claim, start, body)
+                    await send(start)
+                    await send({"type": "http.response.body", "body": body})
+
+        try:
+            await self._app(scope, receive, send_kept)
+        except Exception:
+            claim = scope["state"].get("idempotency_claim")
+            if claim is not None:
+                await self._call(self._services.idempotency_keys.release, claim)
+            raise
+
+    async def _end(self, claim: Claim, start: Message, body: bytes) -> None:
+        keys: IdempotencyKeys = self._services.idempotency_keys
+        if not 200 <= start["status"] < 300:
+            await self._call(keys.release, claim)
+            return
+        headers = Headers(raw=start["headers"])
+        kept = {name: headers[name] for name in _KEPT_HEADERS if name in headers}
+        await self._call(keys.complete, claim, StoredAnswer(start["status"], kept, _without_secrets(body)))
+
+    async def _call(self, function: object, *args: object) -> None:
+        try:
+            await self._services.call(function, *args)  # type: ignore[arg-type]
+        except SQLAlchemyError as error:
+            # The call itself was done: whoever repeats it learns that its outcome is not known.
+            log.warning("an idempotency key could not be written", error=str(error))
+
+
+def _without_secrets(body: bytes) -> bytes:
+    if not any(f'"{name}"'.encode() in body for name in _SECRET_FIELDS):
+        return body
+    document = json.loads(body)
+    return json.dumps({**document, **{name: None for name in _SECRET_FIELDS if name in document}}).encode()

@@ -1,0 +1,37 @@
+"""`/server`: which loramux this is, its clock, and what it finds when it looks at its own parts."""
+
+from __future__ import annotations
+
+import platform
+import time
+from importlib.metadata import version
+
+from fastapi import APIRouter
+
+from loramux.admin.rest.access import PlatformReader, Services
+from loramux.admin.rest.listing import Document
+
+router = APIRouter(prefix="/server")
+
+
+@router.get("")
+async def get_server(services: Services, caller: PlatformReader) -> Document:
+    """The server's versions, its base model and its clock (milliseconds since 1970)."""
+    info = services.engine.info
+    return {
+        "object": "server",
+        "version": version("loramux"),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "base_model": services.self_check.served_name,
+        "device": info.device if info else None,
+        "dtype": info.dtype if info else None,
+        "time_ms": time.time_ns() // 1_000_000,
+    }
+
+
+@router.get("/findings")
+async def list_findings(services: Services, caller: PlatformReader) -> Document:
+    """Look at the engine, the database, the object store and the disk, and say what is wrong and how to mend it."""
+    findings = await services.call(services.self_check.findings)
+    return {"object": "list", "data": [finding.document() for finding in findings], "has_more": False}

@@ -1,0 +1,60 @@
+"""What the admin side does by itself: pins are told to an engine that has forgotten them, old keys are swept."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.admin.services import AdminServices
+from loramux.platform.engine_client import EngineUnavailable
+
+LOOK_INTERVAL_S = 5.0
+SWEEP_INTERVAL_S = 600.0
+STATS_TIMEOUT_S = 5.0
+PIN_TIMEOUT_S = 30.0
+
+log = structlog.get_logger(__name__)
+
+
+class Upkeep:
+    """Runs beside the admin app; any number of servers may do so at once."""
+
+    def __init__(self, services: AdminServices) -> None:
+        self._services = services
+        self._unpinnable: frozenset[str] = frozenset()
+        """Those that failed at the last look: said once."""
+
+    async def run(self) -> None:
+        """For ever."""
+        swept_s = -SWEEP_INTERVAL_S
+        while True:
+            try:
+                await self.renew_pins()
+                if time.monotonic() - swept_s >= SWEEP_INTERVAL_S:
+                    await self._services.call(self._services.idempotency_keys.sweep)
+                    swept_s = time.monotonic()
+            except SQLAlchemyError as error:
+                log.warning("upkeep failed; trying again", error=str(error))
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def renew_pins(self) -> None:
+        """Pin what is to be pinned and is not, as after a restart of the engine."""
+        services = self._services
+        wanted = await services.call(services.pins.digests)
+        if not wanted:
+            return
+        failed = set()
+        try:
+            stats = await services.engine.stats(STATS_TIMEOUT_S)
+            for digest in sorted(wanted - {one.digest for one in stats.adapters if one.is_pinned}):
+                state = await services.engine.pin(digest, True, PIN_TIMEOUT_S)
+                if state.state == "failed":
+                    failed.add(digest)
+                    if digest not in self._unpinnable:
+                        log.warning("an adapter cannot be pinned", digest=digest, code=state.code)
+        except (EngineUnavailable, TimeoutError):
+            return
+        self._unpinnable = frozenset(failed)

@@ -1,0 +1,156 @@
+"""How many steps a second does the engine make when the device takes no time?
+
+Scheduler, pools, prefix cache and fair queue run as they do in an engine, on a simulated device, a simulated clock and
+a seeded random source, with so many sequences running at any time: prompts of 16 to 100 tokens, answers of 32 to 128,
+24 adapters of 3 pages in 16 slots, 8 shares. What is counted is the processor's time, the device's part included; every
+answer is compared with what the device must have said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.gpu_bench import CheckError
+from benchmarks.machine import add_allow_busy, describe, require_idle
+from loramux.engine.adapter_pool import AdapterPool
+from loramux.engine.engine import Engine
+from loramux.engine.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.kv_pages import KvPages
+from loramux.engine.messages import Add, Finished, StepOutput
+from loramux.engine.page_pool import PagePool
+from loramux.engine.prefix_cache import PrefixCache
+from loramux.engine.request_limits import EngineLimits
+from loramux.engine.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.simulation import GREEDY, SimulatedExecutor, SimulatedLoader
+
+VOCAB_SIZE = 97
+PAGE_TOKENS = 16
+NUM_PAGES = 800
+MAX_MODEL_LEN = 512
+GATEWAY = b"gateway"
+ADAPTERS = {f"adapter{number}": 3 for number in range(24)}
+CHUNK_STEPS = 200
+TARGET_STEPS_S = 2000
+
+
+class SteadyLoad:
+    """An engine that always has `num_running` sequences to run and a few that wait."""
+
+    def __init__(self, num_running: int, is_ahead: bool) -> None:
+        self._rng = random.Random(1)
+        self._num_wanted = num_running + num_running // 8
+        pages = PagePool(NUM_PAGES)
+        loader = SimulatedLoader(ADAPTERS)
+        reclaimer = Reclaimer(pages, LeastRecentlyUsed())
+        prefixes = PrefixCache(pages, reclaimer.policy, PAGE_TOKENS)
+        adapters = AdapterPool(pages, 16, loader, reclaimer)
+        kv = KvPages(pages, reclaimer, prefixes, PAGE_TOKENS)
+        self._scheduler = Scheduler(kv, adapters, SchedulerLimits(256, num_running, look_ahead=num_running))
+        self._executor = SimulatedExecutor(VOCAB_SIZE, PAGE_TOKENS, NUM_PAGES, loader)
+        limits = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, (), PAGE_TOKENS)
+        self._engine = Engine(
+            limits,
+            pages,
+            adapters,
+            prefixes,
+            self._scheduler,
+            self._executor,
+            random.Random(0),
+            lambda: 0.0,
+            is_ahead,
+        )
+        self._adds: dict[str, Add] = {}
+        self._tokens: defaultdict[str, list[int]] = defaultdict(list)
+        self._num_asked = 0
+        self.num_checked = 0
+        self.num_running = 0
+
+    def run(self, num_steps: int) -> float:
+        """Make so many steps; returns the processor's seconds without those of asking and checking."""
+        seconds = 0.0
+        for _ in range(num_steps):
+            while len(self._adds) < self._num_wanted:
+                self._ask()
+            started_s = time.process_time()
+            self._engine.step()
+            outbox = self._engine.take_outbox()
+            seconds += time.process_time() - started_s
+            self.num_running += len(self._scheduler.running)
+            for outbound in outbox:
+                match outbound.message:
+                    case StepOutput(outputs=outputs):
+                        for output in outputs:
+                            self._tokens[output.sequence_id].extend(output.token_ids)
+                    case Finished() as finished:
+                        self._check(finished)
+            self._executor.batches.clear()
+        return seconds
+
+    def _ask(self) -> None:
+        self._num_asked += 1
+        add = Add(
+            sequence_id=f"sequence{self._num_asked}",
+            prompt=tuple(self._rng.randrange(VOCAB_SIZE) for _ in range(self._rng.randint(16, 100))),
+            max_tokens=self._rng.randint(32, 128),
+            sampling=GREEDY,
+            digest=self._rng.choice(list(ADAPTERS)),
+            share_key=f"share{self._rng.randrange(8)}",
+            isolation_key=b"one",
+        )
+        self._adds[add.sequence_id] = add
+        self._engine.add(GATEWAY, add)
+
+    def _check(self, finished: Finished) -> None:
+        add = self._adds.pop(finished.sequence_id)
+        received = self._tokens.pop(finished.sequence_id)
+        if received != self._executor.generate(add.prompt, add.max_tokens, add.digest):
+            raise CheckError(f"{finished.sequence_id} received what the device has not said")
+        self.num_checked += 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
+    parser.add_argument("--running", type=int, default=32, help="sequences that run at any time")
+    parser.add_argument("--steps", type=int, default=10_000, help="of each way, at least 200")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON, for benchmarks/results/")
+    add_allow_busy(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    require_idle(arguments.allow_busy)
+    console = Console()
+    results = {}
+    for name, is_ahead in (("at once", False), ("one step ahead", True)):
+        load = SteadyLoad(arguments.running, is_ahead)
+        load.run(CHUNK_STEPS)
+        load.num_running = 0
+        num_chunks = max(1, arguments.steps // CHUNK_STEPS)
+        rates = [CHUNK_STEPS / load.run(CHUNK_STEPS) for _ in range(num_chunks)]
+        if not load.num_checked:
+            raise CheckError("no sequence came to its end: make more steps")
+        results[name] = {
+            "steps": num_chunks * CHUNK_STEPS,
+            "steps_per_s_median": round(statistics.median(rates)),
+            "steps_per_s_best": round(max(rates)),
+            "running_on_average": round(load.num_running / (num_chunks * CHUNK_STEPS), 1),
+            "answers_checked": load.num_checked,
+        }
+        console.print(f"{name}: {results[name]}")
+    if arguments.out:
+        document = {"machine": describe(), "target_steps_per_s": TARGET_STEPS_S, "results": results}
+        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

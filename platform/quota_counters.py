@@ -1,0 +1,58 @@
+"""The count of one policy for one subject, and the arithmetic of a rate's bucket, in exact integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+UNITS = 60_000_000
+"""Microseconds in a minute: in this unit a bucket gains exactly `limit` a microsecond."""
+
+
+class CounterKey(NamedTuple):
+    """Which counter: of a policy, for its subject or a tenant that inherits it, from the start of a window on."""
+
+    policy_id: str
+    subject_id: str
+    window_start_us: int
+    """0 for what has no window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """What has been counted. `reserved`, `used` and `exceeded` are whole requests, tokens, loads or nanos."""
+
+    level: int
+    """A bucket's fill in UNITS; may be negative after a settlement."""
+    reserved: int
+    """What open reservations hold."""
+    used: int
+    """What settled requests have used of a budget's window."""
+    exceeded: int
+    """How often a soft or shadow policy admitted, or extended, what a hard one would have refused."""
+    refilled_us: int
+
+    @classmethod
+    def fresh(cls, burst: int, now_us: int) -> Counter:
+        """A full bucket, and nothing counted."""
+        return cls(burst * UNITS, 0, 0, 0, now_us)
+
+    def refilled(self, limit: int, burst: int, now_us: int) -> Counter:
+        """The bucket at `now_us`; a clock that went back refills nothing and takes nothing away."""
+        now_us = max(now_us, self.refilled_us)
+        level = min(burst * UNITS, self.level + limit * (now_us - self.refilled_us))
+        return Counter(level, self.reserved, self.used, self.exceeded, now_us)
+
+    def changed(self, level: int = 0, reserved: int = 0, used: int = 0, exceeded: int = 0) -> Counter:
+        """With so much more of each."""
+        return Counter(
+            self.level + level, self.reserved + reserved, self.used + used, self.exceeded + exceeded, self.refilled_us
+        )
+
+    @property
+    def free_units(self) -> int:
+        return self.level - self.reserved * UNITS
+
+    def wait_us(self, cost: int, limit: int) -> int:
+        """Time until the bucket has `cost` free if nothing more is used: 0 when it does now. `limit` is positive."""
+        return max(0, -(-(cost * UNITS - self.free_units) // limit))

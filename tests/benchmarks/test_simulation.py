@@ -1,0 +1,31 @@
+"""The simulated engine is measured with the sequences that were asked for; a wrong answer ends the measurement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import simulation
+from benchmarks.gpu_bench import CheckError
+from loramux.engine.simulation import SimulatedExecutor
+
+SMALL = ("--running", "4", "--steps", "200", "--allow-busy")
+
+
+def test_a_run_leaves_figures_of_both_ways(tmp_path: Path) -> None:
+    out = tmp_path / "simulation.json"
+    simulation.main([*SMALL, "--out", str(out)])
+    results = json.loads(out.read_text())["results"]
+    assert set(results) == {"at once", "one step ahead"}
+    for result in results.values():
+        assert 3 < result["running_on_average"] <= 4
+        assert result["answers_checked"] > 2
+        assert 0 < result["steps_per_s_median"] <= result["steps_per_s_best"]
+
+
+def test_a_wrong_answer_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedExecutor, "generate", lambda *_arguments: [])
+    with pytest.raises(CheckError, match="has not said"):
+        simulation.main(SMALL)
