@@ -48,6 +48,7 @@ from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import RunningRequests
 from loramux.platform.services import GatewayServices, ModelInfo
+from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenants
 
 NUM_THREADS = 16
@@ -127,6 +128,7 @@ def assemble(
             ),
             executor=executor,
             metrics=metrics,
+            spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
         )
         stack.callback(gateway.close)
         admin = AdminServices(
@@ -154,6 +156,7 @@ def assemble(
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,
             executor=executor,
+            trouble=gateway.trouble,
         )
         yield Assembled(
             create_openai_app(gateway),

@@ -27,6 +27,7 @@ from loramux.platform.health import health_router
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.running import RunningRequests
 from loramux.platform.services import GatewayServices, ModelInfo
+from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenants
 
 
@@ -76,6 +77,7 @@ def assemble_gateway(
                 created_s=int((settings.model / "config.json").stat().st_mtime),
             ),
             executor=executor,
+            spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
         )
         stack.callback(gateway.close)
         yield AssembledGateway(
@@ -89,5 +91,7 @@ def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: b
     install_error_handling(app)
     token = None if settings.metrics_token is None else settings.metrics_token.get_secret_value()
     app.include_router(metrics_router(gateway.metrics, gateway.engine, token, is_loopback))
-    app.include_router(health_router(gateway.database, gateway.engine, gateway.executor, tells_why=True))
+    app.include_router(
+        health_router(gateway.database, gateway.engine, gateway.executor, gateway.trouble, tells_why=True)
+    )
     return app

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -116,6 +116,14 @@ class Admission:
             for row in expired
         ]
         return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
+
+    def probe(self) -> None:
+        """Write something of no importance; raises SQLAlchemyError where the database does not take it."""
+        signals = schema.signals
+        with self._write() as connection:
+            counted = update(signals).where(signals.c.name == "probe").values(value=signals.c.value + 1)
+            if connection.execute(counted).rowcount == 0:
+                connection.execute(insert(signals).values(name="probe", value=1))
 
     def _only(self, operation: Operation) -> Outcome:
         """The outcome of one operation alone; raises it where it is an error."""

@@ -23,7 +23,7 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
     app.state.services = services
     for router in (completions.router, chat.router, models.router):
         app.include_router(router)
-    app.include_router(health_router(services.database, services.engine, services.executor))
+    app.include_router(health_router(services.database, services.engine, services.executor, services.trouble))
     app.add_middleware(Metered, metrics=services.metrics)
     install_error_handling(app)
     return app

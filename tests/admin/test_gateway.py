@@ -51,7 +51,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def ask(url: str, key: str, max_tokens: int) -> Any:
-    body = {"model": "base", "prompt": "Hello", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    body = {"model": "base", "prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     headers = {"authorization": f"Bearer {key}"}
     with httpx.Client(trust_env=False, timeout=60) as http:
         answer = http.post(f"{url}/v1/completions", json=body, headers=headers)
@@ -109,7 +109,7 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
 
         # It drains: a stream that runs when it is told to stop comes to its end.
         http.delete(f"{admin_url}/admin/v1/quotas/{made.json()['id']}")
-        body = {"model": "base", "prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        body = {"model": "base", "prompt": [5], "max_tokens": 200, "ignore_eos": True, "stream": True}
         headers = {"authorization": f"Bearer {key}"}
         with http.stream("POST", f"{gateway_url}/v1/completions", json=body, headers=headers) as response:
             lines = response.iter_lines()

@@ -33,6 +33,7 @@ from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenant, Tenants
 
 START_US = 1_800_000_000_000_000
@@ -191,7 +192,11 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @asynccontextmanager
 async def open_gateway(
-    database: Database, tokenizer: ModelTokenizer, executor: Executor, settings: GatewaySettings | None = None
+    database: Database,
+    tokenizer: ModelTokenizer,
+    executor: Executor,
+    settings: GatewaySettings | None = None,
+    spool: SettlementSpool | None = None,
 ) -> AsyncIterator[Gateway]:
     engine = ScriptedEngine(max_model_len=256)
     tenants, api_keys = Tenants(database), ApiKeys(database, "the operator's key of 32 characters")
@@ -205,6 +210,7 @@ async def open_gateway(
         model=ModelInfo(served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000),
         executor=executor,
         settings=settings,
+        spool=spool,
     )
     tenant = tenants.create("acme")
     key = api_keys.create(tenant.id, "test").secret
