@@ -16,7 +16,8 @@ from loramux.adapter_store.errors import (
     VersionNotReady,
 )
 from loramux.adapter_store.records import DEFAULT_ALIAS, Alias, AliasAction, AliasChange, AliasTarget
-from loramux.adapter_store.registry import MAX_VERSION, SLUG, check_slug, is_identifier, lock_adapter
+from loramux.adapter_store.registry import MAX_VERSION, SLUG, check_slug, is_identifier, lock_adapter, owner_of
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -113,7 +114,9 @@ class AdapterAliases:
             raise InvalidAlias("default_alias", "the default alias can be moved, not removed", "name")
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
-            _require(connection, adapter_id, name)
+            before, now_us = _shown(_require(connection, adapter_id, name)), self._database.now_us(connection)
+            target, owner = f"{adapter_id}:{name}", owner_of(adapter_id)
+            audit(connection, now_us, "alias.remove", target, tenant_id=owner, before=before)
             for table in (adapter_alias_targets, adapter_alias_history, adapter_aliases):
                 connection.execute(delete(table).where(table.c.adapter_id == adapter_id, table.c.name == name))
 
@@ -140,6 +143,7 @@ def change_alias(
 ) -> Alias:
     """Create or move an alias, with its row of history; the adapter's row must be locked."""
     revision = _revision(connection, adapter_id, name) + 1
+    before = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
     key = {"adapter_id": adapter_id, "name": name}
     place = (adapter_aliases.c.adapter_id == adapter_id, adapter_aliases.c.name == name)
     if revision == 1:
@@ -166,7 +170,17 @@ def change_alias(
             created_us=now_us,
         )
     )
-    return Alias(name, revision, ordered, now_us)
+    alias = Alias(name, revision, ordered, now_us)
+    changed = {"before": _shown(before), "after": _shown(alias)}
+    audit(connection, now_us, f"alias.{action}", f"{adapter_id}:{name}", tenant_id=owner_of(adapter_id), **changed)
+    return alias
+
+
+def _shown(alias: Alias | None) -> dict[str, object]:
+    """For the audit log: the weights by version number."""
+    if alias is None:
+        return {}
+    return {"revision": alias.revision, "targets": {str(target.number): target.weight for target in alias.targets}}
 
 
 def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None = None) -> list[tuple[str, Alias]]:

@@ -9,7 +9,8 @@ from sqlalchemy.exc import IntegrityError
 
 from loramux.adapter_store.errors import GrantNotFound, InvalidGrant, TenantNotFound
 from loramux.adapter_store.records import Adapter, Grant
-from loramux.adapter_store.registry import is_identifier
+from loramux.adapter_store.registry import is_identifier, owner_of
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_grants, tenants
 
@@ -39,8 +40,10 @@ class AdapterGrants:
             with self._database.write() as connection:
                 if connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id)).first() is None:
                     raise TenantNotFound("there is no such tenant")
-                values = {**key, "created_us": self._database.now_us(connection)}
-                connection.execute(insert(adapter_grants).values(values))
+                now_us = self._database.now_us(connection)
+                connection.execute(insert(adapter_grants).values(**key, created_us=now_us))
+                after = {"granted_to": tenant_id}
+                audit(connection, now_us, "grant.add", adapter.id, tenant_id=adapter.tenant_id, after=after)
         except IntegrityError:
             # It was granted before.
             pass
@@ -57,8 +60,10 @@ class AdapterGrants:
             removed = connection.execute(
                 delete(table).where(table.c.adapter_id == adapter_id, table.c.tenant_id == tenant_id)
             )
-        if removed.rowcount == 0:
-            raise GrantNotFound("the tenant was not granted the adapter")
+            if removed.rowcount == 0:
+                raise GrantNotFound("the tenant was not granted the adapter")
+            now_us, before = self._database.now_us(connection), {"granted_to": tenant_id}
+            audit(connection, now_us, "grant.remove", adapter_id, tenant_id=owner_of(adapter_id), before=before)
 
 
 def _select() -> Select[*tuple[Any, ...]]:

@@ -11,7 +11,8 @@ from sqlalchemy import Connection, Row, delete, func, insert, or_, select, updat
 
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
 from loramux.adapter_store.records import UPLOAD_FILES, AdapterVersion, Upload, UploadFile
-from loramux.adapter_store.registry import is_identifier, lock_adapter, select_versions, version_of
+from loramux.adapter_store.registry import is_identifier, lock_adapter, owner_of, select_versions, version_of
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions, uploads
@@ -255,7 +256,10 @@ def _insert_version(connection: Connection, upload: Upload, now_us: int) -> Adde
             created_us=now_us,
         )
     )
-    return AddedVersion(_version(connection, version_id), upload.id)
+    added = AddedVersion(_version(connection, version_id), upload.id)
+    target, after = f"{upload.adapter_id}@{added.version.number}", {"state": "pending", "upload_id": upload.id}
+    audit(connection, now_us, "version.create", target, tenant_id=owner_of(upload.adapter_id), after=after)
+    return added
 
 
 def _version(connection: Connection, version_id: str) -> AdapterVersion:

@@ -6,7 +6,8 @@ from sqlalchemy import select, update
 
 from loramux.adapter_store.errors import VersionNotFound, VersionNotReady
 from loramux.adapter_store.records import AdapterVersion
-from loramux.adapter_store.registry import AdapterRegistry, lock_adapter
+from loramux.adapter_store.registry import AdapterRegistry, lock_adapter, owner_of
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_versions, adapters
 
@@ -29,11 +30,13 @@ class AdapterPins:
             now_us = self._database.now_us(connection)
             change = update(adapter_versions).where(columns.adapter_id == adapter_id, columns.number == number)
             if is_pinned:
-                connection.execute(
-                    change.where(columns.state == "ready", columns.pinned_us.is_(None)).values(pinned_us=now_us)
-                )
+                change = change.where(columns.state == "ready", columns.pinned_us.is_(None)).values(pinned_us=now_us)
             else:
-                connection.execute(change.values(pinned_us=None))
+                change = change.where(columns.pinned_us.is_not(None)).values(pinned_us=None)
+            if connection.execute(change).rowcount:
+                changed = {"before": {"is_pinned": not is_pinned}, "after": {"is_pinned": is_pinned}}
+                action, target = "version.pin" if is_pinned else "version.unpin", f"{adapter_id}@{number}"
+                audit(connection, now_us, action, target, tenant_id=owner_of(adapter_id), **changed)
         version = self._registry.get_version(adapter_id, number)
         if version is None:
             raise VersionNotFound("the adapter has no such version")

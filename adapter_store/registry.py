@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, insert, select
+from sqlalchemy import Connection, Row, ScalarSelect, Select, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from loramux.adapter_store.errors import (
@@ -17,6 +17,7 @@ from loramux.adapter_store.errors import (
 )
 from loramux.adapter_store.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion
 from loramux.adapter_store.resolution import Suffix, default_models, draw, versions_named
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -56,6 +57,7 @@ class AdapterRegistry:
                 connection.execute(
                     insert(adapters).values(id=adapter_id, tenant_id=tenant_id, name=name, created_us=created_us)
                 )
+                audit(connection, created_us, "adapter.create", adapter_id, tenant_id=tenant_id, after={"name": name})
         except IntegrityError:
             raise AdapterExists(f"the tenant already has an adapter {name!r}") from None
         return Adapter(adapter_id, tenant_id, slug, name, created_us, None)
@@ -168,6 +170,11 @@ def check_slug(text: str, param: str) -> None:
             "a name has 1 to 63 of the characters a-z, 0-9, '.', '_' and '-' and begins with a letter or digit",
             param,
         )
+
+
+def owner_of(adapter_id: str) -> ScalarSelect[str]:
+    """The tenant that an adapter belongs to, as part of another statement."""
+    return select(adapters.c.tenant_id).where(adapters.c.id == adapter_id).scalar_subquery()
 
 
 def lock_adapter(connection: Connection, adapter_id: str) -> None:

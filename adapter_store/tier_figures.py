@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from loramux.adapter_store.circuit_breaker import BreakerState
+from loramux.adapter_store.load_timelines import LoadTimelines
 
 Tier = Literal["host", "disk", "blobs", "pool"]
 Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
@@ -77,9 +78,10 @@ class TimedStage:
 
 
 class TierFigures:
-    """Counts for one engine. Thread-safe."""
+    """Counts for one engine, and with `timelines` also when each load passed its stages. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, timelines: LoadTimelines | None = None) -> None:
+        self.timelines = timelines
         self._lock = threading.Lock()
         self._hits = dict.fromkeys(TIERS, 0)
         self._misses = dict.fromkeys(TIERS, 0)
@@ -98,6 +100,12 @@ class TierFigures:
         with self._lock:
             count, total_bytes, total_s = self._stages[tier, stage]
             self._stages[tier, stage] = (count + 1, total_bytes + num_bytes, total_s + seconds)
+        if self.timelines is not None:
+            self.timelines.note(tier, stage, num_bytes, seconds)
+
+    def of_load(self, digest: str) -> AbstractContextManager[None]:
+        """What the calling thread counts in the block belongs to the load of this adapter."""
+        return nullcontext() if self.timelines is None else self.timelines.of(digest)
 
     @contextmanager
     def timed(self, tier: Tier, stage: Stage, num_bytes: int = 0) -> Iterator[TimedStage]:

@@ -189,7 +189,8 @@ class TieredStore:
         packed: PackedAdapter | None = None
         error: BaseException | None = None
         try:
-            packed = self._source.fetch(digest, allocate, check_wanted)
+            with self.figures.of_load(digest):
+                packed = self._source.fetch(digest, allocate, check_wanted)
         except BlobStoreUnavailable as failure:
             error = AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {failure}")
             error.__cause__ = failure

@@ -8,9 +8,12 @@ from sqlalchemy import exists, select, update
 
 from loramux.adapter_store.errors import VersionInUse, VersionNotFound, VersionNotReady
 from loramux.adapter_store.records import Adapter, AdapterVersion, VersionState
-from loramux.adapter_store.registry import AdapterRegistry, lock_adapter
+from loramux.adapter_store.registry import AdapterRegistry, lock_adapter, owner_of
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_alias_targets, adapter_versions, adapters
+
+_ACTIONS = {"archived": "version.archive", "quarantined": "version.quarantine", "ready": "version.restore"}
 
 
 class VersionStates:
@@ -50,7 +53,12 @@ class VersionStates:
             if is_disabled:
                 # The time of the first call stays.
                 change = change.where(adapters.c.disabled_us.is_(None))
+            was_disabled = select(adapters.c.disabled_us.is_not(None)).where(adapters.c.id == adapter_id)
+            before = {"is_disabled": bool(connection.execute(was_disabled).scalar())}
             connection.execute(change.values(disabled_us=now_us if is_disabled else None))
+            action = "adapter.disable" if is_disabled else "adapter.enable"
+            changed = {"before": before, "after": {"is_disabled": is_disabled}}
+            audit(connection, now_us, action, adapter_id, tenant_id=owner_of(adapter_id), **changed)
         adapter = self._registry.get_adapter(adapter_id)
         assert adapter is not None
         return adapter
@@ -95,6 +103,9 @@ class VersionStates:
             )
             if changed.rowcount == 0:
                 raise VersionNotReady(f"version {number} is {version.state}, which cannot become {state}")
+            now_us, target = self._database.now_us(connection), f"{adapter_id}@{number}"
+            states = {"before": {"state": version.state}, "after": {"state": state}}
+            audit(connection, now_us, _ACTIONS[state], target, tenant_id=owner_of(adapter_id), **states)
         found = self._registry.get_version(adapter_id, number)
         assert found is not None
         return found

@@ -34,22 +34,27 @@ from loramux.admin.services import AdminServices
 from loramux.admin.settings import Settings
 from loramux.admin.upkeep import Upkeep
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
+from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.app import create_openai_app
+from loramux.platform.audit_log import AuditLog
 from loramux.platform.chat_template import ModelFilesError
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
 from loramux.platform.measured_validator import MeasuredValidator
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.price_list import PriceList
+from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import RunningRequests
-from loramux.platform.services import GatewayServices, ModelInfo
+from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenants
+from loramux.platform.tracing import Tracing
 
 NUM_THREADS = 16
 """For SQL and the tokenizer; each waits for the database most of its time."""
@@ -129,8 +134,11 @@ def assemble(
             executor=executor,
             metrics=metrics,
             spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
+            settings=GatewaySettings(logs_answers=settings.log_answers),
+            tracing=open_tracing(settings),
         )
         stack.callback(gateway.close)
+        gateway_app = create_openai_app(gateway)
         admin = AdminServices(
             database=database,
             tenants=tenants,
@@ -147,6 +155,9 @@ def assemble(
             requests=RequestsInFlight(database),
             live=gateway.running,
             quotas=QuotaPolicies(database),
+            quota_view=QuotaView(database),
+            prices=PriceList(database),
+            audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
             metrics=metrics,
@@ -157,14 +168,31 @@ def assemble(
             is_loopback=is_loopback,
             executor=executor,
             trouble=gateway.trouble,
+            gateway=gateway_app,
+            api_url=_api_url(settings),
         )
         yield Assembled(
-            create_openai_app(gateway),
+            gateway_app,
             create_admin_app(admin, settings.admin_root_path),
             gateway.running,
             Upkeep(admin),
             api_keys,
         )
+
+
+def open_tracing(settings: Settings) -> Tracing | None:
+    config = settings.trace_config
+    if config is None:
+        return None
+    try:
+        # Takes half a second, which only those pay who want traces.
+        from loramux.platform.otel_tracing import OtelTracing
+
+        return OtelTracing.open(config, settings.traces_share, settings.traces_of_clients)
+    except ImportError:
+        raise StartRefused("traces need OpenTelemetry: pip install 'loramux[traces]', or set traces to off") from None
+    except ConfigNotUsable as error:
+        raise StartRefused(str(error)) from error
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:
@@ -183,6 +211,11 @@ def _is_empty(database: Database) -> bool:
             return not inspect(connection).get_table_names()
     except SQLAlchemyError:
         return False
+
+
+def _api_url(settings: Settings) -> str:
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104 - compared, not bound
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}/v1"
 
 
 def _revealed(secret: SecretStr | None) -> str | None:

@@ -25,7 +25,7 @@ SETTLE_S = 5.0
 
 def run(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM; raises StartRefused before anything listens."""
-    configure_logs()
+    configure_logs(settings.log_format)
     if settings.engine is None:
         raise StartRefused("a gateway needs an engine: give --engine the path that 'loramux serve' prints")
     if settings.is_database_embedded:

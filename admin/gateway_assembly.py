@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.registry import AdapterRegistry
-from loramux.admin.assembly import NUM_THREADS
+from loramux.admin.assembly import NUM_THREADS, open_tracing
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
 from loramux.admin.metrics_route import metrics_router
@@ -26,7 +26,7 @@ from loramux.platform.error_responses import install_error_handling
 from loramux.platform.health import health_router
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.running import RunningRequests
-from loramux.platform.services import GatewayServices, ModelInfo
+from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenants
 
@@ -77,6 +77,8 @@ def assemble_gateway(
                 created_s=int((settings.model / "config.json").stat().st_mtime),
             ),
             executor=executor,
+            settings=GatewaySettings(logs_answers=settings.log_answers),
+            tracing=open_tracing(settings),
             spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
         )
         stack.callback(gateway.close)

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from collections.abc import MutableMapping
+from typing import Any, Literal
 
 import structlog
 
+LogFormat = Literal["console", "json"]
 
-def configure_logs() -> None:
-    """One line an event, in colour on a terminal."""
-    # Libraries log through the standard module; their warnings belong to the same stream.
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+_SECRET = re.compile(r"sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]+|(?i:bearer)\s+\S+")
+
+
+def configure_logs(log_format: LogFormat = "console") -> None:
+    """One line an event: for people, in colour on a terminal, or JSON. Inside a request each names it."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        hide_secrets,
+    ]
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer()
+        if log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
+    structlog.configure(processors=[*shared, renderer], logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    # Libraries log through the standard module; their warnings belong to the same stream, in the same form.
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared[:2], structlog.stdlib.add_logger_name, *shared[2:]],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+def hide_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """What looks like a key has no place in a log, whoever put it there: an exception's text may quote anything."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = _SECRET.sub("[hidden]", value)
+    return event

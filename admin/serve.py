@@ -35,7 +35,7 @@ SETTLE_S = 5.0
 
 def run(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM; raises StartRefused before anything listens."""
-    configure_logs()
+    configure_logs(settings.log_format)
     model, config = read_model(settings)
     with ExitStack() as stack:
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
@@ -67,6 +67,7 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
             eviction_policy=settings.eviction_policy,
             disk_tier_bytes=int(settings.disk_tier_bytes),
             host_tier_bytes=int(settings.host_tier_bytes),
+            traces=settings.trace_config,
         )
         if settings.num_threads is not None:
             config = msgspec.structs.replace(config, num_threads=settings.num_threads)

@@ -7,6 +7,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from starlette.types import ASGIApp
+
 from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
@@ -20,9 +22,12 @@ from loramux.admin.places import Places
 from loramux.admin.self_check import SelfCheck
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import ApiKeys
+from loramux.platform.audit_log import AuditLog
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.price_list import PriceList
+from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import LiveRequests, NoLiveRequests
@@ -60,6 +65,9 @@ class AdminServices:
     idempotency_keys: IdempotencyKeys
     requests: RequestsInFlight
     quotas: QuotaPolicies
+    quota_view: QuotaView
+    prices: PriceList
+    audit_log: AuditLog
     ledger: Ledger
     engine: EngineClient
     metrics: GatewayMetrics
@@ -69,6 +77,10 @@ class AdminServices:
     is_loopback: bool
     """Whether only this machine reaches the admin listener."""
     executor: Executor
+    gateway: ASGIApp | None = None
+    """The OpenAI API of this process, for the console's playground; None where there is none."""
+    api_url: str = "http://127.0.0.1:8000/v1"
+    """Where callers find the OpenAI API, as examples write it."""
     live: LiveRequests = field(default_factory=NoLiveRequests)
     """The requests that this process runs itself."""
     trouble: Callable[[], str | None] = lambda: None

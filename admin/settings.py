@@ -21,6 +21,7 @@ from pydantic_settings import (
 
 from loramux.adapter_store.sources import is_source_url
 from loramux.admin.suggestions import did_you_mean
+from loramux.engine.spans import TraceConfig
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
@@ -126,6 +127,15 @@ class Settings(DataSettings):
     """Share the ports with other gateways of this host; each must say so, and the kernel deals connections out."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
     """How much may wait on disk to be settled while the database is away."""
+    log_format: Literal["console", "json"] = "console"
+    log_answers: bool = False
+    traces: Literal["off", "file", "otlp"] = "off"
+    traces_target: str | None = None
+    """A file or an OTLP/HTTP URL; None: `traces.jsonl` in the data directory, or what OTEL_EXPORTER_OTLP_* say."""
+    traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of the requests, how many are traced; one below a client's trace is where the client's is."""
+    traces_of_clients: Literal["ignore", "link", "parent"] = "link"
+    """What a client's `traceparent` does. Only trusted clients should be `parent`s: they decide what is recorded."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
 
@@ -203,6 +213,13 @@ class Settings(DataSettings):
     @property
     def resolved_served_name(self) -> str:
         return self.served_name or self.model.name
+
+    @property
+    def trace_config(self) -> TraceConfig | None:
+        if self.traces == "off":
+            return None
+        default = str(self.data_dir.absolute() / "traces.jsonl") if self.traces == "file" else None
+        return TraceConfig(exporter=self.traces, target=self.traces_target or default)
 
     @property
     def resolved_blob_url(self) -> str:

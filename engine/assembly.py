@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from loramux.adapter_store.blob_url import open_blob_store
+from loramux.adapter_store.load_timelines import LoadTimelines
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.adapter_store.tiers import TieredStore
@@ -39,7 +40,9 @@ from loramux.engine.prefix_cache import PrefixCache
 from loramux.engine.request_limits import EngineLimits
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequence import Sequence, page_list
+from loramux.engine.sequence_traces import SequenceTraces
 from loramux.engine.slot_tables import SlotTables
+from loramux.engine.spans import SpanSink
 from loramux.engine.step_buffer import StepBuffer
 from loramux.engine.step_shape import reachable_shapes
 from loramux.engine.tier_loader import AdapterSource, TierLoader
@@ -95,12 +98,13 @@ def assemble_engine(
     weights: WeightSource | None = None,
     backend: Backend | None = None,
     note_running: Callable[[list[str]], None] | None = None,
+    spans: SpanSink | None = None,
 ) -> AssembledEngine:
     """Load the model and allocate the pool; raises EngineError with the remedy.
 
     `wake` is called from other threads when an idle engine should look again. The engine belongs to the thread that
-    calls this, and tells `note_running` before each step which sequences run. Tests and benchmarks may bring their own
-    adapters, weights and device.
+    calls this, tells `note_running` before each step which sequences run, and `spans` what traced ones did. Tests and
+    benchmarks may bring their own adapters, weights and device.
     """
     set_num_threads(config.num_threads)
     backend = backend or open_backend(config.device)
@@ -115,7 +119,8 @@ def assemble_engine(
     kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
     reclaimer = Reclaimer(pages, POLICIES[config.eviction_policy]())
-    loading = TierFigures()
+    timelines = None if spans is None else LoadTimelines()
+    loading = TierFigures(timelines)
     source = source or open_source(config, target, backend.accelerator, loading)
     loader = TierLoader(source, views, tables, backend.accelerator, config.num_loaders, wake, loading)
     adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer)
@@ -146,6 +151,7 @@ def assemble_engine(
         lookahead=backend.runs_ahead,
         note_running=note_running,
         loading=loading,
+        traces=None if spans is None or timelines is None else SequenceTraces(spans, timelines),
         contents=source.contents if isinstance(source, TieredStore) else tuple,
         page_bytes=views.raw[0].nbytes,
         protect=source.protect if isinstance(source, TieredStore) else no_floors,

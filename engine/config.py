@@ -11,6 +11,7 @@ from loramux.adapter_store.target import PackTarget
 from loramux.engine.cuda_driver import missing_for_cuda
 from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
 from loramux.engine.model_config import ModelConfig
+from loramux.engine.spans import TraceConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
@@ -62,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Threads that fetch adapters; one more copies them into the pool."""
     ran_at_death: tuple[str, ...] = ()
     """What its supervisor found running when the engine before this one died; gateways are told."""
+    traces: TraceConfig | None = None
+    """Where spans of traced requests go; None: nowhere, and OpenTelemetry is not imported."""
     seed: int = 0
     """Root of the streams of requests that bring no seed of their own."""
 

@@ -39,6 +39,7 @@ from loramux.engine.prefix_cache import PrefixCache
 from loramux.engine.request_limits import EngineLimits, request_problem
 from loramux.engine.scheduler import Scheduler
 from loramux.engine.sequence import Sequence, SequenceState
+from loramux.engine.sequence_traces import SequenceTraces
 from loramux.engine.timers import Timers
 
 
@@ -58,7 +59,8 @@ class Engine:
     a row of the step that was submitted already. The pages it gives back may be used at once: steps run in order, and
     whoever else writes pages waits for the steps submitted before (see `TierLoader`).
 
-    `note_running` is told which sequences run, before each step that may take them with it.
+    `note_running` is told which sequences run, before each step that may take them with it; `traces` what becomes of
+    each.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Engine:
         contents: Callable[[], tuple[TierContents, ...]] = tuple,
         page_bytes: int = 0,
         protect: Protect = no_floors,
+        traces: SequenceTraces | None = None,
     ) -> None:
         self._limits = limits
         self._pages = pages
@@ -88,6 +91,7 @@ class Engine:
         self._clock = clock
         self._lookahead = lookahead
         self._note_running = note_running
+        self._traces = traces
         self._in_flight: SubmittedStep | None = None
         self._live = LiveSequences()
         self._timers = Timers(clock, self._live)
@@ -143,6 +147,8 @@ class Engine:
         if add.digest is not None:
             self._floors.note(add.share_key, add.digest, add.host_floor_bytes)
         self._live.add(sequence)
+        if self._traces is not None:
+            self._traces.added(sequence)
         self._scheduler.add(sequence)
         self._set_timers(sequence)
         self._shed()
@@ -188,6 +194,10 @@ class Engine:
         demand = self._scheduler.take_turns()
         self._calls.add_wanted(demand.turns)
         settled = self._adapters.poll(demand)
+        if self._traces is not None:
+            for entry in settled:
+                waiting = self._live.of_digest(entry.digest)
+                self._traces.loaded(entry.digest, waiting, entry.num_pages, entry.failure)
         self._end_failed(settled)
         self._calls.settle(settled)
         scheduled = self._scheduler.schedule()
@@ -215,6 +225,8 @@ class Engine:
                 sequence.num_reached = sequence.num_computed
             if not sequence.has_run:
                 sequence.has_run = True
+                if self._traces is not None:
+                    self._traces.began(sequence)
                 self._grants.begin(sequence)
         for index, sequence in enumerate(sampling):
             sequence.choose(index)
@@ -234,6 +246,8 @@ class Engine:
                 continue
             self._scheduler.queue.charge_output(sequence)
             num_tokens += 1
+            if self._traces is not None:
+                self._traces.committed(sequence)
             if token.token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
                 ended.append((sequence, "stop"))
                 continue
@@ -274,6 +288,8 @@ class Engine:
     ) -> None:
         self._scheduler.finish(sequence, is_broken=code == "not_finite")
         self._live.remove(sequence)
+        if self._traces is not None:
+            self._traces.ended(sequence, reason, code)
         num_prompt = sequence.num_prompt if sequence.has_run else 0
         finished = Finished(
             sequence_id=sequence.sequence_id,

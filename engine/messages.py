@@ -67,6 +67,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Higher ones go first, also before fairness between shares."""
     timeout_s: float | None = None
     """The sequence ends with `deadline_exceeded` when it is not through by then; None: never."""
+    traceparent: str | None = None
+    """The span (W3C Trace Context) that the engine's spans of this sequence belong to; None: it is not traced."""
     pause_s: float = 0.0
     """How long the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,6 +39,9 @@ from loramux.engine.messages import (
     Unload,
 )
 from loramux.engine.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from loramux.engine.otel_spans import OtelSpanSink
 
 EXIT_REFUSED = 3
 """The configuration cannot work, so a restart would not help; the reason is the last line on standard error."""
@@ -185,12 +188,23 @@ def main() -> None:
     record = StepRecord(int(sys.argv[2]))
     try:
         config = msgspec.json.decode(document, type=EngineConfig)
-        assembled = assemble_engine(config, wake, note_running=record.note_running)
+        spans = _open_spans(config)
+        assembled = assemble_engine(config, wake, note_running=record.note_running, spans=spans)
     except (EngineError, ValueError) as error:
         print(str(error), file=sys.stderr)
         sys.exit(EXIT_REFUSED)
     _serve(assembled, Path(sys.argv[1]), wake_read, record, ended)
     closed.set()
+    if spans is not None:
+        spans.close(END_GRACE_S / 4)
+
+
+def _open_spans(config: EngineConfig) -> OtelSpanSink | None:
+    if config.traces is None:
+        return None
+    from loramux.engine.otel_spans import OtelSpanSink, open_provider
+
+    return OtelSpanSink(open_provider(config.traces, "loramux-engine"))
 
 
 def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Callable[[], None]) -> None:

@@ -84,6 +84,8 @@ class TierLoader:
 
     def fetch(self, digest: str) -> None:
         fetch = self._fetches[digest] = _Fetch(digest)
+        if self._figures.timelines is not None:
+            self._figures.timelines.begin(digest)
         self._fetchers.submit(self._fetch, fetch)
 
     def cancel(self, digest: str) -> None:
@@ -133,7 +135,8 @@ class TierLoader:
         if fetch.cancellation.is_cancelled:
             return
         try:
-            fetch.lease = self._source.lease(fetch.digest, cancel=fetch.cancellation)
+            with self._figures.of_load(fetch.digest):
+                fetch.lease = self._source.lease(fetch.digest, cancel=fetch.cancellation)
         except StoreError as error:
             self._report(fetch, LoadFailed(fetch.digest, str(error)))
             return
@@ -149,7 +152,7 @@ class TierLoader:
             packed = fetch.lease.packed
             payload = torch.from_numpy(packed.payload)
             pairs = ((self._views.raw[page], payload[row]) for row, page in enumerate(pages))
-            with self._figures.timed("pool", "copy", packed.payload.nbytes):
+            with self._figures.of_load(fetch.digest), self._figures.timed("pool", "copy", packed.payload.nbytes):
                 self._accelerator.upload(pairs, after)
         except Exception as error:
             fetch.release()

@@ -149,6 +149,7 @@ def _parse_url(url: str) -> URL:
 
 
 def _create_engine(url: URL) -> Engine:
+    # Errors, which are logged, quote statements but not what was in them.
     if url.get_backend_name() != "sqlite":
         return create_engine(
             url.update_query_dict(_PATIENCE | dict(url.query)),
@@ -156,8 +157,9 @@ def _create_engine(url: URL) -> Engine:
             max_overflow=16,
             pool_timeout=POOL_WAIT_S,
             pool_pre_ping=True,
+            hide_parameters=True,
         )
-    engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False})
+    engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False}, hide_parameters=True)
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:

@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Row, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -110,6 +111,7 @@ class ApiKeys:
                 connection.execute(insert(schema.api_keys).values(**values))
             except IntegrityError:
                 raise NotFound(f"there is no tenant {tenant_id!r}", param="tenant_id") from None
+            audit(connection, now_us, "api_key.create", key.id, tenant_id=tenant_id, after=_shown(key))
         return CreatedKey(key=key, secret=secret)
 
     def list(
@@ -133,10 +135,13 @@ class ApiKeys:
         table = schema.api_keys
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
-            connection.execute(
+            revoked = connection.execute(
                 update(table).where(table.c.id == key_id, table.c.revoked_us.is_(None)).values(revoked_us=now_us)
             )
             row = connection.execute(select(table).where(table.c.id == key_id)).one_or_none()
+            if row is not None and revoked.rowcount:
+                after = {"revoked_us": now_us}
+                audit(connection, now_us, "api_key.revoke", key_id, tenant_id=row.tenant_id, after=after)
         self._cache.forget(key_id)
         return _api_key(row) if row is not None else None
 
@@ -229,6 +234,11 @@ def _random_base62(length: int) -> str:
 
 def _sha256(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def _shown(key: ApiKey) -> dict[str, object]:
+    """For the audit log."""
+    return {"name": key.name, "scopes": sorted(key.scopes), "expires_us": key.expires_us, "revoked_us": key.revoked_us}
 
 
 def _api_key(row: Row[Any]) -> ApiKey:

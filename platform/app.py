@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import structlog
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,6 +13,9 @@ from loramux.platform.error_responses import install_error_handling
 from loramux.platform.health import health_router
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.services import GatewayServices
+from loramux.platform.traced_requests import TracedRequests
+
+log = structlog.get_logger()
 
 ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/models": "models"}
 
@@ -24,17 +28,20 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
     for router in (completions.router, chat.router, models.router):
         app.include_router(router)
     app.include_router(health_router(services.database, services.engine, services.executor, services.trouble))
-    app.add_middleware(Metered, metrics=services.metrics)
+    app.add_middleware(Metered, metrics=services.metrics, logs_answers=services.settings.logs_answers)
+    if services.tracing is not None:
+        app.add_middleware(TracedRequests, tracing=services.tracing, paths=frozenset(ENDPOINTS))
     install_error_handling(app)
     return app
 
 
 class Metered:
-    """Counts answers and errors, and times them to their last byte."""
+    """Counts answers and errors, times them to their last byte, and where that is wanted logs a line for each."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, logs_answers: bool) -> None:
         self._app = app
         self._metrics = metrics
+        self._logs_answers = logs_answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,4 +67,7 @@ class Metered:
             if code is not None:
                 self._metrics.errors.labels(endpoint, code).inc()
             self._metrics.requests.labels(endpoint, str(status)).inc()
-            self._metrics.request_seconds.labels(endpoint).observe(time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._metrics.request_seconds.labels(endpoint).observe(seconds)
+            if self._logs_answers:
+                log.info("answered", endpoint=endpoint, status=status, code=code, seconds=round(seconds, 4))

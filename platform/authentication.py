@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.principals import Principal
 from loramux.platform.services import GatewayServices
+from loramux.platform.tracing import traced
 
 
 async def services_of(request: Request) -> GatewayServices:
@@ -20,6 +21,11 @@ Services = Annotated[GatewayServices, Depends(services_of)]
 
 async def authenticated(request: Request, services: Services) -> Principal:
     """The caller; raises Unauthenticated."""
+    with traced("authenticate"):
+        return await _authenticate(request, services)
+
+
+async def _authenticate(request: Request, services: Services) -> Principal:
     kind, _, presented = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not presented.strip():
         raise Unauthenticated("give an API key: Authorization: Bearer sk-lmx-...", code="missing_api_key")

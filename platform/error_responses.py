@@ -101,13 +101,16 @@ class RequestIds:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_named)
-        except Exception:
-            log.exception("request failed", request_id=request_id, path=scope["path"])
-            if has_started:
-                raise
-            await error_response(ApiError("an internal error; it is in the server's log"))(scope, receive, send_named)
+        # Whatever is logged on behalf of this request says so.
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_named)
+            except Exception:
+                log.exception("request failed", path=scope["path"])
+                if has_started:
+                    raise
+                failure = error_response(ApiError("an internal error; it is in the server's log"))
+                await failure(scope, receive, send_named)
 
 
 def _translated(error: Exception, known: Mapping[type[Exception], Translation]) -> ApiError:

@@ -22,6 +22,7 @@ from loramux.platform.pending_deltas import PendingDeltas
 from loramux.platform.principals import Principal
 from loramux.platform.reservations import Settlement
 from loramux.platform.tenants import Share
+from loramux.platform.tracing import begin_span, traced
 
 FINISHED_WAIT_S = 1.0
 """How long the engine may take to say what an aborted sequence cost while a client waits for the answer's end."""
@@ -78,11 +79,11 @@ class Plan:
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
 
-    def adds(self) -> list[Add]:
-        """One sequence a choice, in the order of the choices' indices."""
-        return [self._add(p, c) for p in range(len(self.prompts)) for c in range(self.num_choices)]
+    def adds(self, traceparent: str | None = None) -> list[Add]:
+        """One sequence a choice, in the order of the choices' indices; their spans lie below `traceparent`."""
+        return [self._add(p, c, traceparent) for p in range(len(self.prompts)) for c in range(self.num_choices)]
 
-    def _add(self, prompt_index: int, choice: int) -> Add:
+    def _add(self, prompt_index: int, choice: int, traceparent: str | None) -> Add:
         sampling = self.sampling
         if sampling.seed is not None and choice:
             # Choices of one prompt differ; the first is what n = 1 would give.
@@ -98,6 +99,7 @@ class Plan:
             share_key=self.share.key,
             weight=self.share.weight,
             isolation_key=self.share.isolation_key,
+            traceparent=traceparent,
             host_floor_bytes=self.share.host_floor_bytes,
         )
 
@@ -136,7 +138,9 @@ class Generation:
         self._granted = plan.granted_tokens
         self._extending: asyncio.Task[None] | None = None
         self._clock = clock
-        self._choices = [Choice(i, add, tokenizer, plan.stops) for i, add in enumerate(plan.adds())]
+        self._span = begin_span("generate")
+        traceparent = None if self._span is None else self._span.traceparent
+        self._choices = [Choice(i, add, tokenizer, plan.stops) for i, add in enumerate(plan.adds(traceparent))]
         self._events = PendingDeltas()
         self._is_stopping = asyncio.Event()
         self.is_abandoned = False
@@ -199,8 +203,12 @@ class Generation:
                     choice.give_up()
         settlement = self._settlement()
         self.usage = Usage(settlement.prompt_tokens, settlement.completion_tokens, settlement.cached_tokens)
+        if self._span is not None:
+            self._span.set("loramux.completion_tokens", settlement.completion_tokens)
+            self._span.end(None if self._failure is None else self._failure.code)
         try:
-            await self._settle(self.plan.request_id, settlement)
+            with traced("settle"):
+                await self._settle(self.plan.request_id, settlement)
         finally:
             # Whatever happened, who waits for the end must not wait for ever.
             self.status = settlement.status

@@ -15,6 +15,7 @@ from loramux.platform.openai_requests import GenerationRequest
 from loramux.platform.principals import Principal
 from loramux.platform.services import GatewayServices
 from loramux.platform.tenants import Share
+from loramux.platform.tracing import traced
 
 Prompts = tuple[tuple[int, ...], ...]
 
@@ -41,10 +42,11 @@ async def resolve(services: GatewayServices, principal: Principal, body: Generat
         assert principal.tenant_id is not None
         return Target(principal.tenant_id, model, recent or services.tenants.share(principal.tenant_id))
 
-    # The base is found without the database, and so is a share that was read a moment ago: no thread is needed.
-    if recent is not None and body.model == services.resolver.served_name:
-        return read()
-    return await services.call(read)
+    with traced("resolve"):
+        # The base is found without the database, and so is a share that was read a moment ago: no thread is needed.
+        if recent is not None and body.model == services.resolver.served_name:
+            return read()
+        return await services.call(read)
 
 
 async def make_plan(
@@ -71,7 +73,8 @@ async def make_plan(
     if num_prompts * n > services.settings.max_choices:
         raise InvalidRequest(f"prompts times n may be at most {services.settings.max_choices}", param="n")
     sampling = body.sampling(num_logprobs, services.model.vocab_size)
-    prompts = tokenise() if num_bytes <= MAX_TOKENISED_AT_ONCE else await services.compute(tokenise)
+    with traced("tokenise"):
+        prompts = tokenise() if num_bytes <= MAX_TOKENISED_AT_ONCE else await services.compute(tokenise)
     is_asked = max_tokens is not None
     max_tokens = _max_tokens(services.max_model_len, prompts, prompt_param, max_tokens, default_max_tokens)
     # The engine holds each choice as a sequence with a prompt of its own.

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, func, insert, select, text
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -91,6 +92,7 @@ class PriceList:
                 created_us=now_us,
             )
             connection.execute(insert(prices).values(**_values(price)))
+            audit(connection, now_us, "price.add", price.id, tenant_id=tenant_id, after=_shown(price))
         return price
 
     def list(
@@ -121,6 +123,8 @@ class PriceList:
             if row.effective_us < now_us + NOTICE_US:
                 raise PriceInForce("the price is in force or about to be; announce another one that follows it")
             connection.execute(delete(prices).where(prices.c.id == price_id))
+            before = _shown(_price(row))
+            audit(connection, now_us, "price.withdraw", price_id, tenant_id=row.tenant_id, before=before)
 
     def currency(self) -> str | None:
         """What amounts are in; None while nothing has a price."""
@@ -187,6 +191,11 @@ def _check_owner(connection: Connection, tenant_id: str | None, scope: str) -> N
 def _same_owner(tenant_id: str | None) -> Any:
     owner = schema.prices.c.tenant_id
     return owner.is_(None) if tenant_id is None else owner == tenant_id
+
+
+def _shown(price: Price) -> dict[str, Any]:
+    """For the audit log."""
+    return {name: value for name, value in _values(price).items() if name not in ("id", "tenant_id", "created_us")}
 
 
 def _values(price: Price) -> dict[str, Any]:

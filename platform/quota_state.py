@@ -58,8 +58,9 @@ _WRITE_COUNTER = (
 
 @dataclass(frozen=True, slots=True)
 class _Statements:
-    policies: CompoundSelect[*tuple[Any, ...]]
+    policies: Select[*tuple[Any, ...]]
     """Parameters: lists of `subject_ids` and of policies' `ids`."""
+    locked_policies: CompoundSelect[*tuple[Any, ...]]
     timezones: Select[*tuple[Any, ...]]
     """A list of `ids`."""
     counters: Select[*tuple[Any, ...]]
@@ -94,7 +95,8 @@ def _statements(dialect: str) -> _Statements:
     else:
         counters = select(_counters).where(tuple_(*key).in_(bindparam("keys", expanding=True)))
     return _Statements(
-        policies=select(owned).union_all(shared),
+        policies=select(_policies).where(or_(wanted, _policies.c.subject_id == PLATFORM)).order_by(_policies.c.id),
+        locked_policies=select(owned).union_all(shared),
         timezones=select(_tenants.c.id, _tenants.c.timezone).where(among(dialect, _tenants.c.id, "ids")),
         counters=counters,
         locked_counters=counters.order_by(*key).with_for_update(of=_counters),
@@ -117,14 +119,16 @@ class QuotaState:
         self.counters: dict[CounterKey, Counter] = {}
         self._by_subject: dict[str, list[QuotaPolicy]] = {}
         self._timezones: dict[str, str] = {}
-        self._bindings: dict[tuple[str, str, str | None], list[Binding]] = {}
+        self._bindings: dict[tuple[str, str | None, str | None], list[Binding]] = {}
         self._is_stored: set[CounterKey] = set()
         self._changed: set[CounterKey] = set()
 
     def read_policies(self, subject_ids: Collection[str], policy_ids: Collection[str]) -> None:
         """Read, and lock, the policies of some subjects, those named, and the platform's."""
         wanted = {"subject_ids": list(subject_ids), "ids": list(policy_ids)}
-        for row in self._connection.execute(_statements(self._dialect).policies, wanted):
+        statements = _statements(self._dialect)
+        statement = statements.locked_policies if self._is_locking else statements.policies
+        for row in self._connection.execute(statement, wanted):
             self.put_policy(policy_of(row))
 
     def put_policy(self, policy: QuotaPolicy) -> None:
@@ -148,22 +152,26 @@ class QuotaState:
             (row.id, row.timezone) for row in self._connection.execute(_statements(self._dialect).timezones, ids)
         )
 
-    def bindings(self, tenant_id: str, key_id: str, adapter_id: str | None, now_us: int) -> list[Binding]:
-        """The policies that hold for a request of a tenant's key to an adapter, in one order for equal requests."""
+    def bindings(self, tenant_id: str, key_id: str | None, adapter_id: str | None, now_us: int) -> list[Binding]:
+        """The policies that hold for a request of a tenant's key to an adapter."""
         caller = (tenant_id, key_id, adapter_id)
         found = self._bindings.get(caller)
         if found is None:
-            own = self._by_subject.get(tenant_id, [])
-            # One that only watches leaves the platform's in force.
-            replaced = {policy.metric for policy in own if policy.mode != SHADOW}
-            inherited = [policy for policy in self._by_subject.get(PLATFORM, ()) if policy.metric not in replaced]
-            narrower = [*self._by_subject.get(key_id, ()), *self._by_subject.get(adapter_id or "", ())]
+            narrower = [*self._by_subject.get(key_id or "", ()), *self._by_subject.get(adapter_id or "", ())]
             found = self._bindings[caller] = [
                 Binding.of(policy, tenant_id, self._window(policy, tenant_id, now_us))
-                for policy in (*own, *inherited, *narrower)
+                for policy in (*self._of_tenant(tenant_id), *narrower)
                 if METRICS[policy.metric].kind is not Kind.STOCK
             ]
         return found
+
+    def stock_bindings(self, tenant_id: str) -> list[Binding]:
+        """The policies that hold for what a tenant keeps."""
+        return [
+            Binding.of(policy, tenant_id)
+            for policy in self._of_tenant(tenant_id)
+            if METRICS[policy.metric].kind is Kind.STOCK
+        ]
 
     def held(self, charges: Iterable[Mapping[str, Any]], tenant_id: str) -> list[tuple[Charge, Binding | None]]:
         """A reservation's charges with what they are of; None where the limit was lifted meanwhile."""
@@ -202,6 +210,13 @@ class QuotaState:
             self._connection.execute(_WRITE_COUNTER, [_update_of(key, self.counters[key]) for key in stored])
         if fresh:
             self._connection.execute(insert(_counters), [_row_of(key, self.counters[key]) for key in fresh])
+
+    def _of_tenant(self, tenant_id: str) -> list[QuotaPolicy]:
+        own = self._by_subject.get(tenant_id, [])
+        # One that only watches leaves the platform's in force.
+        replaced = {policy.metric for policy in own if policy.mode != SHADOW}
+        inherited = [policy for policy in self._by_subject.get(PLATFORM, ()) if policy.metric not in replaced]
+        return [*own, *inherited]
 
     def _window(self, policy: QuotaPolicy, tenant_id: str, now_us: int) -> Window:
         period = METRICS[policy.metric].period

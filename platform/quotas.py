@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, Table, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
@@ -77,37 +78,25 @@ class QuotaPolicies:
         """
         check_policy(metric, limit, burst, mode)
         try:
-            return self._set(subject_id, metric, limit, limit if burst is None else burst, mode)
+            with self._database.write() as connection:
+                old, wanted = self._wanted(connection, subject_id, metric, limit, burst, mode)
+                if old is None:
+                    _insert(connection, wanted)
+                else:
+                    _change(connection, old, wanted)
+                changed = {"before": None if old is None else _shown(old), "after": _shown(wanted)}
+                audit(connection, wanted.updated_us, "quota.set", wanted.id, tenant_id=wanted.tenant_id, **changed)
         except IntegrityError:
             raise Conflict(f"another call sets {metric} at this moment; try again") from None
-
-    def _set(self, subject_id: str, metric: str, limit: int, size: int, mode: str | None) -> QuotaPolicy:
-        with self._database.write() as connection:
-            subject = _lock_subject(connection, subject_id)
-            if subject.scope not in METRICS[metric].scopes:
-                raise InvalidRequest(f"{metric} is limited for a tenant or the platform only", param="metric")
-            query = select(_policies).where(_policies.c.subject_id == subject.id).order_by(_policies.c.id)
-            found = {row.metric: policy_of(row) for row in connection.execute(query.with_for_update())}
-            now_us = self._database.now_us(connection)
-            old = found.get(metric)
-            wanted = QuotaPolicy(
-                id=old.id if old is not None else new_id("qta"),
-                scope=subject.scope,
-                subject_id=subject.id,
-                tenant_id=subject.tenant_id,
-                metric=metric,
-                mode=mode or (old.mode if old is not None else HARD),
-                limit=limit,
-                burst=size,
-                created_us=old.created_us if old is not None else now_us,
-                updated_us=now_us,
-            )
-            check_agreement({**found, metric: wanted})
-            if old is None:
-                _insert(connection, wanted)
-            else:
-                _change(connection, old, wanted)
         return wanted
+
+    def propose(
+        self, subject_id: str, metric: str, limit: int, burst: int | None = None, mode: str | None = None
+    ) -> QuotaPolicy:
+        """What `set` would make of the same, and the same errors; nothing is changed."""
+        check_policy(metric, limit, burst, mode)
+        with self._database.read() as connection:
+            return self._wanted(connection, subject_id, metric, limit, burst, mode, is_locking=False)[1]
 
     def change(
         self, policy_id: str, limit: int | None = None, burst: int | None = None, mode: str | None = None
@@ -140,12 +129,61 @@ class QuotaPolicies:
     def delete(self, policy_id: str) -> bool:
         """Lift a limit; requests that run keep their reservations, which no longer bind. False: no such policy."""
         with self._database.write() as connection:
-            locked = select(_policies.c.id).where(_policies.c.id == policy_id).with_for_update()
-            if connection.execute(locked).one_or_none() is None:
+            locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
+            row = connection.execute(locked).one_or_none()
+            if row is None:
                 return False
+            now_us, before = self._database.now_us(connection), _shown(policy_of(row))
+            audit(connection, now_us, "quota.delete", policy_id, tenant_id=row.tenant_id, before=before)
             connection.execute(delete(_counters).where(_counters.c.policy_id == policy_id))
             connection.execute(delete(_policies).where(_policies.c.id == policy_id))
         return True
+
+    def _wanted(
+        self,
+        connection: Connection,
+        subject_id: str,
+        metric: str,
+        limit: int,
+        burst: int | None,
+        mode: str | None,
+        is_locking: bool = True,
+    ) -> tuple[QuotaPolicy | None, QuotaPolicy]:
+        """The policy as it is, if there is one, and as it is to be."""
+        subject = _find_subject(connection, subject_id, is_locking)
+        if subject.scope not in METRICS[metric].scopes:
+            raise InvalidRequest(f"{metric} is limited for a tenant or the platform only", param="metric")
+        query = select(_policies).where(_policies.c.subject_id == subject.id).order_by(_policies.c.id)
+        rows = connection.execute(query.with_for_update() if is_locking else query)
+        found = {row.metric: policy_of(row) for row in rows}
+        now_us = self._database.now_us(connection)
+        old = found.get(metric)
+        wanted = QuotaPolicy(
+            id=old.id if old is not None else new_id("qta"),
+            scope=subject.scope,
+            subject_id=subject.id,
+            tenant_id=subject.tenant_id,
+            metric=metric,
+            mode=mode or (old.mode if old is not None else HARD),
+            limit=limit,
+            burst=limit if burst is None else burst,
+            created_us=old.created_us if old is not None else now_us,
+            updated_us=now_us,
+        )
+        check_agreement({**found, metric: wanted})
+        return old, wanted
+
+
+def _shown(policy: QuotaPolicy) -> dict[str, object]:
+    """For the audit log."""
+    return {
+        "scope": policy.scope,
+        "subject_id": policy.subject_id,
+        "metric": policy.metric,
+        "mode": policy.mode,
+        "limit": policy.limit,
+        "burst": policy.burst,
+    }
 
 
 def policy_of(row: Row[Any]) -> QuotaPolicy:
@@ -197,7 +235,7 @@ def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
             )
 
 
-def _lock_subject(connection: Connection, subject_id: str) -> _Subject:
+def _find_subject(connection: Connection, subject_id: str, is_locking: bool) -> _Subject:
     """Whom an identifier means, held so that two calls take turns. Raises NotFound."""
     if subject_id == PLATFORM:
         return _Subject(PLATFORM, PLATFORM, None)
@@ -205,8 +243,8 @@ def _lock_subject(connection: Connection, subject_id: str) -> _Subject:
     row = None
     if table is not None:
         # Not the stronger FOR UPDATE: a reservation's foreign key locks the tenant while it holds the policies.
-        query = select(table).where(table.c.id == subject_id).with_for_update(key_share=True)
-        row = connection.execute(query).one_or_none()
+        query = select(table).where(table.c.id == subject_id)
+        row = connection.execute(query.with_for_update(key_share=True) if is_locking else query).one_or_none()
     if scope is None or row is None:
         raise NotFound("there is no such tenant, key or adapter", param="subject")
     tenant_id = row.id if scope == "tenant" else row.tenant_id

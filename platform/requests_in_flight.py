@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Row, Select, select, update
 
 from loramux.migrations import schema
+from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.paging import Page, keyset_rows
 
@@ -59,11 +60,14 @@ class RequestsInFlight:
         table = schema.reservations
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
-            connection.execute(
+            asked = connection.execute(
                 update(table)
                 .where(table.c.id == request_id, table.c.state == "open", table.c.cancel_requested_us.is_(None))
                 .values(cancel_requested_us=now_us)
             )
+            if asked.rowcount:
+                owner = select(table.c.tenant_id).where(table.c.id == request_id).scalar_subquery()
+                audit(connection, now_us, "request.cancel", request_id, tenant_id=owner)
         return self.get(request_id)
 
 

@@ -114,6 +114,7 @@ class RunningRequests:
             api_key_id=plan.principal.key_id,
             model=plan.model.name,
             adapter_version_id=adapter.version_id if adapter is not None else None,
+            adapter_id=adapter.adapter_id if adapter is not None else None,
             endpoint=plan.endpoint,
             prompt_tokens=plan.prompt_tokens,
             reserved_tokens=plan.reserved_tokens,

@@ -24,6 +24,7 @@ from loramux.platform.running import RunningRequests
 from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenants
 from loramux.platform.threads import call_on
+from loramux.platform.tracing import Tracing
 
 CALL_WAIT_S = 5.0
 """How long a request waits for an answer of the database."""
@@ -55,6 +56,8 @@ class GatewaySettings:
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
     """Prompts times n."""
+    logs_answers: bool = False
+    """Whether each answer is a line of the log."""
     max_request_tokens: int = 1024 * 1024
     """What the engine may have to hold: of every prompt, n times itself and max_tokens."""
 
@@ -82,6 +85,7 @@ class GatewayServices:
     settings: GatewaySettings
     executor: Executor
     compute_executor: Executor
+    tracing: Tracing | None = None
 
     @staticmethod
     def compose(
@@ -97,6 +101,7 @@ class GatewayServices:
         settings: GatewaySettings | None = None,
         metrics: GatewayMetrics | None = None,
         spool: SettlementSpool | None = None,
+        tracing: Tracing | None = None,
     ) -> GatewayServices:
         """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`.
 
@@ -130,6 +135,7 @@ class GatewayServices:
             settings=settings if settings is not None else GatewaySettings(),
             executor=executor,
             compute_executor=ThreadPoolExecutor(NUM_COMPUTE_THREADS, thread_name_prefix="compute"),
+            tracing=tracing,
         )
 
     def close(self) -> None:
@@ -138,6 +144,8 @@ class GatewayServices:
         self.commit.close(CLOSE_WAIT_S)
         self.running.close()
         self.compute_executor.shutdown(cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Ask the database something on a thread; raises DatabaseTrouble where it does not answer."""

@@ -15,8 +15,9 @@ from loramux.platform.choice import ChoiceDelta
 from loramux.platform.error_responses import engine_unavailable, json_response
 from loramux.platform.errors import ApiError
 from loramux.platform.generation import Generation, Plan
-from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, rate_limit_headers
+from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, exceeded_headers, rate_limit_headers
 from loramux.platform.services import GatewayServices
+from loramux.platform.tracing import describe, traced
 
 CLIENT_CLOSED = 499
 """What the metrics say of a request whose client left; nobody receives it."""
@@ -27,14 +28,18 @@ async def serve(
 ) -> Response:
     """Run a plan and answer with it; raises ApiError when it fails before its first token."""
     started = time.monotonic()
+    describe(model=plan.model.name, tenant_id=plan.tenant_id, prompt_tokens=plan.prompt_tokens, stream=stream)
     if not services.engine.is_ready:
         raise engine_unavailable()
     try:
-        reservation = await services.running.reserve(plan)
+        with traced("reserve"):
+            reservation = await services.running.reserve(plan)
     except (QuotaExceeded, RequestTooLarge) as refusal:
         services.metrics.count_refusal(refusal.policy)
         raise
-    headers = rate_limit_headers(reservation.limits)
+    for policy in reservation.exceeded:
+        services.metrics.count_refusal(policy, policy.mode)
+    headers = {**rate_limit_headers(reservation.limits), **exceeded_headers(reservation.exceeded)}
     if plan.model.adapter is not None:
         headers["x-loramux-adapter"] = plan.model.name
     generation = services.running.start(plan)

@@ -14,7 +14,9 @@ from loramux.admin.console.browser_guard import SecurityHeaders
 from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import Form
 from loramux.admin.console.login import Login
+from loramux.admin.console.pages import adapters, jobs, keys, playground, quotas, residency, tenants, usage, versions
 from loramux.admin.console.pages.overview import Overview
+from loramux.admin.console.pages.requests import Requests
 from loramux.admin.console.static_files import StaticFiles
 from loramux.admin.console.visit import DATABASE_TROUBLE, Handler, Visit, action, find_session, page, problem
 from loramux.admin.services import AdminServices
@@ -26,13 +28,17 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
     """All pages; `rest` is the admin app, whose routes they call."""
     site = Site(services=services, rest=rest)
     login = Login(site)
-    overview = Overview()
+    overview, requests, resident = Overview(), Requests(), residency.Residency()
 
     def shows(path: str, handler: Handler) -> Route:
         return Route(path, page(site, handler), methods=GET)
 
     def does(path: str, handler: Handler) -> Route:
         return Route(path, action(site, handler), methods=POST)
+
+    def carries(path: str, handler: Handler, method: str) -> Route:
+        """For what a script sends with the token in a header."""
+        return Route(path, action(site, handler, reads_form=False), methods=[method])
 
     async def answer(request: Request, error: Exception) -> Response:
         return await _unknown(site, request, error)
@@ -45,6 +51,43 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             Mount("/static", StaticFiles()),
             shows("/", overview.show),
             shows("/live/overview", overview.live),
+            shows("/adapters", adapters.show_list),
+            does("/adapters", adapters.create),
+            shows("/adapters/{adapter_id}", adapters.show),
+            does("/adapters/{adapter_id}/state", adapters.set_disabled),
+            does("/adapters/{adapter_id}/aliases", adapters.set_alias),
+            shows("/adapters/{adapter_id}/aliases/{name}/rollback", adapters.confirm_rollback),
+            does("/adapters/{adapter_id}/aliases/{name}/rollback", adapters.roll_back),
+            does("/adapters/{adapter_id}/aliases/{name}/delete", adapters.delete_alias),
+            does("/adapters/{adapter_id}/grants", adapters.add_grant),
+            does("/adapters/{adapter_id}/grants/remove", adapters.remove_grant),
+            carries("/adapters/{adapter_id}/uploads", versions.declare_upload, "POST"),
+            carries("/adapters/{adapter_id}/uploads/{upload_id}/files/{name}", versions.put_file, "PUT"),
+            carries("/adapters/{adapter_id}/versions", versions.create, "POST"),
+            shows("/adapters/{adapter_id}/versions/{number:int}", versions.show),
+            does("/adapters/{adapter_id}/versions/{number:int}/{verb}", versions.move),
+            shows("/keys", keys.show_list),
+            does("/keys", keys.create),
+            does("/keys/{key_id}/rotate", keys.rotate),
+            does("/keys/{key_id}/revoke", keys.revoke),
+            shows("/tenants", tenants.show_list),
+            does("/tenants", tenants.create),
+            shows("/tenants/{tenant}", tenants.show),
+            does("/tenants/{tenant}", tenants.change),
+            shows("/quotas", quotas.show_list),
+            does("/quotas", quotas.set_limit),
+            does("/quotas/{quota_id}/delete", quotas.delete),
+            shows("/residency", resident.show),
+            does("/residency", residency.place),
+            shows("/live/residency", resident.live),
+            shows("/requests", requests.show),
+            shows("/live/requests", requests.live),
+            does("/requests/{request_id}/cancel", requests.cancel),
+            shows("/jobs", jobs.show),
+            shows("/usage", usage.show),
+            shows("/usage.csv", usage.download),
+            shows("/playground", playground.show),
+            carries("/playground/stream", playground.stream, "POST"),
         ],
         middleware=[Middleware(SecurityHeaders)],
         exception_handlers={HTTPException: answer},

@@ -14,7 +14,7 @@ from loramux.admin.services import AdminServices
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.principals import Principal
 
-CONSOLE_SCOPES = frozenset({"platform:admin", "platform:read", "tenant:admin", "tenant:read"})
+CONSOLE_SCOPES = frozenset({"platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read"})
 """A key needs one of them to sign in."""
 
 

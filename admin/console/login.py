@@ -80,10 +80,10 @@ class Login:
         token = read_cookie(visit.request, SESSION)
         if token is not None:
             self._site.sessions.close(token)
-        for key_id, _ in visit.session.playground_keys.values():
+        for key in visit.session.playground_keys.values():
             # Who may no longer do this has no key left that works; each ends by itself soon anyway.
             with suppress(RestError):
-                await visit.rest.delete(f"/api_keys/{key_id}")
+                await visit.rest.delete(f"/api_keys/{key.id}")
         response = redirect(visit.request, visit.url("/login"))
         delete_cookie(visit.request, response, SESSION)
         return response

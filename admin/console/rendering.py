@@ -44,8 +44,8 @@ class Templates:
         self._environment.filters.update(formats.FILTERS)
         self._environment.globals["static_version"] = _static_version()
 
-    def render(self, name: str, **values: Any) -> str:
-        return self._environment.get_template(name).render(**values)
+    def render(self, template: str, /, **values: Any) -> str:
+        return self._environment.get_template(template).render(**values)
 
 
 def _static_version() -> str:

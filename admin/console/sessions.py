@@ -35,6 +35,15 @@ class Notice:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PlaygroundKey:
+    """A key that the playground made for a tenant."""
+
+    id: str
+    secret: str
+    expires_s: int
+
+
 @dataclass(slots=True)
 class Session:
     """One signed-in browser. `csrf` is what each of its forms must send along."""
@@ -46,11 +55,14 @@ class Session:
     used_s: float
     checked_s: float
     notices: list[Notice] = field(default_factory=list)
-    playground_keys: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Identifier and secret of the key that the playground made for a tenant, by the tenant's identifier."""
+    playground_keys: dict[str, PlaygroundKey] = field(default_factory=dict)
+    """By the tenant's slug."""
 
     def say(self, kind: str, text: str, detail: str = "") -> None:
         self.notices = [*self.notices, Notice(kind, text, detail)][-MAX_NOTICES:]
+
+    def keep_playground_key(self, slug: str, key_id: str, secret: str, expires_s: int) -> None:
+        self.playground_keys[slug] = PlaygroundKey(key_id, secret, expires_s)
 
     def take_notices(self) -> list[Notice]:
         notices, self.notices = self.notices, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -12,7 +13,7 @@ import structlog
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 
 from loramux.admin.console.browser_guard import (
     CSRF_FIELD,
@@ -30,7 +31,18 @@ from loramux.platform.errors import ApiError
 
 RETRY_S = 5
 THEME = "loramux_theme"
-KNOWN_PAGES = ("/",)
+KNOWN_PAGES = (
+    "/",
+    "/adapters",
+    "/tenants",
+    "/quotas",
+    "/keys",
+    "/usage",
+    "/playground",
+    "/residency",
+    "/requests",
+    "/jobs",
+)
 """What the menu may lead to."""
 DATABASE_TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 
@@ -60,6 +72,11 @@ class Visit:
         return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})
 
     @property
+    def may_develop(self) -> bool:
+        """Whether it may at least make adapters and bring versions."""
+        return self.may_change or "tenant:develop" in self.session.principal.scopes
+
+    @property
     def is_platform_admin(self) -> bool:
         return self.session.principal.is_platform_admin
 
@@ -78,7 +95,11 @@ class Visit:
     def url(self, path: str, **params: Any) -> str:
         return console_url(self.request, path, **params)
 
-    def page(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    def frame(self) -> dict[str, Any]:
+        """What every template may use, for those that are sent without a page around them."""
+        return frame(self.request, self)
+
+    def page(self, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
         html = self.site.templates.render(template, **frame(self.request, self), **values)
         return HTMLResponse(html, status)
 
@@ -125,11 +146,11 @@ def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
 
     return {
         "url": url,
-        "known_pages": KNOWN_PAGES,
         "visit": visit,
         "path": request.scope["path"].removeprefix(request.scope["root_path"]),
         "theme": theme if theme in ("light", "dark") else "auto",
         # Called by whole pages alone: a part that is sent meanwhile must not take them away.
+        "now": time.time(),
         "take_notices": visit.session.take_notices if visit is not None else list,
     }
 
@@ -153,6 +174,9 @@ def page(site: Site, handler: Handler) -> Endpoint:
         except DATABASE_TROUBLE as error:
             log.warning("page refused", error=repr(error))
             return problem(site, request, visit, 503, "the database cannot be reached")
+        except Exception:
+            log.exception("page failed", path=request.scope["path"])
+            return problem(site, request, visit, 500, "an internal error; it is in the server's log")
 
     return endpoint
 
@@ -179,13 +203,18 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
                 )
             return await handler(visit)
         except (RestError, ApiError) as error:
-            if visit is None or not reads_form or visit.is_partial:
+            if not reads_form:
+                return JSONResponse({"error": {"message": error.message}}, error.status)
+            if visit is None or visit.is_partial:
                 return problem(site, request, visit, error.status, error.message)
             visit.session.say("error", error.message)
             return visit.back()
         except DATABASE_TROUBLE as error:
             log.warning("action refused", error=repr(error))
             return problem(site, request, visit, 503, "the database cannot be reached; nothing was changed")
+        except Exception:
+            log.exception("action failed", path=request.scope["path"])
+            return problem(site, request, visit, 500, "an internal error; it is in the server's log")
 
     return endpoint
 

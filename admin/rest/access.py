@@ -10,6 +10,8 @@ from fastapi import Depends, Request
 
 from loramux.admin.rest import idempotency
 from loramux.admin.services import AdminServices
+from loramux.migrations.audit import Actor, act_as
+from loramux.platform.error_responses import request_id_of
 from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
 from loramux.platform.principals import Principal
 from loramux.platform.tenants import Tenant
@@ -51,6 +53,9 @@ def require(*scopes: str) -> Callable[[Request, AdminServices], Awaitable[Caller
         principal = await _authenticated(request, services)
         if principal.scopes.isdisjoint(scopes):
             raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
+        # Whatever this call changes is the principal's doing.
+        address = request.client.host if request.client is not None else None
+        act_as(Actor(principal.key_id, address, request_id_of(request)))
         await idempotency.begin(request, services, principal.key_id)
         return Caller(principal)
 
@@ -71,6 +76,7 @@ async def _authenticated(request: Request, services: AdminServices) -> Principal
 
 
 PlatformAdmin = Annotated[Caller, Depends(require("platform:admin"))]
+Auditor = Annotated[Caller, Depends(require("platform:admin", "platform:read", "tenant:admin"))]
 PlatformReader = Annotated[Caller, Depends(require("platform:admin", "platform:read"))]
 Writer = Annotated[Caller, Depends(require("platform:admin", "tenant:admin"))]
 Developer = Annotated[Caller, Depends(require("platform:admin", "tenant:admin", "tenant:develop"))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,6 +12,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.request_body import parse_body, read_body
 
 MAX_BODY_BYTES = 64 * 1024
+MAX_ASKED_TOKENS = 10**9
 
 B = TypeVar("B", bound="_Body")
 
@@ -23,6 +24,11 @@ class _Body(BaseModel):
 class NewTenant(_Body):
     slug: str
     display_name: str | None = None
+    timezone: str = "UTC"
+
+
+class TenantChange(_Body):
+    timezone: str
 
 
 class NewKey(_Body):
@@ -88,13 +94,54 @@ class Rollback(_Body):
     warm: bool = True
 
 
-class QuotaLimit(_Body):
-    """`burst` defaults to the limit."""
+class QuotaSubject(_Body):
+    """Whom a quota limits: a tenant, a key or adapter of a tenant, or with `scope: platform` every tenant."""
 
-    tenant: str
+    scope: Literal["platform", "tenant", "key", "adapter"] | None = None
+    tenant: str | None = None
+    key: str | None = None
+    adapter: str | None = None
+    """An identifier; with `tenant` a name will do."""
+
+
+class QuotaLimit(QuotaSubject):
+    """`burst` defaults to the limit, `mode` to what it was, and to `hard` for a new quota."""
+
     metric: str
     limit: int
     burst: int | None = None
+    mode: str | None = None
+
+
+class QuotaChange(QuotaSubject):
+    """What is absent stays. Subject and metric cannot be changed: they may be given only as they are."""
+
+    metric: str | None = None
+    limit: int | None = None
+    burst: int | None = None
+    mode: str | None = None
+
+
+class QuotaQuestion(QuotaSubject):
+    """A request that might be sent, under the quotas as they are, or as they would be with `quota` beside them."""
+
+    prompt_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
+    max_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
+    n: int = Field(default=1, ge=1, le=128)
+    loads_adapter: bool = False
+    quota: QuotaLimit | None = None
+
+
+class NewPrice(_Body):
+    """Nanos of the currency for a million tokens. `cached` defaults to `prompt`, `effective_at` to at once."""
+
+    tenant: str | None = None
+    scope: str = "all"
+    prompt: int
+    cached: int | None = None
+    completion: int
+    currency: str = "USD"
+    effective_at: int | None = Field(default=None, ge=0, lt=2**40)
 
 
 async def body_of(request: Request) -> bytes:

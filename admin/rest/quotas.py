@@ -1,11 +1,13 @@
-"""`/quotas`: what a tenant may use, one limit a metric."""
+"""`/quotas`: what tenants, keys and adapters may use, what holds for each, and what a request would meet."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Annotated
 
-from loramux.admin.rest.access import PlatformAdmin, Reader, Services, find_tenant, tenant_filter
-from loramux.admin.rest.bodies import QuotaLimit, read_json
+from fastapi import APIRouter, Query, Request
+
+from loramux.admin.rest.access import Caller, PlatformAdmin, Reader, Services, find_tenant, tenant_filter
+from loramux.admin.rest.bodies import QuotaChange, QuotaLimit, QuotaQuestion, QuotaSubject, read_json
 from loramux.admin.rest.listing import (
     After,
     Before,
@@ -16,19 +18,41 @@ from loramux.admin.rest.listing import (
     check_identifier,
     list_document,
     seconds,
+    whole_list,
 )
-from loramux.platform.errors import NotFound
+from loramux.admin.rest.quota_subjects import caller_of, subject_of
+from loramux.admin.services import AdminServices
+from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.quota_check import Verdict
+from loramux.platform.quota_metrics import METRICS
+from loramux.platform.quota_view import EffectiveLimit
 from loramux.platform.quotas import QuotaPolicy
 
 router = APIRouter(prefix="/quotas")
 
+Named = Annotated[str | None, Query(max_length=64)]
+
 
 @router.post("")
 async def set_quota(request: Request, services: Services, caller: PlatformAdmin) -> Document:
-    """Set a tenant's limit for a metric, in place of the one that it had."""
-    body = await read_json(request, QuotaLimit)
-    tenant = await find_tenant(services, caller, body.tenant)
-    return describe_quota(await services.call(services.quotas.set, tenant.id, body.metric, body.limit, body.burst))
+    """Set a limit, in place of the one that its subject had for the metric."""
+    return await _set(services, caller, await read_json(request, QuotaLimit))
+
+
+@router.put("/tenants/{tenant}/{metric}")
+async def put_quota(tenant: str, metric: str, request: Request, services: Services, caller: PlatformAdmin) -> Document:
+    """Set a tenant's limit for a metric; what the body says of either must be what the path says."""
+    body = await read_json(request, QuotaChange)
+    owner = await find_tenant(services, caller, tenant)
+    if body.tenant not in (None, owner.id, owner.slug):
+        raise InvalidRequest("tenant is not the one of the path", param="tenant")
+    if body.metric not in (None, metric):
+        raise InvalidRequest("metric is not the one of the path", param="metric")
+    if body.limit is None:
+        raise InvalidRequest("limit is required", param="limit", code="missing_required_parameter")
+    _refuse_others(body)
+    policy = await services.call(services.quotas.set, owner.id, metric, body.limit, body.burst, body.mode)
+    return describe_quota(policy)
 
 
 @router.get("")
@@ -40,9 +64,77 @@ async def list_quotas(
     after: After = None,
     before: Before = None,
 ) -> ListDocument[Document]:
-    """List limits; a metric without one is unlimited."""
+    """List limits: a tenant's with those of its keys and adapters, or all and the platform's."""
     tenant_id = await tenant_filter(services, caller, tenant)
     return list_document(await services.call(services.quotas.list, tenant_id, limit, after, before), describe_quota)
+
+
+@router.get("/effective")
+async def effective_quotas(
+    services: Services, caller: Reader, tenant: Named = None, key: Named = None, adapter: Named = None
+) -> Document:
+    """What holds for a tenant, or for one of its keys or a call of an adapter, and how far it is used."""
+    asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
+    who = await caller_of(services, caller, asked)
+    limits = await services.call(services.quota_view.effective, who)
+    return {
+        **whole_list([describe_limit(limit) for limit in limits]),
+        "tenant_id": who.tenant_id,
+        "key_id": who.key_id,
+        "adapter_id": who.adapter_id,
+    }
+
+
+@router.post("/check")
+async def check_quotas(request: Request, services: Services, caller: Reader) -> Document:
+    """Say whether a request would be admitted now, and by `quota` whether it would be if that were set; a dry run."""
+    body = await read_json(request, QuotaQuestion)
+    if body.tenant is None and caller.principal.tenant_id is not None:
+        body = body.model_copy(update={"tenant": caller.principal.tenant_id})
+    who = await caller_of(services, caller, body)
+    trial = None
+    if (wanted := body.quota) is not None:
+        subject_id = await subject_of(services, caller, wanted)
+        trial = await services.call(
+            services.quotas.propose, subject_id, wanted.metric, wanted.limit, wanted.burst, wanted.mode
+        )
+    answer = await services.call(
+        services.quota_view.check,
+        who,
+        prompt_tokens=body.prompt_tokens,
+        completion_tokens=body.n * body.max_tokens,
+        loads=int(body.loads_adapter),
+        trial=trial,
+    )
+    refusal = answer.refusal
+    return {
+        "object": "quota.check",
+        "is_admitted": refusal is None,
+        "status": 200 if refusal is None else refusal.status,
+        "error": None if refusal is None else refusal.envelope()["error"],
+        "policy_id": None if refusal is None else refusal.policy.id,
+        "retry_after": None if refusal is None else refusal.response_headers().get("retry-after"),
+        "verdicts": [_describe_verdict(verdict) for verdict in answer.verdicts],
+    }
+
+
+@router.get("/{quota_id}")
+async def get_quota(quota_id: str, services: Services, caller: Reader) -> Document:
+    """One limit."""
+    return describe_quota(await _find(services, caller, quota_id))
+
+
+@router.patch("/{quota_id}")
+async def change_quota(quota_id: str, request: Request, services: Services, caller: PlatformAdmin) -> Document:
+    """Change a limit, its burst or its mode."""
+    body = await read_json(request, QuotaChange)
+    policy = await _find(services, caller, quota_id)
+    if body.metric not in (None, policy.metric):
+        raise InvalidRequest("a quota keeps its metric: make another", param="metric")
+    if body.tenant is not None and (await find_tenant(services, caller, body.tenant)).id != policy.tenant_id:
+        raise InvalidRequest("the quota is another tenant's", param="tenant")
+    _refuse_others(body)
+    return describe_quota(await services.call(services.quotas.change, policy.id, body.limit, body.burst, body.mode))
 
 
 @router.delete("/{quota_id}")
@@ -57,10 +149,66 @@ def describe_quota(policy: QuotaPolicy) -> Document:
     return {
         "id": policy.id,
         "object": "quota",
+        "scope": policy.scope,
+        "subject_id": policy.subject_id,
         "tenant_id": policy.tenant_id,
         "metric": policy.metric,
+        "unit": str(METRICS[policy.metric].unit),
+        "mode": policy.mode,
         "limit": policy.limit,
         "burst": policy.burst,
         "created_at": seconds(policy.created_us),
         "updated_at": seconds(policy.updated_us),
     }
+
+
+def describe_limit(limit: EffectiveLimit) -> Document:
+    """One line of the effective view."""
+    window = limit.window
+    return {
+        **describe_quota(limit.policy),
+        "is_inherited": limit.is_inherited,
+        "used": limit.used,
+        "reserved": limit.reserved,
+        "remaining": limit.remaining,
+        "is_exceeded": limit.remaining == 0,
+        "num_exceeded": limit.num_exceeded,
+        "window_start": None if window is None else seconds(window.start_us),
+        "window_end": None if window is None else seconds(window.end_us),
+        "reset_at": None if limit.reset_us is None else -(-limit.reset_us // 1_000_000),
+    }
+
+
+def _describe_verdict(verdict: Verdict) -> Document:
+    policy = verdict.binding.policy
+    return {
+        "policy_id": policy.id,
+        "scope": policy.scope,
+        "metric": policy.metric,
+        "mode": policy.mode,
+        "limit": policy.limit,
+        "cost": verdict.cost,
+        "remaining": verdict.binding.remaining(verdict.counter),
+        "admits": verdict.wait_us == 0,
+        "is_too_large": verdict.never_admits,
+        "wait_s": verdict.wait_us / 1_000_000,
+    }
+
+
+async def _set(services: AdminServices, caller: Caller, body: QuotaLimit) -> Document:
+    subject_id = await subject_of(services, caller, body)
+    policy = await services.call(services.quotas.set, subject_id, body.metric, body.limit, body.burst, body.mode)
+    return describe_quota(policy)
+
+
+async def _find(services: AdminServices, caller: Caller, quota_id: str) -> QuotaPolicy:
+    policy = await services.call(services.quotas.get, check_identifier(quota_id, "quota"))
+    if policy is None or not caller.may_see(policy.tenant_id):
+        raise NotFound("there is no such quota", code="quota_not_found")
+    return policy
+
+
+def _refuse_others(body: QuotaSubject) -> None:
+    for name in ("scope", "key", "adapter"):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is said by the path", param=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from loramux.admin.rest.access import PlatformAdmin, Reader, Services, find_tenant
-from loramux.admin.rest.bodies import NewTenant, read_json
+from loramux.admin.rest.bodies import NewTenant, TenantChange, read_json
 from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, list_document, seconds
 from loramux.migrations.paging import Page
 from loramux.platform.tenants import Tenant
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/tenants")
 async def create_tenant(request: Request, services: Services, caller: PlatformAdmin) -> Document:
     """Make a tenant."""
     body = await read_json(request, NewTenant)
-    return describe_tenant(await services.call(services.tenants.create, body.slug, body.display_name))
+    return describe_tenant(await services.call(services.tenants.create, body.slug, body.display_name, body.timezone))
 
 
 @router.get("")
@@ -37,6 +37,14 @@ async def get_tenant(id_or_slug: str, services: Services, caller: Reader) -> Doc
     return describe_tenant(await find_tenant(services, caller, id_or_slug))
 
 
+@router.patch("/{id_or_slug}")
+async def change_tenant(id_or_slug: str, request: Request, services: Services, caller: PlatformAdmin) -> Document:
+    """Change where a tenant's days and months begin; its budgets start on new windows at once."""
+    body = await read_json(request, TenantChange)
+    tenant = await find_tenant(services, caller, id_or_slug)
+    return describe_tenant(await services.call(services.tenants.set_timezone, tenant.id, body.timezone))
+
+
 def describe_tenant(tenant: Tenant) -> Document:
     return {
         "id": tenant.id,
@@ -45,5 +53,6 @@ def describe_tenant(tenant: Tenant) -> Document:
         "display_name": tenant.display_name,
         "state": tenant.state,
         "weight": tenant.weight,
+        "timezone": tenant.timezone,
         "created_at": seconds(tenant.created_us),
     }

@@ -48,8 +48,11 @@ from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
+from loramux.platform.audit_log import AuditLog
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
+from loramux.platform.price_list import PriceList
+from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.reservations import ReservationRequest, Settlement
@@ -132,6 +135,9 @@ def open_admin_side(
             idempotency_keys=IdempotencyKeys(database),
             requests=RequestsInFlight(database),
             quotas=QuotaPolicies(database),
+            quota_view=QuotaView(database),
+            prices=PriceList(database),
+            audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
             metrics=GatewayMetrics(),

@@ -89,7 +89,8 @@ async def test_no_request_needs_a_thread_that_all_share(http: httpx.AsyncClient)
 async def test_a_viewer_changes_nothing(http: httpx.AsyncClient, admin_side: Any) -> None:
     key = await new_key(http, None, "platform:read")
     for method, path in routes(admin_side):
-        if method in ("POST", "PUT", "DELETE"):
+        # A dry run is asked for with a body, but it changes nothing.
+        if method in ("POST", "PUT", "DELETE") and path != "/admin/v1/quotas/check":
             response = await http.request(method, path, headers=bearer(key["secret"]), json={})
             assert response.status_code == 403, (method, path)
 

@@ -59,8 +59,9 @@ class Deployment:
         return json.loads(done.stdout)
 
     @contextmanager
-    def running(self) -> Iterator[subprocess.Popen[str]]:
-        """Serve until the block ends; what still runs then is told to stop."""
+    def running(self, log_file: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+        """Serve until the block ends; what still runs then is told to stop. Its log may go to a file."""
+        log = subprocess.STDOUT if log_file is None else os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         server = subprocess.Popen(
             [
                 *(*LORAMUX, "serve", "--model", str(self.model), "--data-dir", str(self.data_dir)),
@@ -69,9 +70,11 @@ class Deployment:
             ],
             env={**self.environment, "LORAMUX_ADMIN_KEY": self.admin_key},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=log,
             text=True,
         )
+        if log_file is not None:
+            os.close(log)
         try:
             self._wait_until_ready(server)
             yield server

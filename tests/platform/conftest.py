@@ -35,6 +35,7 @@ from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenant, Tenants
+from loramux.platform.tracing import Tracing
 
 START_US = 1_800_000_000_000_000
 
@@ -197,6 +198,7 @@ async def open_gateway(
     executor: Executor,
     settings: GatewaySettings | None = None,
     spool: SettlementSpool | None = None,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator[Gateway]:
     engine = ScriptedEngine(max_model_len=256)
     tenants, api_keys = Tenants(database), ApiKeys(database, "the operator's key of 32 characters")
@@ -211,6 +213,7 @@ async def open_gateway(
         executor=executor,
         settings=settings,
         spool=spool,
+        tracing=tracing,
     )
     tenant = tenants.create("acme")
     key = api_keys.create(tenant.id, "test").secret

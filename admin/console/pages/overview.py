@@ -36,7 +36,7 @@ class Overview:
 
     async def live(self, visit: Visit) -> Response:
         async def render() -> str:
-            return visit.page("overview_live.html", **await self._figures(visit)).body.decode()  # type: ignore[union-attr]
+            return visit.site.templates.render("overview_live.html", **visit.frame(), **await self._figures(visit))
 
         return self._live.stream(visit, "overview", EVERY_S, render)
 

@@ -180,7 +180,7 @@
     if (target.matches("[data-closes]")) target.closest("dialog")?.close();
     if (target.matches("[data-stop]")) document.querySelectorAll(".lane").forEach((lane) => lane.stopping?.abort());
     if (target.matches("[data-copy]")) {
-      const source = target.closest(".copyable, .card, dialog")?.querySelector("[data-copy-source]");
+      const source = target.closest(".copyable, .snippet")?.querySelector("[data-copy-source]");
       try {
         await navigator.clipboard.writeText(source.textContent);
         target.textContent = "Copied";

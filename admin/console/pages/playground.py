@@ -1,0 +1,137 @@
+"""The playground: one question to one or two versions side by side, as the tenant and on its bill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from loramux.admin.console.rest_calls import RestError
+from loramux.admin.console.visit import Visit
+from loramux.platform.errors import InvalidRequest, Unavailable
+from loramux.platform.model_names import INFERENCE_SCOPES
+from loramux.platform.request_body import parse_body, read_body
+
+KEY_LIFETIME_S = 3600
+MAX_BODY_BYTES = 256 * 1024
+
+
+class Question(BaseModel):
+    """What the page sends for one of its two lanes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    tenant: str = Field(max_length=64)
+    model: str = Field(max_length=200)
+    message: str
+    system: str
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0, le=2)
+
+
+async def show(visit: Visit) -> Response:
+    principal = visit.session.principal
+    tenant = visit.query("tenant") or principal.tenant_slug
+    models: list[str] = []
+    if tenant is not None:
+        try:
+            found = await visit.rest.get("/adapters", tenant=tenant, limit=100)
+        except RestError as error:
+            if error.status != 404:
+                raise
+        else:
+            for adapter in found["data"]:
+                models.append(adapter["model"])
+                numbers = {target["version"] for targets in adapter["aliases"].values() for target in targets}
+                models += [f"{adapter['model']}@{number}" for number in sorted(numbers, reverse=True)]
+    return visit.page(
+        "playground.html",
+        tenant=tenant,
+        models=models,
+        first=visit.query("a") or (models[0] if models else ""),
+        second=visit.query("b") or "",
+        has_gateway=visit.site.services.gateway is not None,
+    )
+
+
+async def stream(visit: Visit) -> Response:
+    """Ask the gateway in this process, with a key of the tenant that lasts an hour or until the session ends."""
+    question = parse_body(await read_body(visit.request, MAX_BODY_BYTES), Question)
+    gateway = visit.site.services.gateway
+    if gateway is None:
+        raise Unavailable("this server answers no model calls")
+    messages = [{"role": "system", "content": question.system}] if question.system.strip() else []
+    messages.append({"role": "user", "content": question.message})
+    body = {
+        "model": question.model,
+        "messages": messages,
+        "max_tokens": question.max_tokens,
+        "temperature": question.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    secret = await _key(visit, question.tenant)
+    return _Asked(gateway, visit.request, msgspec.json.encode(body), secret)
+
+
+async def _key(visit: Visit, tenant: str) -> str:
+    """The session's key for the tenant's models, made at its first question."""
+    principal = visit.session.principal
+    slug = principal.tenant_slug or tenant
+    if not slug:
+        raise InvalidRequest("say whose model it is: the tenant pays for the answer", param="tenant")
+    held = visit.session.playground_keys.get(slug)
+    now_s = visit.site.services.database.now_us() // 1_000_000
+    if held is not None and held.expires_s - 60 > now_s:
+        return held.secret
+    body: dict[str, Any] = {
+        "tenant": slug,
+        "name": "console playground",
+        "scopes": sorted(INFERENCE_SCOPES),
+        "expires_in_s": KEY_LIFETIME_S,
+    }
+    made = await visit.rest.post("/api_keys", body)
+    visit.session.keep_playground_key(slug, made["id"], made["secret"], now_s + KEY_LIFETIME_S)
+    return str(made["secret"])
+
+
+class _Asked(Response):
+    """The gateway's own answer, streamed to the browser; a browser that leaves ends the request as any client does."""
+
+    def __init__(self, gateway: Any, request: Request, body: bytes, secret: str) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._request = request
+        self._body: bytes | None = body
+        self._secret = secret
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = "/v1/chat/completions"
+        headers = [(b"content-type", b"application/json"), (b"authorization", f"Bearer {self._secret}".encode())]
+        asked = {
+            "type": "http",
+            "asgi": scope["asgi"],
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": scope["scheme"],
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": headers,
+            "client": scope.get("client"),
+            "server": scope.get("server"),
+            "state": {},
+        }
+
+        async def receive_body() -> Message:
+            if self._body is not None:
+                body, self._body = self._body, None
+                return {"type": "http.request", "body": body, "more_body": False}
+            return await self._request.receive()
+
+        await self._gateway(asked, receive_body, send)

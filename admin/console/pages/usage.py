@@ -1,0 +1,108 @@
+"""Usage: sums over a time, as a chart and a table, and as CSV."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from loramux.admin.console.panels import panel
+from loramux.admin.console.rest_calls import Document
+from loramux.admin.console.visit import Visit
+
+RANGES = {"1": ("1h", 3600), "7": ("1h", 3600), "30": ("1d", 86_400), "90": ("1d", 86_400)}
+"""Days, with the bucket of the chart and its length in seconds."""
+GROUPS = ("model", "tenant", "key", "endpoint", "status")
+MAX_SERIES = 6
+MAX_ROWS = 200
+
+
+async def show(visit: Visit) -> Response:
+    params = _params(visit)
+    bucket, length_s = RANGES[params["days"]]
+    asked = {key: params[key] for key in ("start", "end", "tenant")}
+    sums, series, events = await asyncio.gather(
+        panel(visit.rest.get("/usage", **asked, group_by=params["group_by"])),
+        panel(visit.rest.get("/usage", **asked, group_by=params["group_by"], bucket=bucket)),
+        panel(visit.rest.get("/usage/events", tenant=params["tenant"], limit=20)),
+    )
+    rows = sorted(
+        (row for page in (sums.data or {"data": []})["data"] for row in page["results"]), key=_tokens, reverse=True
+    )
+    return visit.page(
+        "usage.html",
+        sums=sums,
+        rows=rows[:MAX_ROWS],
+        num_rows=len(rows),
+        total=_total(rows),
+        chart=_chart(series.data, params, length_s) if series.data else None,
+        events=events,
+        params=params,
+        groups=GROUPS if visit.is_platform else tuple(group for group in GROUPS if group != "tenant"),
+        ranges=RANGES,
+    )
+
+
+async def download(visit: Visit) -> Response:
+    """The same as CSV, from the REST as it streams it."""
+    return _Csv(visit, _params(visit))
+
+
+def _params(visit: Visit) -> dict[str, Any]:
+    days = visit.query("days") or "1"
+    group_by = visit.query("group_by") or ("tenant" if visit.is_platform else "model")
+    days = days if days in RANGES else "1"
+    now = int(time.time())
+    return {
+        "days": days,
+        "group_by": group_by if group_by in GROUPS else "model",
+        "tenant": visit.query("tenant"),
+        "start": now - int(days) * 86_400,
+        "end": now + 1,
+    }
+
+
+def _tokens(row: Document) -> int:
+    return int(row["prompt_tokens"] + row["completion_tokens"])
+
+
+def _total(rows: list[Document]) -> dict[str, int]:
+    names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+    return {name: sum(row[name] for row in rows) for name in names}
+
+
+def _chart(page: Document, params: dict[str, Any], length_s: int) -> dict[str, Any]:
+    """Tokens over time, a line for each of those that used most, and one for all others."""
+    group = params["group_by"]
+    totals: dict[str, int] = {}
+    points: dict[tuple[str, int], int] = {}
+    for bucket in page["data"]:
+        at = bucket["start_time"] // length_s * length_s
+        for row in bucket["results"]:
+            name = str(row[group] or "none")
+            totals[name] = totals.get(name, 0) + _tokens(row)
+            points[name, at] = points.get((name, at), 0) + _tokens(row)
+    names = sorted(totals, key=lambda name: -totals[name])
+    shown = names[:MAX_SERIES] if len(names) <= MAX_SERIES else names[: MAX_SERIES - 1]
+    first = params["start"] // length_s * length_s
+    x = list(range(first, params["end"], length_s))
+    y = [[points.get((name, at), 0) for at in x] for name in shown]
+    if len(names) > len(shown):
+        y.append([sum(points.get((name, at), 0) for name in names[len(shown) :]) for at in x])
+        shown = [*shown, "others"]
+    return {"x": x, "names": shown or ["tokens"], "y": y or [[0 for _ in x]]}
+
+
+class _Csv(Response):
+    def __init__(self, visit: Visit, params: dict[str, Any]) -> None:
+        super().__init__()
+        self._visit = visit
+        self._params = params
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = {key: self._params[key] for key in ("start", "end", "tenant", "group_by")}
+        asked["format"] = "csv"
+        await self._visit.rest.forward("GET", "/usage", [], self._visit.request.receive, send, asked)

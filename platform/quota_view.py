@@ -1,0 +1,130 @@
+"""What holds for a tenant, key or adapter, how far it is used, and whether a request would be admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from sqlalchemy import Connection
+
+from loramux.migrations.database import Database
+from loramux.platform.adapter_stock import stock_of
+from loramux.platform.price_list import PriceReader
+from loramux.platform.prices import cost_of
+from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, Verdict, refusal, verdicts
+from loramux.platform.quota_counters import Counter
+from loramux.platform.quota_metrics import Kind
+from loramux.platform.quota_rules import Binding, Demand
+from loramux.platform.quota_state import QuotaState
+from loramux.platform.quota_windows import Window
+from loramux.platform.quotas import PLATFORM, QuotaPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaCaller:
+    """Who would make requests: a tenant, and where they matter which key and adapter."""
+
+    tenant_id: str
+    key_id: str | None = None
+    adapter_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectiveLimit:
+    """One policy that holds for a caller, and where it stands; amounts are in the metric's unit."""
+
+    policy: QuotaPolicy
+    is_inherited: bool
+    """Whether it is the platform's."""
+    used: int
+    """Of a budget's window; of a bucket what has not come back yet; of a stock all there is."""
+    reserved: int
+    remaining: int
+    num_exceeded: int
+    """How often a soft or shadow policy admitted what a hard one would have refused: in this window, or ever."""
+    window: Window | None
+    """Of a budget."""
+    reset_us: int | None
+    """When all of it is free again if nothing more is used; None where time frees nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admissibility:
+    """Whether a request would be admitted now, and what each policy says of it."""
+
+    refusal: QuotaExceeded | RequestTooLarge | None
+    verdicts: tuple[Verdict, ...]
+
+
+class QuotaView:
+    """Looks at quotas and their counters; changes and locks nothing."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._prices = PriceReader(database)
+
+    def effective(self, caller: QuotaCaller) -> tuple[EffectiveLimit, ...]:
+        """What holds for the caller, by metric, the tenant's before its key's and adapter's."""
+        with self._database.read() as connection:
+            state, bindings, now_us = self._read(connection, caller, None)
+            standing = [(binding, binding.current(state.counters.get(binding.key), now_us)) for binding in bindings]
+            for binding in state.stock_bindings(caller.tenant_id):
+                counter = state.counters.get(binding.key) or Counter.fresh(0, now_us)
+                used = stock_of(connection, caller.tenant_id, binding.policy.metric)
+                standing.append((binding, replace(counter, used=used)))
+        limits = [_effective(binding, counter, now_us) for binding, counter in standing]
+        return tuple(sorted(limits, key=lambda limit: limit.policy.metric))
+
+    def check(
+        self,
+        caller: QuotaCaller,
+        *,
+        prompt_tokens: int,
+        completion_tokens: int,
+        loads: int = 0,
+        trial: QuotaPolicy | None = None,
+    ) -> Admissibility:
+        """Whether such a request would be admitted now; with `trial`, if that policy were set.
+
+        A trial, from `QuotaPolicies.propose`, counts on from where the policy that it would change stands; a new one
+        has counted nothing.
+        """
+        with self._database.read() as connection:
+            state, bindings, now_us = self._read(connection, caller, trial)
+            cost_nanos = 0
+            if state.has_costs:
+                book = self._prices.book(connection, now_us)
+                price = book.price_of(caller.tenant_id, caller.adapter_id, now_us)
+                cost_nanos = cost_of(price, prompt_tokens, 0, completion_tokens)
+        demand = Demand(tokens=prompt_tokens + completion_tokens, cost_nanos=cost_nanos, loads=loads)
+        judged = verdicts(bindings, state.counters, demand, now_us)
+        return Admissibility(refusal=refusal(judged, now_us), verdicts=tuple(judged))
+
+    def _read(
+        self, connection: Connection, caller: QuotaCaller, trial: QuotaPolicy | None
+    ) -> tuple[QuotaState, list[Binding], int]:
+        state = QuotaState(connection, is_locking=False)
+        subjects: Collection[str | None] = (caller.tenant_id, caller.key_id, caller.adapter_id)
+        state.read_policies([subject for subject in subjects if subject is not None], ())
+        now_us = self._database.now_us(connection)
+        if trial is not None:
+            state.put_policy(trial)
+        state.read_timezones((caller.tenant_id,))
+        bindings = state.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, now_us)
+        state.read_counters((*bindings, *state.stock_bindings(caller.tenant_id)))
+        return state, bindings, now_us
+
+
+def _effective(binding: Binding, counter: Counter, now_us: int) -> EffectiveLimit:
+    remaining = binding.remaining(counter)
+    is_rate, is_budget = binding.metric.kind is Kind.RATE, binding.metric.kind is Kind.BUDGET
+    return EffectiveLimit(
+        policy=binding.policy,
+        is_inherited=binding.policy.subject_id == PLATFORM,
+        used=max(0, binding.policy.burst - remaining - counter.reserved) if is_rate else counter.used,
+        reserved=counter.reserved,
+        remaining=remaining,
+        num_exceeded=counter.exceeded,
+        window=binding.window if is_budget else None,
+        reset_us=now_us + binding.reset_us(counter, now_us) if is_rate or is_budget else None,
+    )
