@@ -90,7 +90,10 @@ class DataSettings(BaseSettings):
 class Settings(DataSettings):
     """Everything that `loramux serve` can be told."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+    # What is written below a setting describes it in docs/configuration.md.
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     model: Path
     served_name: str | None = None

@@ -75,6 +75,15 @@ class GatewayMetrics:
             "loramux_admin_request_seconds", "From an admin call to its last byte", SECONDS
         )
 
+        # Known from the start, so that the first of a kind is an increase.
+        for family, values in (
+            (self.settled, ("completed", "aborted", "failed")),
+            (self.tokens, ("prompt", "cached", "completion")),
+            (self.validations, ("accepted", "rejected", "failed")),
+        ):
+            for value in values:
+                family.labels(value)
+
     def count_settlement(self, settlement: Settlement) -> None:
         self.settled.labels(settlement.status).inc()
         self.tokens.labels("prompt").inc(settlement.prompt_tokens)

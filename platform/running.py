@@ -163,7 +163,7 @@ class RunningRequests:
         return False
 
     async def maintain(self) -> None:
-        """Checkpoint what runs, recover what a dead gateway left, and settle what was spooled, for ever."""
+        """Checkpoint what runs, recover what a dead gateway left, roll up, and settle what was spooled, for ever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_leases())
             group.create_task(self._tend_database())
@@ -175,6 +175,7 @@ class RunningRequests:
                 if self._may_recover():
                     num_recovered = await self._call(self._admission.recover_expired)
                     self._metrics.recovered.inc(num_recovered)
+                await self._call(self._admission.roll_up)
             except SQLAlchemyError as error:
                 log.warning("checkpoint failed; trying again", error=str(error))
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
