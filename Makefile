@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-s3 test-prometheus campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean
+.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean test-prometheus
 .PHONY: docs test-clients test-docs
 
 help: ## List the targets
@@ -64,6 +64,11 @@ campaign-store-faults: $(WARM) ## A running server while its S3 store fails in e
 
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
+
+test-browser: $(WARM) ## The console in Debian's Chromium over a running demo (installed where root may)
+	$(VENV)/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[demo,dev,browser]'
+	$(VENV)/bin/python -m tests.browser.browser_tools
+	$(VENV)/bin/python -m pytest tests/browser -m campaign $(ARGS)
 
 # The clients have an environment of their own, so that our pins stay clean; npm brings the Node client.
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json

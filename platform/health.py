@@ -14,6 +14,8 @@ from starlette.responses import Response
 from loramux.migrations.database import Database
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.error_responses import json_response
+from loramux.platform.openapi import Responses
+from loramux.platform.openapi_answers import HealthDocument
 from loramux.platform.threads import call_on
 
 DATABASE_WAIT_S = 2.0
@@ -36,13 +38,17 @@ def health_router(
     router = APIRouter()
     ping = _Ping(database, executor)
 
-    @router.get("/health/live")
+    unwell: Responses = {503: {"model": HealthDocument, "description": "Not so."}}
+
+    @router.get("/health/live", tags=["health"], response_model=HealthDocument, responses=unwell)
     async def live() -> Response:
+        """Whether this process lives: restart it where it does not."""
         is_live = engine.is_live
         return json_response({"status": "live" if is_live else "not live"}, 200 if is_live else 503)
 
-    @router.get("/health/ready")
+    @router.get("/health/ready", tags=["health"], response_model=HealthDocument, responses=unwell)
     async def ready() -> Response:
+        """Whether a request sent now would be served."""
         known = trouble()
         checks = {"engine": engine.is_ready, "database": known is None and await ping.is_answered()}
         is_ready = all(checks.values())

@@ -20,6 +20,8 @@ from loramux.platform.openapi_examples import ERROR_EXAMPLES, example_of
 Json: TypeAlias = dict[str, Any]
 Responses: TypeAlias = dict[int | str, Json]
 
+GENERATION_ERRORS = (404, 429, 503, 504)
+"""Of a request that runs, beside those of its shape."""
 METHODS = ("get", "put", "post", "delete", "patch")
 _COMPONENTS = "#/components/schemas/"
 _ENVELOPE: Json = {
@@ -65,6 +67,12 @@ def takes_bytes() -> Json:
 def answers_bytes() -> Responses:
     """For `responses`: the answer is a file."""
     return {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+def answers(document: type) -> Responses:
+    """The same of a generation: whole as JSON, or as a stream of events."""
+    stream: Json = {"schema": {"type": "string"}, "example": 'data: {"object": "chat.completion.chunk"}\n\n'}
+    return {200: {"model": document, "content": {"text/event-stream": stream}}}
 
 
 def errors(*statuses: int) -> Responses:
