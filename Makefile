@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean
+.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean test-prometheus
 .PHONY: docs test-clients test-docs
 
 help: ## List the targets
@@ -56,6 +56,9 @@ campaign-validation: $(WARM) ## The whole hostile catalogue in its process, 20,0
 	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
 		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)
 
+campaign-api: $(WARM) ## Random calls over both OpenAPI documents (LORAMUX_API_CASES=20000 LORAMUX_API_SEED=1)
+	$(VENV)/bin/python -m pytest tests/admin/test_api_conformance.py -m campaign --timeout 36000 -s $(ARGS)
+
 campaign-ingest: $(WARM) ## Servers killed at every step of the ingestion, on both databases and both blob stores
 	$(VENV)/bin/python -m pytest tests/adapter_store/test_ingest_crashes.py -m campaign --timeout 3600 $(ARGS)
 
@@ -64,6 +67,11 @@ campaign-store-faults: $(WARM) ## A running server while its S3 store fails in e
 
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
+
+test-browser: $(WARM) ## The console in Debian's Chromium over a running demo (installed where root may)
+	$(VENV)/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[demo,dev,browser]'
+	$(VENV)/bin/python -m tests.browser.browser_tools
+	$(VENV)/bin/python -m pytest tests/browser -m campaign $(ARGS)
 
 # The clients have an environment of their own, so that our pins stay clean; npm brings the Node client.
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
@@ -88,6 +96,10 @@ test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real rados
 	$(VENV)/bin/python -m pytest $(S3_TESTS) -m campaign --timeout 3600 $(ARGS)
 	LORAMUX_TEST_S3=radosgw $(VENV)/bin/python -m pytest $(S3_TESTS) \
 		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
+
+test-prometheus: $(WARM) ## Dashboard and alerts on a real Prometheus that scrapes a server under load (Debian's, installed where root may)
+	$(VENV)/bin/python -m tests.conformance.prometheus_server
+	$(VENV)/bin/python -m pytest tests/conformance/test_prometheus.py -m campaign --timeout 600 -s $(ARGS)
 
 check: $(READY) ## Lint, types, layers
 	$(VENV)/bin/ruff check .

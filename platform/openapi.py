@@ -20,6 +20,8 @@ from loramux.platform.openapi_examples import ERROR_EXAMPLES, example_of
 Json: TypeAlias = dict[str, Any]
 Responses: TypeAlias = dict[int | str, Json]
 
+GENERATION_ERRORS = (404, 429, 503, 504)
+"""Of a request that runs, beside those of its shape."""
 METHODS = ("get", "put", "post", "delete", "patch")
 _COMPONENTS = "#/components/schemas/"
 _ENVELOPE: Json = {
@@ -65,6 +67,18 @@ def takes_bytes() -> Json:
 def answers_bytes() -> Responses:
     """For `responses`: the answer is a file."""
     return {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+def answers(document: type) -> Responses:
+    """The same of a generation: whole as JSON, or as a stream of events."""
+    stream: Json = {"schema": {"type": "string"}, "example": 'data: {"object": "chat.completion.chunk"}\n\n'}
+    return {200: {"model": document, "content": {"text/event-stream": stream}}}
+
+
+def answers_rows(document: type) -> Responses:
+    """The same of a report: JSON, or rows of CSV or of newline-delimited JSON."""
+    rows: Json = {"schema": {"type": "string"}, "example": "start_us,end_us,tenant,requests\n"}
+    return {200: {"model": document, "content": {"text/csv": rows, "application/x-ndjson": rows}}}
 
 
 def errors(*statuses: int) -> Responses:

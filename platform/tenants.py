@@ -23,6 +23,7 @@ from loramux.platform.quota_windows import is_timezone
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_DISPLAY_NAME = 200
 MAX_WEIGHT = 10_000
+MAX_FLOOR_BYTES = 1 << 50
 MAX_SHARES = 10_000
 MAX_STALE_US = 5_000_000
 
@@ -47,7 +48,10 @@ class InvalidSlug(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One account. `weight` is its entitlement in fair scheduling; in `timezone` its days and months begin."""
+    """One account. `weight` is its entitlement in fair scheduling; in `timezone` its days and months begin.
+
+    `host_floor_bytes` is what its adapters keep of an engine's host memory when others' adapters come.
+    """
 
     id: str
     slug: str
@@ -55,6 +59,7 @@ class Tenant:
     state: str
     weight: int
     timezone: str
+    host_floor_bytes: int
     created_us: int
 
 
@@ -66,6 +71,7 @@ class TenantChanges:
     weight: int | None = None
     state: Literal["active", "suspended"] | None = None
     timezone: str | None = None
+    host_floor_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,7 @@ class Tenants:
                     "state": "active",
                     "weight": 1,
                     "timezone": timezone,
+                    "host_floor_bytes": 0,
                     "created_us": self._database.now_us(connection),
                 }
                 connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
@@ -129,6 +136,8 @@ class Tenants:
             raise InvalidRequest(f"a weight is 1 to {MAX_WEIGHT}", param="weight")
         if changes.timezone is not None:
             _check_timezone(changes.timezone)
+        if changes.host_floor_bytes is not None and not 0 <= changes.host_floor_bytes <= MAX_FLOOR_BYTES:
+            raise InvalidRequest(f"a floor is 0 to {MAX_FLOOR_BYTES} bytes", param="host_floor_bytes")
         with self._database.write() as connection:
             query = select(table).where(table.c.id == tenant_id)
             row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
@@ -238,6 +247,7 @@ def _shown(tenant: Tenant) -> dict[str, object]:
         "state": tenant.state,
         "weight": tenant.weight,
         "timezone": tenant.timezone,
+        "host_floor_bytes": tenant.host_floor_bytes,
     }
 
 
@@ -249,5 +259,6 @@ def _tenant(row: Row[Any]) -> Tenant:
         state=row.state,
         weight=row.weight,
         timezone=row.timezone,
+        host_floor_bytes=row.host_floor_bytes,
         created_us=row.created_us,
     )

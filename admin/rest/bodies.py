@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from loramux.adapter_store.aliases import DEFAULT_WEIGHT
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.request_body import parse_body, read_body
-from loramux.platform.tenants import MAX_WEIGHT
+from loramux.platform.tenants import MAX_FLOOR_BYTES, MAX_WEIGHT
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_LIFETIME_S = 10 * 366 * 86_400
@@ -36,6 +36,7 @@ class TenantPatch(_Body):
     weight: int | None = Field(default=None, ge=1, le=MAX_WEIGHT)
     state: Literal["active", "suspended"] | None = None
     timezone: str | None = None
+    host_floor_bytes: int | None = Field(default=None, ge=0, le=MAX_FLOOR_BYTES)
 
 
 class NewKey(_Body):

@@ -6,15 +6,17 @@ from fastapi import APIRouter, Response
 
 from loramux.admin.rest.access import Reader, Services
 from loramux.admin.rest.listing import Document
+from loramux.admin.rest.usage_documents import CostsPage
 from loramux.admin.rest.usage_question import Report, groups_of, report_response, rows_of
+from loramux.platform.openapi import answers_rows
 from loramux.platform.usage_report import UsageRow
 
-router = APIRouter(prefix="/costs")
+router = APIRouter(prefix="/costs", tags=["usage"])
 
 NANOS = 1_000_000_000
 
 
-@router.get("")
+@router.get("", responses=answers_rows(CostsPage))
 async def get_costs(services: Services, caller: Reader, wanted: Report) -> Response:
     """Costs of what finished in [start, end), by the prices that held when each request was admitted.
 

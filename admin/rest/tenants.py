@@ -20,7 +20,11 @@ router = APIRouter(prefix="/tenants", tags=["tenants"])
 
 
 class TenantDocument(TypedDict):
-    """One account. `weight` is its entitlement in fair scheduling; a suspended one's keys open nothing."""
+    """One account. `weight` is its entitlement in fair scheduling; a suspended one's keys open nothing.
+
+    `host_floor_bytes` is what its adapters keep of an engine's host memory when others' adapters come; floors that do
+    not fit into it together are honoured in the order in which they were asked for.
+    """
 
     id: str
     object: Literal["tenant"]
@@ -29,6 +33,7 @@ class TenantDocument(TypedDict):
     state: Literal["active", "suspended"]
     weight: int
     timezone: str
+    host_floor_bytes: int
     created_at: int
 
 
@@ -65,7 +70,7 @@ async def get_tenant(id_or_slug: str, response: Response, services: Services, ca
 async def change_tenant(
     id_or_slug: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
 ) -> TenantDocument:
-    """Change a tenant's display name, weight, state, or where its days and months begin.
+    """Change a tenant's display name, weight, state, floor, or where its days and months begin.
 
     `suspended` refuses its keys from then on, within five seconds on other gateways; what runs finishes, and nothing
     is lost. With another timezone its budgets start on new windows at once. A tenant's own administrator may change
@@ -76,9 +81,7 @@ async def change_tenant(
     own = body.model_copy(update={"display_name": None})
     if caller.principal.tenant_id is not None and own != TenantPatch():
         raise PermissionDenied("all but a tenant's display name is a platform administrator's to change")
-    changes = TenantChanges(
-        display_name=body.display_name, weight=body.weight, state=body.state, timezone=body.timezone
-    )
+    changes = TenantChanges(**body.model_dump())
     changed = await services.call(services.tenants.update, tenant.id, changes, if_match.check_by(describe_tenant))
     if changed is None:
         raise NotFound("there is no such tenant", param="tenant", code="tenant_not_found")
@@ -104,5 +107,6 @@ def describe_tenant(tenant: Tenant) -> TenantDocument:
         "state": "active" if tenant.state == "active" else "suspended",
         "weight": tenant.weight,
         "timezone": tenant.timezone,
+        "host_floor_bytes": tenant.host_floor_bytes,
         "created_at": seconds(tenant.created_us),
     }

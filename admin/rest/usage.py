@@ -10,6 +10,7 @@ from starlette.responses import StreamingResponse
 
 from loramux.admin.rest.access import Reader, Services, tenant_filter
 from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
+from loramux.admin.rest.usage_documents import UsageEventDocument, UsagePage
 from loramux.admin.rest.usage_question import (
     DEFAULT_RANGE_US,
     MEDIA_TYPES,
@@ -22,15 +23,16 @@ from loramux.admin.rest.usage_question import (
 )
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger import UsageEvent
+from loramux.platform.openapi import answers_rows
 from loramux.platform.usage_csv import csv_line, csv_lines, ndjson_line
 from loramux.platform.usage_report import UsageRow
 
-router = APIRouter(prefix="/usage")
+router = APIRouter(prefix="/usage", tags=["usage"])
 
 AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 
 
-@router.get("")
+@router.get("", responses=answers_rows(UsagePage))
 async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
     """Sums of what finished in [start, end); by default the last 30 days until now.
 
@@ -55,7 +57,7 @@ async def list_events(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> ListDocument[Document]:
+) -> ListDocument[UsageEventDocument]:
     """Settled requests, one by one."""
     tenant_id = await tenant_filter(services, caller, tenant)
     start_us = None if start is None else start * 1_000_000
@@ -132,7 +134,7 @@ _EVENT_COLUMNS = (
 )
 
 
-def _describe_event(event: UsageEvent) -> Document:
+def _describe_event(event: UsageEvent) -> UsageEventDocument:
     return {
         "id": event.request_id,
         "object": "usage.event",

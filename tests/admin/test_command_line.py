@@ -262,6 +262,34 @@ def test_a_key_read_from_a_file_may_end_with_its_line_break(loramux: Run, monkey
     assert answer(loramux("tenants", "list", "--json"))["data"] == []
 
 
+def test_a_tenant_is_changed_suspended_and_removed(loramux: Run) -> None:
+    loramux("tenants", "create", "acme", "--timezone", "Europe/Berlin")
+    assert answer(loramux("tenants", "show", "acme", "--json"))["timezone"] == "Europe/Berlin"
+    changed = loramux("tenants", "set", "acme", "--weight", 3, "--display-name", "Acme Ltd")
+    assert changed.stdout == "acme: Acme Ltd, weight 3, Europe/Berlin\n"
+    assert "acme is suspended" in loramux("tenants", "suspend", "acme").stdout
+    assert re.search(r"state +suspended", loramux("tenants", "show", "acme").stdout)
+    assert loramux("tenants", "resume", "acme").stdout == "acme is active\n"
+    assert loramux("tenants", "set", "acme").exit_code == 2
+    assert loramux("tenants", "delete", "acme").exit_code == 0
+    assert loramux("tenants", "show", "acme").exit_code == 1
+
+
+def test_a_key_is_limited_rotated_and_renamed(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    loramux("tenants", "create", "acme")
+    loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
+    key = answer(loramux("keys", "create", "--tenant", "acme", "--adapter", "support", "--json"))
+    assert len(key["adapters"]) == 1
+    rotated = loramux("keys", "rotate", key["id"], "--grace-hours", 1)
+    assert (rotated.exit_code, rotated.stdout.startswith("sk-lmx-")) == (0, True)
+    assert rotated.stdout.strip() != key["secret"]
+    assert "old secret opens until 2" in rotated.stderr
+    changed = answer(loramux("keys", "set", key["id"], "--name", "ci", "--any-adapter", "--json"))
+    assert (changed["name"], changed["adapters"]) == ("ci", None)
+    assert "scopes base" in loramux("keys", "set", key["id"], "--scope", "base").stdout
+    assert loramux("keys", "set", key["id"]).exit_code == 2
+
+
 def test_a_push_names_the_model_by_the_tenants_slug(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     tenant = answer(loramux("tenants", "create", "acme", "--json"))
     pushed = answer(loramux("adapters", "push", make_adapter(), "--tenant", tenant["id"], "--name", "x", "--json"))

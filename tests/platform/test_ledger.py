@@ -141,7 +141,10 @@ def test_a_bad_question_is_refused_with_the_fields_name(clocked: Database, argum
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
 def test_csv_reads_back_and_holds_no_formula(start: str) -> None:
-    documents = [{"model": f'{start}HYPERLINK("x")', "tenant": "a,b\nc", "requests": 1}, {"model": None, "tenant": "", "requests": -2}]
+    documents = [
+        {"model": f'{start}HYPERLINK("x")', "tenant": "a,b\nc", "requests": 1},
+        {"model": None, "tenant": "", "requests": -2},
+    ]
     text = csv_line(["tenant", "model", "requests"]) + "".join(csv_lines(documents, ["tenant", "model", "requests"]))
     header, first, second = csv.reader(io.StringIO(text, newline=""))
     assert header == ["tenant", "model", "requests"]
