@@ -15,7 +15,7 @@ export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-api campaign-ingest campaign-store-faults campaign-gateways campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-first-token bench-peers clean test-prometheus
-.PHONY: docs test-clients test-docs
+.PHONY: docs test-clients test-docs test-package
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ docs: $(READY) ## Write the pages of docs/ that come from the program itself
 
 test-docs: $(WARM) ## Type every command that the documentation says to type
 	$(VENV)/bin/python -m pytest tests/docs -m 'campaign or not campaign' $(ARGS)
+
+test-package: $(WARM) ## What wheel and sdist hold, and the demo from a wheel (LORAMUX_PYTHONS='python3.11 python3.13')
+	$(VENV)/bin/python -m pytest tests/layout/test_package.py -m campaign $(ARGS)
 
 test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real radosgw (Debian's, installed where root may)
 	$(VENV)/bin/python -m tests.adapter_store.radosgw
