@@ -94,6 +94,11 @@ test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real rados
 	LORAMUX_TEST_S3=radosgw $(VENV)/bin/python -m pytest $(S3_TESTS) \
 		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
 
+test-oidc: $(WARM) ## Single sign-on through a real OpenID provider (npm oidc-provider 8.8.1, needs node 18 or later)
+	npm install --no-audit --no-fund --ignore-scripts --prefix $(VENV)/oidc oidc-provider@8.8.1
+	LORAMUX_TEST_OIDC=$(VENV)/oidc/node_modules $(VENV)/bin/python -m pytest tests/admin/test_oidc.py \
+		-m 'campaign or not campaign' --timeout 600 $(ARGS)
+
 test-prometheus: $(WARM) ## Dashboard and alerts on a real Prometheus that scrapes a server under load (Debian's, installed where root may)
 	$(VENV)/bin/python -m tests.conformance.prometheus_server
 	$(VENV)/bin/python -m pytest tests/conformance/test_prometheus.py -m campaign --timeout 600 -s $(ARGS)
