@@ -84,7 +84,9 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.include_router(admin)
     app.include_router(document.router)
     app.include_router(metrics_router(services.metrics, services.engine, services.metrics_token, services.is_loopback))
-    app.include_router(health_router(services.database, services.engine, services.executor, tells_why=True))
+    app.include_router(
+        health_router(services.database, services.engine, services.executor, services.trouble, tells_why=True)
+    )
     app.add_route("/", to_console, include_in_schema=False)
     app.add_route("/console", to_console, include_in_schema=False)
     app.mount("/console", create_console(services, app))

@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 app.callback()(root.root)
 app.command("serve")(serve.serve)
+app.command("gateway")(serve.gateway)
 app.command("demo")(serve.demo)
 app.add_typer(database.app, name="db")
 app.add_typer(tenants.app, name="tenants")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -118,6 +118,14 @@ class Admission:
             for row in expired
         ]
         return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
+
+    def probe(self) -> None:
+        """Write something of no importance; raises SQLAlchemyError where the database does not take it."""
+        signals = schema.signals
+        with self._write() as connection:
+            counted = update(signals).where(signals.c.name == "probe").values(value=signals.c.value + 1)
+            if connection.execute(counted).rowcount == 0:
+                connection.execute(insert(signals).values(name="probe", value=1))
 
     def roll_up(self) -> int:
         """Add to the rollups what has been settled; how many transactions of settlements those were."""

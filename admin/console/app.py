@@ -18,6 +18,7 @@ from loramux.admin.console.oidc_login import OidcLogin
 from loramux.admin.console.pages import (
     adapters,
     audit,
+    health,
     jobs,
     keys,
     playground,
@@ -106,6 +107,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             does("/requests/{request_id}/cancel", requests.cancel),
             shows("/jobs", jobs.show),
             shows("/audit", audit.show),
+            shows("/health", health.show),
             shows("/usage", usage.show),
             shows("/usage.csv", usage.download),
             shows("/playground", playground.show),
