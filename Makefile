@@ -14,8 +14,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-api campaign-ingest campaign-store-faults campaign-gateways campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-first-token bench-peers clean test-prometheus
-.PHONY: docs test-clients test-docs test-package
+.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admin-lists bench-simulation bench-admission bench-peers clean test-prometheus docs test-clients test-docs campaign-gateways bench-first-token test-package
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -137,6 +136,9 @@ bench-cold-storm: $(WARM) ## Measure what running streams see of 200 adapters th
 
 bench-registry: $(READY) ## Measure what a name costs among 100,000 versions, on both databases (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.registry $(ARGS)
+
+bench-admin-lists: $(READY) ## Measure the admin API's lists over 100,000 versions, on both databases (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.admin_lists $(ARGS)
 
 bench-admission: $(READY) ## Measure quota reserved and settled, one by one and by group commit, on both databases
 	$(VENV)/bin/python -m benchmarks.admission $(ARGS)
