@@ -5,6 +5,7 @@ VENV ?= .venv
 ARGS ?=
 READY := $(VENV)/.ready
 WARM := $(VENV)/.warm
+CLIENTS := .venv-clients
 S3_TESTS := $(addprefix tests/adapter_store/test_,blobs.py s3_blobs.py s3_faults.py store_faults.py tiers.py)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -13,7 +14,8 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean
+.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean test-prometheus
+.PHONY: docs test-clients test-docs
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,11 +65,38 @@ campaign-store-faults: $(WARM) ## A running server while its S3 store fails in e
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
 
+test-browser: $(WARM) ## The console in Debian's Chromium over a running demo (installed where root may)
+	$(VENV)/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[demo,dev,browser]'
+	$(VENV)/bin/python -m tests.browser.browser_tools
+	$(VENV)/bin/python -m pytest tests/browser -m campaign $(ARGS)
+
+# The clients have an environment of their own, so that our pins stay clean; npm brings the Node client.
+$(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
+	@command -v npm >/dev/null || { echo "npm is needed for the Node client: apt-get install nodejs npm" >&2; exit 1; }
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	mkdir -p $(CLIENTS)/node && cp tests/clients/package.json $(CLIENTS)/node/
+	cd $(CLIENTS)/node && npm install --no-audit --no-fund --loglevel error
+	@touch $@
+
+test-clients: $(WARM) $(CLIENTS)/.ready ## openai for Python and Node, litellm and langchain-openai against a running server
+	$(VENV)/bin/python -m pytest tests/clients -m campaign $(ARGS)
+
+docs: $(READY) ## Write the pages of docs/ that come from the program itself
+	$(VENV)/bin/python -m tests.docs.write
+
+test-docs: $(WARM) ## Type every command that the documentation says to type
+	$(VENV)/bin/python -m pytest tests/docs -m 'campaign or not campaign' $(ARGS)
+
 test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real radosgw (Debian's, installed where root may)
 	$(VENV)/bin/python -m tests.adapter_store.radosgw
 	$(VENV)/bin/python -m pytest $(S3_TESTS) -m campaign --timeout 3600 $(ARGS)
 	LORAMUX_TEST_S3=radosgw $(VENV)/bin/python -m pytest $(S3_TESTS) \
 		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
+
+test-prometheus: $(WARM) ## Dashboard and alerts on a real Prometheus that scrapes a server under load (Debian's, installed where root may)
+	$(VENV)/bin/python -m tests.conformance.prometheus_server
+	$(VENV)/bin/python -m pytest tests/conformance/test_prometheus.py -m campaign --timeout 600 -s $(ARGS)
 
 check: $(READY) ## Lint, types, layers
 	$(VENV)/bin/ruff check .

@@ -58,6 +58,10 @@ class AdapterExists(StoreError):
     """The tenant already has an adapter of that name."""
 
 
+class AdapterInUse(StoreError):
+    """The adapter has versions: it can be disabled, not deleted."""
+
+
 class TenantNotFound(StoreError):
     """There is no such tenant."""
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Connection, Row, ScalarSelect, Select, insert, select
+from sqlalchemy import Connection, Row, ScalarSelect, Select, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from loramux.adapter_store.errors import (
     AdapterExists,
+    AdapterInUse,
     AdapterNotFound,
     InvalidName,
     TenantNotFound,
@@ -21,7 +22,7 @@ from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.migrations.schema import adapter_versions, adapters, tenants
+from loramux.migrations.schema import adapter_grants, adapter_versions, adapters, tenants, uploads
 
 SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
@@ -69,6 +70,22 @@ class AdapterRegistry:
             row = connection.execute(_select_adapters().where(adapters.c.id == adapter_id)).first()
         return _adapter(row) if row else None
 
+    def delete_adapter(self, adapter_id: str) -> None:
+        """Remove an adapter that never had a version; raises AdapterNotFound, or AdapterInUse where it had one."""
+        with self.database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            version = select(adapter_versions.c.id).where(adapter_versions.c.adapter_id == adapter_id).limit(1)
+            upload = select(uploads.c.id).where(uploads.c.adapter_id == adapter_id).limit(1)
+            if connection.execute(version).first() or connection.execute(upload).first():
+                raise AdapterInUse("the adapter has versions or uploads: disable it instead")
+            found = connection.execute(select(adapters.c.name, adapters.c.tenant_id).where(adapters.c.id == adapter_id))
+            row = found.one()
+            now_us = self.database.now_us(connection)
+            before = {"name": row.name}
+            audit(connection, now_us, "adapter.delete", adapter_id, tenant_id=row.tenant_id, before=before)
+            connection.execute(delete(adapter_grants).where(adapter_grants.c.adapter_id == adapter_id))
+            connection.execute(delete(adapters).where(adapters.c.id == adapter_id))
+
     def find_adapter(self, tenant_id: str, name: str) -> Adapter | None:
         if not is_identifier(tenant_id) or not SLUG.fullmatch(name):
             return None
@@ -78,12 +95,19 @@ class AdapterRegistry:
         return _adapter(row) if row else None
 
     def list_adapters(
-        self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
+        self,
+        tenant_id: str | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        only: Collection[str] | None = None,
     ) -> Page[Adapter]:
-        """One tenant's adapters, or every tenant's; newest first."""
+        """One tenant's adapters, or every tenant's; newest first. With `only`, of these identifiers."""
         query = _select_adapters()
         if tenant_id is not None:
             query = query.where(adapters.c.tenant_id == tenant_id)
+        if only is not None:
+            query = query.where(adapters.c.id.in_(only))
         with self.database.read() as connection:
             rows, has_more = keyset_rows(connection, query, adapters.c.id, limit, after, before)
         return Page(tuple(_adapter(row) for row in rows), has_more)

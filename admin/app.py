@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from fastapi import APIRouter, FastAPI
 
 from loramux.adapter_store.errors import StoreError
@@ -13,6 +15,7 @@ from loramux.admin.rest import (
     aliases,
     api_keys,
     audit_log,
+    document,
     engine_state,
     grants,
     jobs,
@@ -62,7 +65,14 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
 
     `root_path` is what a proxy shows it under, such as `/loramux`.
     """
-    app = FastAPI(title="loramux admin", openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="loramux admin",
+        version=version("loramux"),
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,
+    )
     app.state.services = services
     app.add_middleware(IdempotentAnswers, services=services)
     app.add_exception_handler(Replayed, answer_again)
@@ -72,8 +82,11 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     for module in ROUTERS:
         admin.include_router(module.router)
     app.include_router(admin)
+    app.include_router(document.router)
     app.include_router(metrics_router(services.metrics, services.engine, services.metrics_token, services.is_loopback))
-    app.include_router(health_router(services.database, services.engine, services.executor, tells_why=True))
+    app.include_router(
+        health_router(services.database, services.engine, services.executor, services.trouble, tells_why=True)
+    )
     app.add_route("/", to_console, include_in_schema=False)
     app.add_route("/console", to_console, include_in_schema=False)
     app.mount("/console", create_console(services, app))

@@ -52,6 +52,7 @@ from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import RunningRequests
 from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenants
 from loramux.platform.tracing import Tracing
 
@@ -132,8 +133,9 @@ def assemble(
             ),
             executor=executor,
             metrics=metrics,
+            spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
             settings=GatewaySettings(logs_answers=settings.log_answers),
-            tracing=_open_tracing(settings),
+            tracing=open_tracing(settings),
         )
         stack.callback(gateway.close)
         gateway_app = create_openai_app(gateway)
@@ -165,6 +167,7 @@ def assemble(
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,
             executor=executor,
+            trouble=gateway.trouble,
             gateway=gateway_app,
             api_url=_api_url(settings),
         )
@@ -177,7 +180,7 @@ def assemble(
         )
 
 
-def _open_tracing(settings: Settings) -> Tracing | None:
+def open_tracing(settings: Settings) -> Tracing | None:
     config = settings.trace_config
     if config is None:
         return None

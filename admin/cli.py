@@ -9,9 +9,13 @@ from loramux.admin.commands import (
     aliases,
     database,
     doctor,
+    grants,
+    jobs,
     keys,
     profiles,
     quotas,
+    requests,
+    residency,
     root,
     serve,
     tenants,
@@ -27,14 +31,19 @@ app = typer.Typer(
 )
 app.callback()(root.root)
 app.command("serve")(serve.serve)
+app.command("gateway")(serve.gateway)
 app.command("demo")(serve.demo)
 app.add_typer(database.app, name="db")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(aliases.app, name="aliases")
+app.add_typer(grants.app, name="grants")
 app.add_typer(quotas.app, name="quotas")
 app.command("usage")(usage.usage)
+app.command("residency")(residency.residency)
+app.add_typer(requests.app, name="requests")
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(profiles.app, name="profiles")
 app.command("doctor")(doctor.doctor)
 

@@ -98,6 +98,10 @@ class AdminClient:
     def put(self, path: str, body: Document) -> Document:
         return self._document(self._send("PUT", path, json=body))
 
+    def patch(self, path: str, body: Document) -> Document:
+        """Change what is named, whatever state it is in: a command's fields are not derived from what was there."""
+        return self._document(self._send("PATCH", path, json=body, headers={"if-match": "*"}))
+
     def delete(self, path: str) -> Document:
         return self._document(self._send("DELETE", path))
 

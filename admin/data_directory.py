@@ -22,6 +22,16 @@ class DataDirectory:
         return self.root / "scratch"
 
     @property
+    def run(self) -> Path:
+        """Where the engine's socket lies."""
+        return self.root / "run"
+
+    @property
+    def spool(self) -> Path:
+        """Settlements that the database has not taken yet."""
+        return self.root / "spool"
+
+    @property
     def disk_tier(self) -> Path:
         return self.root / "disk-tier"
 
@@ -44,6 +54,6 @@ def open_data_directory(root: Path) -> Iterator[DataDirectory]:
                 f"another loramux uses the data directory {root}: stop it or choose another --data-dir"
             ) from None
         directory = DataDirectory(root)
-        for path in (directory.scratch, directory.disk_tier):
+        for path in (directory.scratch, directory.disk_tier, directory.spool):
             path.mkdir(exist_ok=True, mode=0o700)
         yield directory

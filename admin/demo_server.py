@@ -52,6 +52,10 @@ class DemoServer:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def client(self) -> AdminClient:
         return AdminClient(self.admin_url, self.admin_key)
 

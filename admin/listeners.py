@@ -8,8 +8,11 @@ import socket
 from loramux.admin.errors import StartRefused
 
 
-def bind(host: str, port: int, setting: str) -> socket.socket:
-    """A bound socket that does not listen yet; raises StartRefused, naming the setting that chose the port."""
+def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.socket:
+    """A bound socket that does not listen yet; raises StartRefused, naming the setting that chose the port.
+
+    Gateways that all want a port `is_shared` may have the same one.
+    """
     flag = f"--{setting.replace('_', '-')}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -21,6 +24,8 @@ def bind(host: str, port: int, setting: str) -> socket.socket:
         # Connections of an earlier run that still linger do not keep the port. Once it is bound the option goes, or
         # another server that is just starting could bind it as well.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:

@@ -11,6 +11,7 @@ from loramux.platform.engine_client import EngineClient, EngineUnavailable
 from loramux.platform.engine_metrics import render_engine
 from loramux.platform.errors import Unauthenticated
 from loramux.platform.metrics import CONTENT_TYPE, GatewayMetrics
+from loramux.platform.openapi import Responses, errors
 
 STATS_TIMEOUT_S = 2.0
 
@@ -20,8 +21,12 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
     but for `loramux_engine_up`."""
     router = APIRouter()
 
-    @router.get("/metrics")
+    example = {"schema": {"type": "string"}, "example": "loramux_engine_up 1.0\n"}
+    text: Responses = {200: {"content": {"text/plain": example}}}
+
+    @router.get("/metrics", tags=["health"], response_class=Response, responses={**text, **errors(401)})
     async def scrape(request: Request) -> Response:
+        """What Prometheus scrapes: without a key where only this machine can ask, else with the scrape token."""
         if token is not None:
             presented = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(presented.encode(), token.encode()):

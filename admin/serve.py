@@ -6,6 +6,7 @@ import asyncio
 import socket
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import uvloop
@@ -37,7 +38,7 @@ def run(settings: Settings) -> None:
     configure_logs(settings.log_format)
     model, config = read_model(settings)
     with ExitStack() as stack:
-        gateway = stack.enter_context(bind(settings.host, settings.port, "port"))
+        gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
         directory = stack.enter_context(open_data_directory(settings.data_dir))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -88,7 +89,7 @@ async def _serve(
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.caught())
         try:
-            engine = LocalEngine(config, _supervision(settings, config))
+            engine = LocalEngine(config, _supervision(settings, config), socket_directory=directory.run)
             stack.push_async_callback(engine.close)
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()
@@ -108,7 +109,8 @@ async def _serve(
             bootstrap_key = created.secret
 
         def announce() -> None:
-            _announce(settings, config, url_of(gateway_listener), url_of(admin_listener), bootstrap_key)
+            urls = url_of(gateway_listener), url_of(admin_listener)
+            _announce(settings, config, *urls, bootstrap_key, engine.socket_path)
 
         maintenance = asyncio.create_task(assembled.running.maintain(), name="maintenance")
         upkeep = asyncio.create_task(assembled.upkeep.run(), name="upkeep")
@@ -144,7 +146,9 @@ async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
     return True
 
 
-def _announce(settings: Settings, config: EngineConfig, url: str, admin_url: str, bootstrap_key: str | None) -> None:
+def _announce(
+    settings: Settings, config: EngineConfig, url: str, admin_url: str, bootstrap_key: str | None, engine: Path
+) -> None:
     lines = [
         f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype})",
         f"  OpenAI API  {url}/v1",
@@ -152,4 +156,5 @@ def _announce(settings: Settings, config: EngineConfig, url: str, admin_url: str
     ]
     if bootstrap_key is not None:
         lines.append(f"  admin key   {bootstrap_key}  (shown this once: export it as LORAMUX_ADMIN_KEY)")
+    lines.append(f"  engine      {engine}  (for further gateways: loramux gateway --engine)")
     print("\n".join(lines), flush=True)

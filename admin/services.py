@@ -31,8 +31,8 @@ from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.running import LiveRequests, NoLiveRequests
-from loramux.platform.services import call_on
 from loramux.platform.tenants import Tenants
+from loramux.platform.threads import call_on
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,6 +83,8 @@ class AdminServices:
     """Where callers find the OpenAI API, as examples write it."""
     live: LiveRequests = field(default_factory=NoLiveRequests)
     """The requests that this process runs itself."""
+    trouble: Callable[[], str | None] = lambda: None
+    """What the gateway of this process knows to be wrong with its database, for `/health/ready`."""
     uploading: Places = field(default_factory=lambda: Places("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
     downloading: Places = field(default_factory=lambda: Places("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH))

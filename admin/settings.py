@@ -1,4 +1,4 @@
-"""What `loramux serve` can be told: flags, then `LORAMUX_*` variables, then a TOML file, then defaults."""
+"""What a server or a gateway can be told: flags, then `LORAMUX_*` variables, then a TOML file, then defaults."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ FLAGS = frozenset(
         "database_url",
         "blob_url",
         "served_name",
+        "engine",
+        "reuse_port",
     }
 )
-"""Settings that `loramux serve` has a flag for; secrets have none, since every process may read a command line."""
+"""Settings with a flag at `loramux serve` or `gateway`; no secrets, since every process may read a command line."""
 SettingsT = TypeVar("SettingsT", bound="DataSettings")
 
 
@@ -88,7 +90,10 @@ class DataSettings(BaseSettings):
 class Settings(DataSettings):
     """Everything that `loramux serve` can be told."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+    # What is written below a setting describes it in docs/configuration.md.
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     model: Path
     served_name: str | None = None
@@ -119,6 +124,12 @@ class Settings(DataSettings):
     """None: below the data directory. Servers on one host may name the same one, each with its own data directory."""
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
+    engine: Path | None = None
+    """The socket of a running server's engine, for `loramux gateway`."""
+    reuse_port: bool = False
+    """Share the ports with other gateways of this host; each must say so, and the kernel deals connections out."""
+    spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
+    """How much may wait on disk to be settled while the database is away."""
     log_format: Literal["console", "json"] = "console"
     log_answers: bool = False
     traces: Literal["off", "file", "otlp"] = "off"

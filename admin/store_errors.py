@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from loramux.adapter_store.errors import (
     AdapterExists,
+    AdapterInUse,
     AdapterNotFound,
     AdapterUnavailable,
     AliasChanged,
@@ -43,6 +44,8 @@ def api_error(error: Exception) -> ApiError:
         return InvalidRequest(error.message, code=error.code, param=error.param)
     if isinstance(error, AdapterExists):
         return Conflict(str(error), code="adapter_exists", param="name")
+    if isinstance(error, AdapterInUse):
+        return Conflict(str(error), code="adapter_in_use")
     if isinstance(error, VersionNotReady):
         return Conflict(str(error), code="version_not_ready", param="version")
     if isinstance(error, VersionInUse):

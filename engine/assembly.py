@@ -33,6 +33,7 @@ from loramux.engine.kv_pages import KvPages
 from loramux.engine.messages import Add, EngineReady, SamplingParams
 from loramux.engine.model import Decoder
 from loramux.engine.model_config import ModelConfig
+from loramux.engine.model_files import model_sha256
 from loramux.engine.page_pool import PagePool
 from loramux.engine.pool_memory import allocate_pool, pool_bytes_of
 from loramux.engine.prefix_cache import PrefixCache
@@ -161,6 +162,8 @@ def assemble_engine(
         page_tokens=page_tokens,
         device=config.device,
         dtype=dtype,
+        model_sha256=model_sha256(Path(config.model_dir)),
+        ran_at_death=config.ran_at_death,
     )
     return AssembledEngine(engine, loader, views, ready)
 

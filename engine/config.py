@@ -61,6 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
     num_loaders: int = 4
     """Threads that fetch adapters; one more copies them into the pool."""
+    ran_at_death: tuple[str, ...] = ()
+    """What its supervisor found running when the engine before this one died; gateways are told."""
     traces: TraceConfig | None = None
     """Where spans of traced requests go; None: nowhere, and OpenTelemetry is not imported."""
     seed: int = 0

@@ -11,6 +11,9 @@ import msgspec
 from loramux.adapter_store.tier_contents import TierContents
 from loramux.adapter_store.tier_figures import LoadCounts
 
+PROTOCOL = 1
+"""Counts the changes that make gateways and engines of different versions misunderstand each other."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token of a sequence is chosen; names and defaults are those of the OpenAI API and of vLLM."""
@@ -299,7 +302,16 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     page_tokens: int
     device: str
     dtype: str
+    protocol: int = PROTOCOL
+    model_sha256: str = ""
+    """Of the files that a gateway must have the same of: see `model_files.py`."""
+    ran_at_death: tuple[str, ...] = ()
+    """Sequences of any gateway that the engine before this one was running when it died."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Says nothing; sending it is how the engine finds out that a gateway is gone."""
 
 
 ToEngine = Add | Extend | Abort | Load | Unload | Pin | Credit | StatsRequest
-FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineReady
+FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineReady | Heartbeat

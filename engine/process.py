@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from loramux.engine.messages import (
     Credit,
     Extend,
     FromEngine,
+    Heartbeat,
     Load,
     Pin,
     Rejected,
@@ -50,6 +52,9 @@ LOADING_POLL_MS = 50
 IDLE_POLL_MS = 250
 """An idle loop passes this often for no reason but to show that it could: see `StepRecord`."""
 
+HEARTBEAT_S = 1.0
+"""How soon a gateway that is gone is noticed, whatever its sequences do."""
+
 END_GRACE_S = 1.0
 """How long the loop may take to end once its supervisor is gone; a step that hangs must not keep the device."""
 
@@ -69,6 +74,7 @@ class EngineServer:
         self._record = record
         self._ended = ended
         self._links: dict[bytes, GatewayLink] = {}
+        self._next_heartbeat_s = 0.0
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._zmq = zmq
@@ -81,6 +87,7 @@ class EngineServer:
         ran = False
         while not self._ended.is_set():
             self._receive(self._timeout_ms(ran))
+            self._beat()
             ran = self._engine.step() if self._engine.has_work else False
             if self._engine.num_sequences == 0:
                 self._record.note_running([])
@@ -89,6 +96,14 @@ class EngineServer:
                 link = self._links.get(outbound.owner)
                 if link is not None:
                     link.post(outbound.message)
+
+    def _beat(self) -> None:
+        """Find gateways that are gone while nothing is sent to them: their sequences wait, or they gave no credit."""
+        now_s = time.monotonic()
+        if now_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + HEARTBEAT_S
+            for link in list(self._links.values()):
+                link.post(Heartbeat())
 
     def _timeout_ms(self, ran: bool) -> int:
         if ran:
@@ -114,6 +129,10 @@ class EngineServer:
             self._dispatch(owner, message)
 
     def _dispatch(self, owner: bytes, message: ToEngine) -> None:
+        self._link(owner)
+        if owner not in self._links:
+            # It was sent by a gateway that has gone since: nobody would take what it asks for.
+            return
         match message:
             case Add():
                 self._engine.add(owner, message)

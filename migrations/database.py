@@ -23,6 +23,19 @@ from sqlalchemy.sql import func
 Clock = Callable[[], int]
 """Microseconds since 1970."""
 
+POOL_WAIT_S = 5.0
+"""How long to wait for a connection when all are in use."""
+
+_PATIENCE = {
+    "connect_timeout": "5",
+    # A server whose host has vanished says nothing: without these, its connections hang for a quarter of an hour.
+    "tcp_user_timeout": "15000",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+}
+"""What libpq is told where the URL does not say otherwise."""
+
 _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _READ_ONLY = "loramux_read_only"
 
@@ -138,7 +151,14 @@ def _parse_url(url: str) -> URL:
 def _create_engine(url: URL) -> Engine:
     # Errors, which are logged, quote statements but not what was in them.
     if url.get_backend_name() != "sqlite":
-        return create_engine(url, pool_size=8, max_overflow=8, pool_pre_ping=True, hide_parameters=True)
+        return create_engine(
+            url.update_query_dict(_PATIENCE | dict(url.query)),
+            pool_size=8,
+            max_overflow=16,
+            pool_timeout=POOL_WAIT_S,
+            pool_pre_ping=True,
+            hide_parameters=True,
+        )
     engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False}, hide_parameters=True)
 
     @event.listens_for(engine, "connect")

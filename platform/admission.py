@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -23,6 +23,7 @@ from loramux.platform.reservations import (
     ReservationRequest,
     Settlement,
 )
+from loramux.platform.usage_rollups import MAX_BATCHES, UsageRollups
 
 _RECOVER_AT_ONCE = 100
 
@@ -42,6 +43,7 @@ class Admission:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._prices = PriceReader(database)
+        self._rollups = UsageRollups(database)
         self._turn = threading.Lock()
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
@@ -116,6 +118,25 @@ class Admission:
             for row in expired
         ]
         return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
+
+    def probe(self) -> None:
+        """Write something of no importance; raises SQLAlchemyError where the database does not take it."""
+        signals = schema.signals
+        with self._write() as connection:
+            counted = update(signals).where(signals.c.name == "probe").values(value=signals.c.value + 1)
+            if connection.execute(counted).rowcount == 0:
+                connection.execute(insert(signals).values(name="probe", value=1))
+
+    def roll_up(self) -> int:
+        """Add to the rollups what has been settled; how many transactions of settlements those were."""
+        total = 0
+        while True:
+            # In turn with the committer, which waits for a short fold rather than polls for SQLite's lock.
+            with self._turn if self._database.is_sqlite else nullcontext():
+                folded = self._rollups.fold()
+            total += folded
+            if folded < MAX_BATCHES:
+                return total
 
     def _only(self, operation: Operation) -> Outcome:
         """The outcome of one operation alone; raises it where it is an error."""

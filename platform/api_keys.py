@@ -7,11 +7,11 @@ import hmac
 import re
 import secrets
 import string
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations import schema
@@ -19,14 +19,11 @@ from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound
+from loramux.platform.key_adapters import find_adapter_ids
+from loramux.platform.key_scopes import DEFAULT_PLATFORM_SCOPES, check_limit, checked_scopes
 from loramux.platform.principal_cache import PrincipalCache
 from loramux.platform.principals import Principal
-
-TENANT_SCOPES = frozenset({"adapters", "base", "tenant:read", "tenant:admin"})
-PLATFORM_SCOPES = frozenset({"platform:read", "platform:admin"})
-DEFAULT_TENANT_SCOPES = frozenset({"adapters", "base"})
-DEFAULT_PLATFORM_SCOPES = frozenset({"platform:admin"})
 
 OPERATOR = "operator"
 """The key id of the operator's own key, which has no row."""
@@ -47,14 +44,40 @@ class ApiKey:
     public_id: str
     name: str
     scopes: frozenset[str]
+    adapter_ids: frozenset[str] | None
+    """The adapters that it is limited to; None: all that its tenant may call."""
     created_us: int
     expires_us: int | None
     revoked_us: int | None
+    previous_until_us: int | None
+    """Until when the secret before the last rotation still opens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyChanges:
+    """What of a key is to change; None leaves it. `adapters` are names as in `create`, and () lifts the limit."""
+
+    name: str | None = None
+    scopes: tuple[str, ...] | None = None
+    adapters: tuple[str, ...] | None = None
+    expires_us: int | None = None
+
+
+class KeyRevoked(Conflict):
+    """A revoked key stays as it is."""
+
+    code = "api_key_revoked"
+
+
+class LastAdminKey(Conflict):
+    """Without this key nobody could administer the platform."""
+
+    code = "last_admin_key"
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedKey:
-    """A new key with its secret, which is shown this once."""
+    """A key with its new secret, which is shown this once."""
 
     key: ApiKey
     secret: str
@@ -76,26 +99,31 @@ class ApiKeys:
         name: str,
         scopes: Iterable[str] | None = None,
         expires_us: int | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> CreatedKey:
-        """Make a key of a tenant, or of the platform when `tenant_id` is None; raises InvalidRequest and NotFound."""
-        if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
-            raise InvalidRequest(f"a key's name is 1 to {MAX_NAME} printable characters", param="name")
-        granted = _checked_scopes(tenant_id, scopes)
-        public_id, secret_part = _random_base62(16), _random_base62(43)
-        secret = f"sk-lmx-{public_id}-{secret_part}"
+        """Make a key of a tenant, or of the platform when `tenant_id` is None; raises InvalidRequest and NotFound.
+
+        `adapters` limits it to these, given as identifiers or `[tenant/]name`.
+        """
+        _check_name(name)
+        granted = checked_scopes(tenant_id, scopes)
+        public_id = _random_base62(16)
+        secret = _new_secret(public_id)
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
-            if expires_us is not None and expires_us <= now_us:
-                raise InvalidRequest("a key must expire in the future", param="expires")
+            _check_expiry(expires_us, now_us)
+            adapter_ids = _limit(connection, tenant_id, granted, adapters)
             key = ApiKey(
                 id=new_id("key"),
                 tenant_id=tenant_id,
                 public_id=public_id,
                 name=name,
                 scopes=granted,
+                adapter_ids=None if adapter_ids is None else frozenset(adapter_ids),
                 created_us=now_us,
                 expires_us=expires_us,
                 revoked_us=None,
+                previous_until_us=None,
             )
             values = {
                 "id": key.id,
@@ -104,6 +132,7 @@ class ApiKeys:
                 "secret_sha256": _sha256(secret),
                 "name": name,
                 "scopes": sorted(granted),
+                "adapter_ids": adapter_ids,
                 "created_us": now_us,
                 "expires_us": expires_us,
             }
@@ -131,10 +160,14 @@ class ApiKeys:
         return _api_key(row) if row is not None else None
 
     def revoke(self, key_id: str) -> ApiKey | None:
-        """End a key for good; revoking again keeps the first time. None where there is no such key."""
+        """End a key for good; revoking again keeps the first time. None where there is no such key.
+
+        Raises LastAdminKey.
+        """
         table = schema.api_keys
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
+            self._check_not_last_admin(connection, key_id, now_us)
             revoked = connection.execute(
                 update(table).where(table.c.id == key_id, table.c.revoked_us.is_(None)).values(revoked_us=now_us)
             )
@@ -144,6 +177,66 @@ class ApiKeys:
                 audit(connection, now_us, "api_key.revoke", key_id, tenant_id=row.tenant_id, after=after)
         self._cache.forget(key_id)
         return _api_key(row) if row is not None else None
+
+    def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
+        """Change a key once `check`, which may raise, has seen it as it is; None where there is no such key.
+
+        Raises InvalidRequest, NotFound, KeyRevoked and LastAdminKey.
+        """
+        table = schema.api_keys
+        if changes.name is not None:
+            _check_name(changes.name)
+        with self._database.write() as connection:
+            key = _locked(connection, key_id)
+            if key is None:
+                return None
+            check(key)
+            _check_not_revoked(key)
+            now_us = self._database.now_us(connection)
+            scopes = key.scopes if changes.scopes is None else checked_scopes(key.tenant_id, changes.scopes)
+            if "platform:admin" not in scopes:
+                self._check_not_last_admin(connection, key_id, now_us)
+            values: dict[str, Any] = {"scopes": sorted(scopes)}
+            if changes.name is not None:
+                values["name"] = changes.name
+            if changes.expires_us is not None:
+                _check_expiry(changes.expires_us, now_us)
+                values["expires_us"] = changes.expires_us
+            if changes.adapters is not None:
+                values["adapter_ids"] = _limit(connection, key.tenant_id, scopes, changes.adapters or None)
+            elif key.adapter_ids is not None:
+                check_limit(scopes)
+            connection.execute(update(table).where(table.c.id == key_id).values(**values))
+            row = connection.execute(select(table).where(table.c.id == key_id)).one()
+            shown = {"before": _shown(key), "after": _shown(_api_key(row))}
+            audit(connection, now_us, "api_key.change", key_id, tenant_id=key.tenant_id, **shown)
+        self._cache.forget(key_id)
+        return _api_key(row)
+
+    def rotate(self, key_id: str, grace_us: int) -> CreatedKey | None:
+        """Give a key a new secret; the one that it had opens for `grace_us` more, and one before that no longer.
+
+        None where there is no such key. Raises KeyRevoked.
+        """
+        table = schema.api_keys
+        with self._database.write() as connection:
+            key = _locked(connection, key_id)
+            if key is None:
+                return None
+            _check_not_revoked(key)
+            now_us = self._database.now_us(connection)
+            secret = _new_secret(key.public_id)
+            values = {
+                "secret_sha256": _sha256(secret),
+                "previous_sha256": table.c.secret_sha256 if grace_us > 0 else None,
+                "previous_until_us": now_us + grace_us if grace_us > 0 else None,
+            }
+            connection.execute(update(table).where(table.c.id == key_id).values(**values))
+            row = connection.execute(select(table).where(table.c.id == key_id)).one()
+            after = {"grace_s": grace_us // 1_000_000}
+            audit(connection, now_us, "api_key.rotate", key_id, tenant_id=key.tenant_id, after=after)
+        self._cache.forget(key_id)
+        return CreatedKey(key=_api_key(row), secret=secret)
 
     def forget_recent(self) -> None:
         """Read every key anew: one of them, or a tenant, may have changed."""
@@ -167,10 +260,18 @@ class ApiKeys:
             return cached
         row = self._find(schema.api_keys.c.public_id == match.group(1))
         stored = row.secret_sha256 if row is not None else _NO_KEY
-        if not hmac.compare_digest(sha256, stored) or row is None or not _is_usable(row, now_us):
+        previous = _NO_KEY if row is None or row.previous_sha256 is None else row.previous_sha256
+        is_current = hmac.compare_digest(sha256, stored)
+        is_previous = hmac.compare_digest(sha256, previous)
+        if row is None or not _is_usable(row, now_us):
             return None
+        good_until_us = row.expires_us
+        if not is_current:
+            if not is_previous or row.previous_until_us is None or row.previous_until_us <= now_us:
+                return None
+            good_until_us = min(row.previous_until_us, row.expires_us or row.previous_until_us)
         principal = _principal(row)
-        self._cache.put(sha256, principal, now_us, row.expires_us)
+        self._cache.put(sha256, principal, now_us, good_until_us)
         return principal
 
     def current(self, principal: Principal) -> Principal | None:
@@ -189,17 +290,13 @@ class ApiKeys:
         """Whether somebody can administer: the operator's key is set, or a usable platform:admin key exists."""
         if self._admin_sha256 is not None:
             return True
-        table = schema.api_keys
-        now_us = self._database.now_us()
         with self._database.read() as connection:
-            rows = connection.execute(
-                select(table.c.scopes).where(
-                    table.c.tenant_id.is_(None),
-                    table.c.revoked_us.is_(None),
-                    table.c.expires_us.is_(None) | (table.c.expires_us > now_us),
-                )
-            ).all()
-        return any("platform:admin" in row.scopes for row in rows)
+            return bool(_admin_key_ids(connection, self._database.now_us(), is_held=False))
+
+    def _check_not_last_admin(self, connection: Connection, key_id: str, now_us: int) -> None:
+        """Raises LastAdminKey where, without this key, there would be no platform administrator any more."""
+        if self._admin_sha256 is None and _admin_key_ids(connection, now_us, is_held=True) == [key_id]:
+            raise LastAdminKey("this is the platform's last administrator's key: make another one first")
 
     def _find(self, is_it: ColumnElement[bool]) -> Row[Any] | None:
         keys, tenants = schema.api_keys, schema.tenants
@@ -209,23 +306,71 @@ class ApiKeys:
 
 
 def _principal(row: Row[Any]) -> Principal:
-    return Principal(key_id=row.id, tenant_id=row.tenant_id, tenant_slug=row.slug, scopes=frozenset(row.scopes))
+    return Principal(
+        key_id=row.id,
+        tenant_id=row.tenant_id,
+        tenant_slug=row.slug,
+        scopes=frozenset(row.scopes),
+        adapter_ids=_ids(row),
+    )
+
+
+def _ids(row: Row[Any]) -> frozenset[str] | None:
+    return None if row.adapter_ids is None else frozenset(row.adapter_ids)
+
+
+def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> list[str]:
+    """The usable platform:admin keys; held, they stay as they are until the transaction ends."""
+    table = schema.api_keys
+    query = select(table.c.id, table.c.scopes).where(
+        table.c.tenant_id.is_(None),
+        table.c.revoked_us.is_(None),
+        table.c.expires_us.is_(None) | (table.c.expires_us > now_us),
+    )
+    rows = connection.execute(query.order_by(table.c.id).with_for_update() if is_held else query).all()
+    return [row.id for row in rows if "platform:admin" in row.scopes]
+
+
+def _locked(connection: Connection, key_id: str) -> ApiKey | None:
+    """A key, held until the transaction ends."""
+    table = schema.api_keys
+    row = connection.execute(select(table).where(table.c.id == key_id).with_for_update()).one_or_none()
+    return None if row is None else _api_key(row)
+
+
+def _limit(
+    connection: Connection, tenant_id: str | None, scopes: frozenset[str], adapters: Sequence[str] | None
+) -> list[str] | None:
+    if adapters is None:
+        return None
+    check_limit(scopes)
+    if tenant_id is None or not adapters:
+        raise InvalidRequest("a tenant's key is limited to one adapter at least", param="adapters")
+    return find_adapter_ids(connection, tenant_id, adapters)
+
+
+def _check_name(name: str) -> None:
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise InvalidRequest(f"a key's name is 1 to {MAX_NAME} printable characters", param="name")
+
+
+def _check_expiry(expires_us: int | None, now_us: int) -> None:
+    if expires_us is not None and expires_us <= now_us:
+        raise InvalidRequest("a key must expire in the future", param="expires")
+
+
+def _check_not_revoked(key: ApiKey) -> None:
+    if key.revoked_us is not None:
+        raise KeyRevoked("the key is revoked: make another one")
+
+
+def _new_secret(public_id: str) -> str:
+    return f"sk-lmx-{public_id}-{_random_base62(43)}"
 
 
 def _is_usable(row: Row[Any], now_us: int) -> bool:
     is_expired = row.expires_us is not None and row.expires_us <= now_us
     return row.revoked_us is None and not is_expired and row.state in (None, "active")
-
-
-def _checked_scopes(tenant_id: str | None, scopes: Iterable[str] | None) -> frozenset[str]:
-    allowed = PLATFORM_SCOPES if tenant_id is None else TENANT_SCOPES
-    if scopes is None:
-        return DEFAULT_PLATFORM_SCOPES if tenant_id is None else DEFAULT_TENANT_SCOPES
-    granted = frozenset(scopes)
-    if not granted or granted - allowed:
-        owner = "platform" if tenant_id is None else "tenant"
-        raise InvalidRequest(f"scopes of a {owner} key are {', '.join(sorted(allowed))}", param="scopes")
-    return granted
 
 
 def _random_base62(length: int) -> str:
@@ -238,7 +383,13 @@ def _sha256(text: str) -> bytes:
 
 def _shown(key: ApiKey) -> dict[str, object]:
     """For the audit log."""
-    return {"name": key.name, "scopes": sorted(key.scopes), "expires_us": key.expires_us, "revoked_us": key.revoked_us}
+    return {
+        "name": key.name,
+        "scopes": sorted(key.scopes),
+        "adapters": None if key.adapter_ids is None else sorted(key.adapter_ids),
+        "expires_us": key.expires_us,
+        "revoked_us": key.revoked_us,
+    }
 
 
 def _api_key(row: Row[Any]) -> ApiKey:
@@ -249,6 +400,8 @@ def _api_key(row: Row[Any]) -> ApiKey:
         name=row.name,
         scopes=frozenset(row.scopes),
         created_us=row.created_us,
+        adapter_ids=_ids(row),
         expires_us=row.expires_us,
         revoked_us=row.revoked_us,
+        previous_until_us=row.previous_until_us,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from importlib.metadata import version
 
 import structlog
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loramux.platform import chat, completions, models
+from loramux.platform import chat, completions, document, models
 from loramux.platform.error_responses import install_error_handling
 from loramux.platform.health import health_router
 from loramux.platform.metrics import GatewayMetrics
@@ -23,11 +24,18 @@ ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "
 def create_openai_app(services: GatewayServices) -> FastAPI:
     """The app; `services.running.maintain()` must run beside it."""
     # Nothing is public but health, the documentation pages neither.
-    app = FastAPI(title="loramux", openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="loramux",
+        version=version("loramux"),
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,
+    )
     app.state.services = services
-    for router in (completions.router, chat.router, models.router):
+    for router in (completions.router, chat.router, models.router, document.router):
         app.include_router(router)
-    app.include_router(health_router(services.database, services.engine, services.executor))
+    app.include_router(health_router(services.database, services.engine, services.executor, services.trouble))
     app.add_middleware(Metered, metrics=services.metrics, logs_answers=services.settings.logs_answers)
     if services.tracing is not None:
         app.add_middleware(TracedRequests, tracing=services.tracing, paths=frozenset(ENDPOINTS))

@@ -34,7 +34,8 @@ async def _authenticate(request: Request, services: Services) -> Principal:
     if principal is None:
         principal = await services.call(services.api_keys.authenticate, presented.strip())
     if principal is None:
-        raise Unauthenticated("the API key is unknown, expired or revoked")
+        # OpenAI's own first words: litellm knows a refused key from a malformed request by them alone.
+        raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
     return principal
 
 

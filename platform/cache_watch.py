@@ -23,12 +23,16 @@ class CacheWatch:
     """A thread that calls every one of `forget` after a change, by itself or within POLL_INTERVAL_S.
 
     While the database cannot be watched the caches are left to expire, which every entry does within five seconds.
+    `note_heard` is called whenever the database answered.
     A cache that is filled from a read that began before the change may keep the old for that long too.
     """
 
-    def __init__(self, database: Database, forget: Sequence[Callable[[], None]]) -> None:
+    def __init__(
+        self, database: Database, forget: Sequence[Callable[[], None]], note_heard: Callable[[], None] | None = None
+    ) -> None:
         self._database = database
         self._forget = forget
+        self._note_heard = note_heard
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cache-watch", daemon=True)
         self._thread.start()
@@ -59,6 +63,8 @@ class CacheWatch:
         while not self._stopped.is_set():
             listener.wait(POLL_INTERVAL_S)
             now = listener.epoch()
+            if self._note_heard is not None:
+                self._note_heard()
             if now != epoch:
                 epoch = now
                 self._tell()

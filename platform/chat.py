@@ -11,6 +11,8 @@ from loramux.platform.authentication import Caller, Services
 from loramux.platform.chat_answer import ChatAnswer
 from loramux.platform.error_responses import request_id_of
 from loramux.platform.openai_requests import ChatMessage, ChatRequest
+from loramux.platform.openapi import GENERATION_ERRORS, answers, errors, takes
+from loramux.platform.openapi_answers import ChatDocument
 from loramux.platform.planning import Prompts, make_plan, resolve
 from loramux.platform.request_body import parse_body_on, read_body
 from loramux.platform.serving import serve
@@ -18,8 +20,14 @@ from loramux.platform.serving import serve
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post(
+    "/v1/chat/completions",
+    tags=["inference"],
+    openapi_extra=takes(ChatRequest),
+    responses={**answers(ChatDocument), **errors(*GENERATION_ERRORS)},
+)
 async def create_chat_completion(request: Request, caller: Caller, services: Services) -> Response:
+    """Answer a conversation, whole or as a stream of server-sent events."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent, ChatRequest)
     body.check()

@@ -11,6 +11,8 @@ from loramux.platform.authentication import Caller, Services
 from loramux.platform.completion_answer import CompletionAnswer
 from loramux.platform.error_responses import request_id_of
 from loramux.platform.openai_requests import CompletionRequest
+from loramux.platform.openapi import GENERATION_ERRORS, answers, errors, takes
+from loramux.platform.openapi_answers import CompletionDocument
 from loramux.platform.planning import Prompts, check_token_ids, make_plan, resolve
 from loramux.platform.request_body import parse_body_on, read_body
 from loramux.platform.serving import serve
@@ -20,8 +22,14 @@ DEFAULT_MAX_TOKENS = 16
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post(
+    "/v1/completions",
+    tags=["inference"],
+    openapi_extra=takes(CompletionRequest),
+    responses={**answers(CompletionDocument), **errors(*GENERATION_ERRORS)},
+)
 async def create_completion(request: Request, caller: Caller, services: Services) -> Response:
+    """Continue one or several prompts, each a text or token ids, whole or as a stream of server-sent events."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent, CompletionRequest)
     body.check()

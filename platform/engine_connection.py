@@ -12,8 +12,10 @@ import msgspec
 import structlog
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from loramux.engine.messages import (
+    PROTOCOL,
     Abort,
     AdapterState,
     Add,
@@ -22,6 +24,7 @@ from loramux.engine.messages import (
     Extend,
     Finished,
     FromEngine,
+    Heartbeat,
     Load,
     Pin,
     Rejected,
@@ -104,9 +107,12 @@ def refused_stream(add: Add) -> SequenceStream:
 class EngineConnection:
     """A DEALER socket to an engine. `open` returns once the engine has said what it is."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, note_end: NoteEnd) -> None:
+    def __init__(
+        self, socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, monitor: zmq.asyncio.Socket, note_end: NoteEnd
+    ) -> None:
         self._socket = socket
         self._context = context
+        self._monitor = monitor
         self._note_end = note_end
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -118,18 +124,25 @@ class EngineConnection:
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
 
     @staticmethod
-    async def open(path: Path, note_end: NoteEnd) -> EngineConnection:
-        """Connect to the engine that listens at `path`; raises EngineUnavailable when it does not answer."""
+    async def open(path: Path, note_end: NoteEnd, timeout_s: float = READY_TIMEOUT_S) -> EngineConnection:
+        """Connect to the engine that listens at `path`.
+
+        Raises EngineUnavailable when it does not answer, or in a way that this gateway does not understand.
+        """
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(f"ipc://{path}")
-        connection = EngineConnection(socket, context, note_end)
+        connection = EngineConnection(socket, context, monitor, note_end)
         connection._send(Credit(count=INITIAL_CREDIT))
         try:
-            await asyncio.wait_for(asyncio.shield(connection._ready), READY_TIMEOUT_S)
+            async with asyncio.timeout(timeout_s):
+                await _first_of(connection._ready, connection._reader)
+            if not connection._ready.done() or connection.info.protocol != PROTOCOL:
+                raise EngineUnavailable("the engine is of another version of loramux")
         except BaseException as error:
             connection.close(frozenset())
             if isinstance(error, TimeoutError):
@@ -140,6 +153,19 @@ class EngineConnection:
     @property
     def info(self) -> EngineReady:
         return self._ready.result()
+
+    @property
+    def open_adds(self) -> dict[str, Add]:
+        """What was submitted and has not ended, by sequence."""
+        return {sequence_id: stream.add for sequence_id, stream in self._streams.items()}
+
+    async def wait_lost(self) -> None:
+        """Return once the engine has closed the connection, as its death does, or says what cannot be understood."""
+        closed = asyncio.ensure_future(recv_monitor_message(self._monitor))
+        try:
+            await _first_of(closed, self._reader)
+        finally:
+            closed.cancel()
 
     def submit(self, add: Add) -> SequenceStream:
         # The engine would reject it, and its stream would never end.
@@ -185,6 +211,8 @@ class EngineConnection:
             if not call.done():
                 call.set_exception(EngineUnavailable("the engine stopped"))
         self._calls.clear()
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         self._context.term()
         return ended
@@ -205,8 +233,15 @@ class EngineConnection:
         self._socket.send(self._encoder.encode(message))
 
     async def _read(self) -> None:
+        """Dispatch what comes until something cannot be understood."""
         while True:
-            self._dispatch(self._decoder.decode(await self._socket.recv()))
+            data = await self._socket.recv()
+            try:
+                message = self._decoder.decode(data)
+            except msgspec.MsgspecError as error:
+                log.error("the engine said something unreadable", reason=str(error))
+                return
+            self._dispatch(message)
 
     def _take_what_arrived(self) -> None:
         """What an engine said before its end counts: tokens are paid for, and what it finished did not fail."""
@@ -239,6 +274,13 @@ class EngineConnection:
             case Rejected():
                 # A fault of this gateway's own; a client's mistakes are answered by Finished.
                 log.error("the engine rejected a message", sequence_id=message.sequence_id, reason=message.message)
+            case Heartbeat():
+                return
             case EngineReady():
                 if not self._ready.done():
                     self._ready.set_result(message)
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done; none is cancelled."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

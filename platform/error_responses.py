@@ -17,8 +17,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loramux.migrations.identifiers import new_id
+from loramux.platform.database_state import DatabaseTrouble
 from loramux.platform.engine_client import EngineUnavailable
 from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
+from loramux.platform.group_commit import CommitterClosed
 
 ENGINE_RETRY_S = 5.0
 DATABASE_RETRY_S = 5.0
@@ -42,6 +44,8 @@ TRANSLATIONS: Mapping[type[Exception], Translation] = {
     OperationalError: quota_unavailable,
     InterfaceError: quota_unavailable,
     PoolTimeout: quota_unavailable,
+    DatabaseTrouble: quota_unavailable,
+    CommitterClosed: quota_unavailable,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections import deque
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from loramux.platform.admission import Admission
+from loramux.platform.database_state import TROUBLE, DatabaseState
 from loramux.platform.reservations import Operation, Outcome
 
 MAX_OPERATIONS = 256
@@ -22,7 +24,16 @@ MAX_OPERATIONS = 256
 NoteCommit = Callable[[int, float, bool], None]
 """Told of each transaction: how many operations it had, how many seconds it took, and whether it failed."""
 
+MAX_ATTEMPTS = 4
+RETRY_S = 0.02
+PASSING_STATES = ("40001", "40P01")
+"""Serialisation failure, deadlock: PostgreSQL's codes for what is right the next time."""
+
 _log = structlog.get_logger(__name__)
+
+
+class CommitterClosed(RuntimeError):
+    """The gateway has stopped; the operation was not done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +51,12 @@ class GroupCommit:
     statement that the database does not accept, touches only its own operation.
     """
 
-    def __init__(self, admission: Admission, note_commit: NoteCommit | None = None) -> None:
+    def __init__(
+        self, admission: Admission, note_commit: NoteCommit | None = None, state: DatabaseState | None = None
+    ) -> None:
         self._admission = admission
         self._note_commit = note_commit
+        self._state = state if state is not None else DatabaseState()
         self._waiting: deque[_Waiting] = deque()
         self._has_changed = threading.Condition()
         self._is_closed = False
@@ -50,27 +64,40 @@ class GroupCommit:
         self._thread.start()
 
     def submit(self, operation: Operation) -> asyncio.Future[Any]:
-        """A future of the running loop: the outcome, or its exception. Cancelling it does not undo the operation."""
+        """A future of the running loop: the outcome, or its exception. Cancelling it does not undo the operation.
+
+        After `close` the exception is CommitterClosed, and nothing is done.
+        """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         with self._has_changed:
             if self._is_closed:
-                raise RuntimeError("the committer is closed")
+                answer.set_exception(CommitterClosed("the gateway has stopped"))
+                return answer
             self._waiting.append(_Waiting(operation, loop, answer))
             self._has_changed.notify()
         return answer
 
-    def close(self) -> None:
-        """Commit what waits, and end. Blocking."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Commit what waits, and end. Blocking; what a database that does not answer holds up after `timeout_s` fails.
+
+        Its thread is then left to end with the process.
+        """
         with self._has_changed:
             self._is_closed = True
             self._has_changed.notify()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        with self._has_changed:
+            left = list(self._waiting)
+            self._waiting.clear()
+        _answer(left, [CommitterClosed("the gateway has stopped")] * len(left))
 
     def _run(self) -> None:
         while batch := self._next():
             started_s = time.monotonic()
+            self._state.begin_commit()
             outcomes = self._commit([waiting.operation for waiting in batch])
+            self._state.end_commit(next((one for one in outcomes if isinstance(one, TROUBLE)), None))
             if self._note_commit is not None:
                 has_failed = any(isinstance(outcome, SQLAlchemyError) for outcome in outcomes)
                 self._note_commit(len(batch), time.monotonic() - started_s, has_failed)
@@ -82,10 +109,14 @@ class GroupCommit:
             self._has_changed.wait_for(lambda: self._waiting or self._is_closed)
             return [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
 
-    def _commit(self, operations: list[Operation]) -> list[Outcome]:
+    def _commit(self, operations: list[Operation], attempt: int = 1) -> list[Outcome]:
         try:
             return self._admission.commit(operations)
-        except (OperationalError, InterfaceError) as error:
+        except TROUBLE as error:
+            if _is_passing(error) and attempt < MAX_ATTEMPTS:
+                # Nothing of it was done, and whoever was in its way has gone on.
+                time.sleep(random.uniform(0, RETRY_S * attempt))
+                return self._commit(operations, attempt + 1)
             # The database is in trouble, which each of them would find out anew.
             return [error] * len(operations)
         except DBAPIError as error:
@@ -98,6 +129,11 @@ class GroupCommit:
         except Exception as error:
             _log.exception("committing failed")
             return [error] * len(operations)
+
+
+def _is_passing(error: SQLAlchemyError) -> bool:
+    """Whether the database only chose this transaction to give way to another, as at a deadlock."""
+    return getattr(getattr(error, "orig", None), "sqlstate", None) in PASSING_STATES
 
 
 def _answer(batch: list[_Waiting], outcomes: list[Outcome]) -> None:

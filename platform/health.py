@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 from fastapi import APIRouter
@@ -13,44 +14,71 @@ from starlette.responses import Response
 from loramux.migrations.database import Database
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.error_responses import json_response
-from loramux.platform.services import call_on
+from loramux.platform.openapi import Responses
+from loramux.platform.openapi_answers import HealthDocument
+from loramux.platform.threads import call_on
 
 DATABASE_WAIT_S = 2.0
 
 
 def health_router(
-    database: Database, engine: EngineClient, executor: Executor, *, tells_why: bool = False
+    database: Database,
+    engine: EngineClient,
+    executor: Executor,
+    trouble: Callable[[], str | None] = lambda: None,
+    *,
+    tells_why: bool = False,
 ) -> APIRouter:
     """Routes that say whether this process lives, and whether a request sent now would be served.
 
     Live: the engine made a step, or none was needed. An engine that is being restarted needs nobody else's help; one
-    that hangs and cannot be killed does. `tells_why` adds the engine's last words, which are for operators, to `ready`.
+    that hangs and cannot be killed does. Ready: the engine runs, the database answers, and the gateway knows of no
+    `trouble` with it, such as that it takes no writes. `tells_why` adds the reasons to `ready`, for operators.
     """
     router = APIRouter()
+    ping = _Ping(database, executor)
 
-    @router.get("/health/live")
+    unwell: Responses = {503: {"model": HealthDocument, "description": "Not so."}}
+
+    @router.get("/health/live", tags=["health"], response_model=HealthDocument, responses=unwell)
     async def live() -> Response:
+        """Whether this process lives: restart it where it does not."""
         is_live = engine.is_live
         return json_response({"status": "live" if is_live else "not live"}, 200 if is_live else 503)
 
-    @router.get("/health/ready")
+    @router.get("/health/ready", tags=["health"], response_model=HealthDocument, responses=unwell)
     async def ready() -> Response:
-        checks = {"engine": engine.is_ready, "database": await _answers(database, executor)}
+        """Whether a request sent now would be served."""
+        known = trouble()
+        checks = {"engine": engine.is_ready, "database": known is None and await ping.is_answered()}
         is_ready = all(checks.values())
         body = {"status": "ready" if is_ready else "not ready", **checks}
-        if tells_why and engine.trouble is not None:
-            body["reason"] = engine.trouble
+        reasons = [reason for reason in (engine.trouble, known) if reason is not None]
+        if tells_why and reasons:
+            body["reason"] = "; ".join(reasons)
         return json_response(body, 200 if is_ready else 503)
 
     return router
 
 
-async def _answers(database: Database, executor: Executor) -> bool:
-    try:
-        await asyncio.wait_for(call_on(executor, _ping, database), DATABASE_WAIT_S)
-    except (SQLAlchemyError, TimeoutError):
-        return False
-    return True
+class _Ping:
+    """Asks the database whether it answers; one question at a time, so that a silent one holds only one thread."""
+
+    def __init__(self, database: Database, executor: Executor) -> None:
+        self._database = database
+        self._executor = executor
+        self._asking: asyncio.Future[None] | None = None
+
+    async def is_answered(self) -> bool:
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(call_on(self._executor, _ping, self._database))
+        # Its failure is told to whoever waits; where nobody does any more, nobody misses it.
+        self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        try:
+            await asyncio.wait_for(asyncio.shield(self._asking), DATABASE_WAIT_S)
+        except (SQLAlchemyError, TimeoutError):
+            return False
+        return True
 
 
 def _ping(database: Database) -> None:

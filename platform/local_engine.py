@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from loramux.engine.config import EngineConfig
-from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
+from loramux.engine.messages import Add
+from loramux.platform.connected_engine import ConnectedEngine
 from loramux.platform.engine_client import EngineUnavailable
-from loramux.platform.engine_connection import EngineConnection, refused_stream
+from loramux.platform.engine_connection import EngineConnection
 from loramux.platform.engine_process import ENGINE_COMMAND, EngineProcess
+from loramux.platform.engine_socket import EngineSocketDirectory, SocketUnusable
 from loramux.platform.request_strikes import RequestStrikes
 from loramux.platform.watchdog import Watchdog
-
-MAX_SOCKET_PATH = 107
-"""Bytes of a unix socket's path (Linux, sun_path)."""
 
 END_GRACE_S = 1.0
 """How long an engine that is told to end may finish its step; by then its streams have been ended."""
@@ -59,12 +57,13 @@ class Supervision:
         return float(min(self.max_delay_s, self.first_delay_s * 2 ** min(num_short_runs, 32)))
 
 
-class LocalEngine:
+class LocalEngine(ConnectedEngine):
     """Starts an engine process, starts it again when it dies or hangs, and is its client.
 
     While no engine runs, `submit` raises EngineUnavailable and `is_ready` is false; streams that were open when it
     died end with Finished(reason="error", code="engine_unavailable"). A request that was running at two deaths ends
-    at once with the code `request_excluded`.
+    at once with the code `request_excluded`. Other gateways may use the engine through `socket_path`, which lies in
+    `socket_directory` where that can hold a socket.
     """
 
     def __init__(
@@ -73,30 +72,22 @@ class LocalEngine:
         supervision: Supervision | None = None,
         command: tuple[str, ...] = ENGINE_COMMAND,
         clock: Callable[[], float] = time.monotonic,
+        socket_directory: Path | None = None,
     ) -> None:
+        super().__init__(RequestStrikes(clock))
         self._config = config
         self._supervision = supervision if supervision is not None else Supervision()
         self._command = command
         self._clock = clock
-        # Created 0700 by mkdtemp: nobody else can reach the socket inside.
-        self._directory = Path(tempfile.mkdtemp(prefix="loramux-"))
-        self._socket_path = self._directory / "engine.sock"
-        if len(os.fsencode(self._socket_path)) > MAX_SOCKET_PATH:
-            raise EngineStartError(f"the temporary directory's path is too long for a unix socket: {self._directory}")
+        try:
+            self._socket = EngineSocketDirectory(socket_directory)
+        except SocketUnusable as error:
+            raise EngineStartError(str(error)) from error
+        self._ran_at_death: frozenset[str] = frozenset()
         self._process: EngineProcess | None = None
-        self._connection: EngineConnection | None = None
-        self._strikes = RequestStrikes(clock)
         self._supervisor: asyncio.Task[None] | None = None
         self._is_hung = False
         self._trouble: str | None = None
-
-    @property
-    def info(self) -> EngineReady | None:
-        return None if self._connection is None else self._connection.info
-
-    @property
-    def is_ready(self) -> bool:
-        return self._connection is not None
 
     @property
     def is_live(self) -> bool:
@@ -107,6 +98,11 @@ class LocalEngine:
     def trouble(self) -> str | None:
         """Why it is not ready, in a line for operators: the last engine's end and its last words."""
         return None if self.is_ready else self._trouble
+
+    @property
+    def socket_path(self) -> Path:
+        """Where the engine listens, for further gateways too; the same for all its runs."""
+        return self._socket.path
 
     @property
     def pid(self) -> int | None:
@@ -128,30 +124,6 @@ class LocalEngine:
             raise EngineStartError(str(error)) from error
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
-    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
-        connection = self._connected()
-        return refused_stream(add) if self._strikes.is_refused(add) else connection.submit(add)
-
-    def abort(self, sequence_id: str, keep: int | None = None) -> None:
-        if self._connection is not None:
-            self._connection.abort(sequence_id, keep)
-
-    def extend(self, sequence_id: str, max_tokens: int) -> None:
-        if self._connection is not None:
-            self._connection.extend(sequence_id, max_tokens)
-
-    async def load(self, digest: str, timeout_s: float) -> AdapterState:
-        return await self._connected().load(digest, timeout_s)
-
-    async def unload(self, digest: str, timeout_s: float) -> AdapterState:
-        return await self._connected().unload(digest, timeout_s)
-
-    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        return await self._connected().pin(digest, is_pinned, timeout_s)
-
-    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
-        return await self._connected().stats(timeout_s, with_tiers)
-
     async def close(self) -> None:
         """Stop supervising, end the process and remove its socket; takes a few seconds at most, whatever hangs."""
         if self._supervisor is not None:
@@ -164,18 +136,12 @@ class LocalEngine:
         process, self._process = self._process, None
         if process is not None:
             await process.end(grace_s)
-        self._socket_path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._directory.rmdir()
-
-    def _connected(self) -> EngineConnection:
-        if self._connection is None:
-            raise EngineUnavailable("the engine is not running")
-        return self._connection
+        self._socket.close()
 
     async def _launch(self) -> None:
-        self._socket_path.unlink(missing_ok=True)
-        self._process = await EngineProcess.launch(self._command, self._config, self._socket_path)
+        self.socket_path.unlink(missing_ok=True)
+        config = msgspec.structs.replace(self._config, ran_at_death=tuple(sorted(self._ran_at_death)))
+        self._process = await EngineProcess.launch(self._command, config, self.socket_path)
 
     async def _connect(self) -> None:
         """Connect to the launched process once it listens."""
@@ -183,13 +149,13 @@ class LocalEngine:
         assert process is not None
         timeout_s = self._supervision.start_timeout_s
         deadline = self._clock() + timeout_s
-        while not self._socket_path.exists():
+        while not self.socket_path.exists():
             if process.exit_code is not None:
                 raise EngineStartError(f"the engine did not start: {process.last_line() or process.how_it_ended()}")
             if self._clock() > deadline:
                 raise EngineStartError(f"the engine was not ready within {timeout_s:.0f} s")
             await asyncio.sleep(CONNECT_POLL_S)
-        opening = asyncio.ensure_future(EngineConnection.open(self._socket_path, self._note_end))
+        opening = asyncio.ensure_future(EngineConnection.open(self.socket_path, self._note_end))
         exited = asyncio.ensure_future(process.wait())
         try:
             await asyncio.wait({opening, exited}, return_when=asyncio.FIRST_COMPLETED)
@@ -200,10 +166,6 @@ class LocalEngine:
             opening.cancel()
             exited.cancel()
         self._trouble = None
-
-    def _note_end(self, add: Add, finished: Finished) -> None:
-        if finished.reason in ("stop", "length"):
-            self._strikes.acquit(add)
 
     def _disconnect(self, running: frozenset[str]) -> list[Add]:
         """End every stream; what was open of the sequences that were running."""
@@ -260,4 +222,5 @@ class LocalEngine:
     def _bury(self, process: EngineProcess) -> None:
         """End the streams of an engine that is dead or as good as dead, and remember what it died of."""
         if self.is_ready:
-            self._strikes.strike(self._disconnect(process.record.running()))
+            self._ran_at_death = process.record.running()
+            self._strikes.strike(self._disconnect(self._ran_at_death))

@@ -60,6 +60,11 @@ class GatewayMetrics:
 
         self.database_connections = self._gauge("loramux_database_connections", "Database connections in use")
 
+        self.database_trouble = self._gauge(
+            "loramux_database_trouble", "1 while the database takes no reservations, or does not answer"
+        )
+        self.spooled_bytes = self._gauge("loramux_spooled_bytes", "Settlements that wait on the disk for the database")
+
         self.store_breaker_open = self._gauge(
             "loramux_gateway_store_breaker_open", "1 while this gateway asks the blob store no more"
         )
@@ -69,6 +74,15 @@ class GatewayMetrics:
         self.admin_request_seconds = self._histogram(
             "loramux_admin_request_seconds", "From an admin call to its last byte", SECONDS
         )
+
+        # Known from the start, so that the first of a kind is an increase.
+        for family, values in (
+            (self.settled, ("completed", "aborted", "failed")),
+            (self.tokens, ("prompt", "cached", "completion")),
+            (self.validations, ("accepted", "rejected", "failed")),
+        ):
+            for value in values:
+                family.labels(value)
 
     def count_settlement(self, settlement: Settlement) -> None:
         self.settled.labels(settlement.status).inc()

@@ -94,7 +94,7 @@ class ModelResolver:
             caller_id=principal.tenant_id,
             sticky=secrets.token_hex(8) if sticky is None else f"{principal.tenant_id}:{sticky}",
         )
-        if adapter is None:
+        if adapter is None or not principal.may_name(adapter.adapter_id):
             raise ModelNotFound(name)
         return ResolvedModel(adapter_label(adapter), adapter)
 
@@ -104,7 +104,11 @@ class ModelResolver:
         models = [ResolvedModel(self.served_name, None)] if "base" in principal.scopes else []
         if "adapters" in principal.scopes and principal.tenant_id is not None:
             refs = self._registry.list_models(principal.tenant_id)
-            models += [ResolvedModel(adapter_label(adapter), adapter) for adapter in refs]
+            models += [
+                ResolvedModel(adapter_label(adapter), adapter)
+                for adapter in refs
+                if principal.may_name(adapter.adapter_id)
+            ]
         return models
 
 

@@ -11,21 +11,24 @@ from loramux.adapter_store.records import AdapterRef
 from loramux.platform.authentication import Caller, Services
 from loramux.platform.error_responses import json_response
 from loramux.platform.model_names import ResolvedModel
+from loramux.platform.openapi_answers import ModelDocument, ModelList
 from loramux.platform.services import GatewayServices
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", tags=["models"], response_model=ModelList)
 async def list_models(caller: Caller, services: Services) -> Response:
+    """List what the caller may name in a request: the base, and adapters by their bare names."""
     models = await services.call(services.resolver.list_models, caller)
     data = [_body(services, model, _bare_name(model)) for model in models]
     return json_response({"object": "list", "data": data})
 
 
 # A model's name may hold a slash.
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", tags=["models"], response_model=ModelDocument)
 async def retrieve_model(name: str, caller: Caller, services: Services) -> Response:
+    """One model, by any name that a request may give it; `root` says which version that is."""
     model = await services.call(services.resolver.resolve, caller, name)
     return json_response(_body(services, model, name))
 

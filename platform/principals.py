@@ -16,6 +16,10 @@ class Principal:
     adapter_ids: frozenset[str] | None = None
     """The adapters that the key may name; None: all that its tenant may call."""
 
+    def may_name(self, adapter_id: str) -> bool:
+        """Whether the key's own limit leaves it the adapter; its tenant's rights are another matter."""
+        return self.adapter_ids is None or adapter_id in self.adapter_ids
+
     @property
     def is_platform_admin(self) -> bool:
         return "platform:admin" in self.scopes

@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.platform.admission import Admission
+from loramux.platform.admission_batch import LEASE_US
+from loramux.platform.database_state import TROUBLE, DatabaseState, DatabaseTrouble
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.generation import Generation, Plan
-from loramux.platform.group_commit import GroupCommit
+from loramux.platform.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.reservations import Checkpoint, Closing, Extension, Reservation, ReservationRequest, Settlement
+from loramux.platform.settlement_spool import SettlementSpool, SpoolFull
 
 SETTLE_DELAYS_S = (0.2, 1.0, 3.0)
-"""Waits between attempts to settle; after the last, the reservation is recovered when its lease has expired."""
+"""Waits between attempts to settle where nothing is spooled; after the last, the reservation is left to recovery."""
+
+SETTLE_WAIT_S = 2.0
+"""How long a settlement may be under way before it is spooled too."""
+
+RESERVE_WAIT_S = 5.0
+"""How long a request waits for its reservation."""
+
+TEND_INTERVAL_S = 1.0
+"""How often a database in trouble is tried again, and what was spooled is looked for."""
+
+RECOVERY_GRACE_S = LEASE_US / 1_000_000
+"""After trouble, gateways first get a lease's time to say what runs and what was settled."""
 
 CHECKPOINT_INTERVAL_S = 5.0
+
+REPLAY_AT_ONCE = 256
+
+NEVER_RAN = Settlement(status="aborted", prompt_tokens=0, completion_tokens=0, has_run=False)
 
 log = structlog.get_logger()
 
@@ -63,7 +83,13 @@ class RunningRequests:
         metrics: GatewayMetrics,
         call: Call,
         clock: Callable[[], int],
+        state: DatabaseState | None = None,
+        spool: SettlementSpool | None = None,
     ) -> None:
+        self._state = state if state is not None else DatabaseState()
+        self._spool = spool
+        # One thread of its own: the others may all wait for the database.
+        self._spooling = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._admission = admission
         self._commit = commit
         self._engine = engine
@@ -79,7 +105,8 @@ class RunningRequests:
         return len(self._tasks)
 
     async def reserve(self, plan: Plan) -> Reservation:
-        """Hold what the request may cost; raises QuotaExceeded or RequestTooLarge."""
+        """Hold what the request may cost; raises QuotaExceeded, RequestTooLarge, and what is in TROUBLE."""
+        self._state.check()
         adapter = plan.model.adapter
         request = ReservationRequest(
             request_id=plan.request_id,
@@ -97,9 +124,17 @@ class RunningRequests:
         # Shielded: a reservation that commits while its client leaves must still be settled by someone.
         reserving = self._commit.submit(request)
         try:
-            reservation: Reservation = await asyncio.shield(reserving)
+            reservation: Reservation = await asyncio.wait_for(asyncio.shield(reserving), RESERVE_WAIT_S)
         except asyncio.CancelledError:
             reserving.add_done_callback(lambda done: self._settle_unrun(plan.request_id, done))
+            raise
+        except TimeoutError:
+            reserving.add_done_callback(lambda done: self._settle_unrun(plan.request_id, done))
+            raise DatabaseTrouble("the reservation takes too long") from None
+        except TROUBLE:
+            # It may have been committed all the same, with only the answer lost.
+            if self._spool is not None:
+                await self._keep(Closing(request_id=plan.request_id, settlement=NEVER_RAN))
             raise
         return reservation
 
@@ -128,15 +163,60 @@ class RunningRequests:
         return False
 
     async def maintain(self) -> None:
-        """Checkpoint what runs and recover what a dead gateway left, for ever."""
+        """Checkpoint what runs, recover what a dead gateway left, roll up, and settle what was spooled, for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_leases())
+            group.create_task(self._tend_database())
+
+    async def _keep_leases(self) -> None:
         while True:
             try:
                 await self.checkpoint()
-                num_recovered = await self._call(self._admission.recover_expired)
-                self._metrics.recovered.inc(num_recovered)
+                if self._may_recover():
+                    num_recovered = await self._call(self._admission.recover_expired)
+                    self._metrics.recovered.inc(num_recovered)
+                await self._call(self._admission.roll_up)
             except SQLAlchemyError as error:
                 log.warning("checkpoint failed; trying again", error=str(error))
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+
+    def _may_recover(self) -> bool:
+        """Not while gateways that are well may have been unable to say so."""
+        is_settled = self._spool is None or self._spool.num_bytes == 0
+        return is_settled and self._state.well_for_s > RECOVERY_GRACE_S
+
+    async def _tend_database(self) -> None:
+        """Find out when a database that failed takes writes again, and settle what was spooled meanwhile."""
+        while True:
+            try:
+                if self._state.has_failed:
+                    await self._call(self._admission.probe)
+                    self._state.note_well()
+                    log.info("the database takes writes again")
+                if self._spool is not None and self._spool.num_bytes and self._state.trouble is None:
+                    await self.replay()
+            except (SQLAlchemyError, OSError) as error:
+                log.warning("the database or the spool is in trouble; trying again", error=type(error).__name__)
+            await asyncio.sleep(TEND_INTERVAL_S)
+
+    async def replay(self) -> None:
+        """Settle what was spooled; what cannot be settled now stays for the next time."""
+        assert self._spool is not None
+        loop = asyncio.get_running_loop()
+        contents = await loop.run_in_executor(self._spooling, self._spool.begin_replay)
+        refused = []
+        for start in range(0, len(contents.closings), REPLAY_AT_ONCE):
+            closings = contents.closings[start : start + REPLAY_AT_ONCE]
+            outcomes = await asyncio.gather(*map(self._commit.submit, closings), return_exceptions=True)
+            for closing, outcome in zip(closings, outcomes, strict=True):
+                if isinstance(outcome, (*TROUBLE, CommitterClosed)):
+                    return
+                # Nothing was reserved where only the answer seemed lost; any other exception is the record's own fault.
+                if isinstance(outcome, BaseException) and closing.settlement.has_run:
+                    log.error("a spooled settlement was refused", request_id=closing.request_id, error=repr(outcome))
+                    refused.append(closing)
+        await loop.run_in_executor(self._spooling, self._spool.end_replay, refused)
+        log.info("spooled settlements are in the ledger", count=len(contents.closings), refused=len(refused))
 
     async def checkpoint(self) -> None:
         """Write down how far every running request is, extend its lease, and end those that are to be cancelled."""
@@ -152,34 +232,74 @@ class RunningRequests:
         return not self._tasks
 
     async def _settle(self, request_id: str, settlement: Settlement) -> None:
-        """Settle, again and again while the database is in trouble; a second settlement changes nothing."""
-        for delay_s in (*SETTLE_DELAYS_S, None):
-            try:
-                # False: an earlier attempt of ours went through, and only its answer was lost.
-                await self._commit.submit(Closing(request_id=request_id, settlement=settlement))
-            except SQLAlchemyError as error:
-                log.warning("settling failed", request_id=request_id, error=str(error))
-                if delay_s is not None:
-                    await asyncio.sleep(delay_s)
-            else:
-                self._metrics.count_settlement(settlement)
-                return
+        """Settle in the database, or on the disk while the database is in trouble; twice changes nothing."""
+        closing = Closing(request_id=request_id, settlement=settlement)
+        is_settled = await self._settle_now(closing) or (self._spool is not None and await self._keep(closing))
+        if not is_settled:
+            is_settled = await self._settle_stubbornly(closing)
+        if is_settled:
+            self._metrics.count_settlement(settlement)
+            return
         self._metrics.settle_failures.inc()
         log.error("a request could not be settled; it will be recovered", request_id=request_id, spent=settlement)
+
+    async def _settle_now(self, closing: Closing) -> bool:
+        """Whether the database took it, or had it already."""
+        if self._state.trouble is not None and self._spool is not None:
+            return False
+        settling = self._commit.submit(closing)
+        try:
+            # Shielded: what takes too long is spooled as well, and the second of the two changes nothing.
+            wait_s = SETTLE_WAIT_S if self._spool is not None else None
+            await asyncio.wait_for(asyncio.shield(settling), wait_s)
+        except TimeoutError:
+            settling.add_done_callback(_look_away)
+            return False
+        except (SQLAlchemyError, CommitterClosed) as error:
+            log.warning("settling failed", request_id=closing.request_id, error=str(error))
+            return False
+        return True
+
+    async def _settle_stubbornly(self, closing: Closing) -> bool:
+        """Try again and again: there is no spool, or it takes no more."""
+        for delay_s in SETTLE_DELAYS_S:
+            await asyncio.sleep(delay_s)
+            try:
+                await self._commit.submit(closing)
+            except CommitterClosed:
+                return False
+            except SQLAlchemyError as error:
+                log.warning("settling failed", request_id=closing.request_id, error=str(error))
+            else:
+                return True
+        return False
+
+    async def _keep(self, closing: Closing) -> bool:
+        """Put a settlement on the disk; False where that failed as well."""
+        assert self._spool is not None
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._spooling, self._spool.append, closing)
+        except (SpoolFull, OSError) as error:
+            log.error("THE SPOOL OF SETTLEMENTS TAKES NO MORE", request_id=closing.request_id, error=str(error))
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the thread of the spool, once nothing is settled any more."""
+        self._spooling.shutdown()
 
     async def _extend(self, request_id: str, tokens: int) -> bool:
         """Hold more tokens for a request; False where it may have no more."""
         try:
             return bool(await self._commit.submit(Extension(request_id=request_id, tokens=tokens)))
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, CommitterClosed) as error:
             log.warning("extending failed", request_id=request_id, error=str(error))
             return False
 
     def _settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
         if reserving.cancelled() or reserving.exception() is not None:
             return
-        never = Settlement(status="aborted", prompt_tokens=0, completion_tokens=0, has_run=False)
-        settling = asyncio.ensure_future(self._settle(request_id, never))
+        settling = asyncio.ensure_future(self._settle(request_id, NEVER_RAN))
         self._unrun.add(settling)
         settling.add_done_callback(self._unrun.discard)
 
@@ -188,3 +308,9 @@ class RunningRequests:
         self._metrics.running.dec()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request's task failed", request_id=task.get_name(), exc_info=error)
+
+
+def _look_away(done: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more; its exception, if any, is not to be reported as forgotten."""
+    if not done.cancelled():
+        done.exception()

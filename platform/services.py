@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -15,14 +14,23 @@ from loramux.migrations.database import Database
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.cache_watch import CacheWatch
+from loramux.platform.database_state import DatabaseState, DatabaseTrouble
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.group_commit import GroupCommit
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_names import ModelResolver
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.running import RunningRequests
+from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenants
+from loramux.platform.threads import call_on
 from loramux.platform.tracing import Tracing
+
+CALL_WAIT_S = 5.0
+"""How long a request waits for an answer of the database."""
+
+CLOSE_WAIT_S = 5.0
+"""How long the last commits may take."""
 
 NUM_COMPUTE_THREADS = 2
 """For parsing and tokenising: what they wait for is a core, so that more threads would only take turns."""
@@ -68,6 +76,8 @@ class GatewayServices:
     running: RunningRequests
     commit: GroupCommit
     cache_watch: CacheWatch
+    state: DatabaseState
+    spool: SettlementSpool | None
     engine: EngineClient
     tokenizer: ModelTokenizer
     model: ModelInfo
@@ -90,16 +100,24 @@ class GatewayServices:
         executor: Executor,
         settings: GatewaySettings | None = None,
         metrics: GatewayMetrics | None = None,
+        spool: SettlementSpool | None = None,
         tracing: Tracing | None = None,
     ) -> GatewayServices:
-        """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`."""
+        """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`.
+
+        Without a `spool`, what cannot be settled is left to recovery.
+        """
         metrics = metrics if metrics is not None else GatewayMetrics()
         admission = Admission(database)
-        commit = GroupCommit(admission, metrics.note_commit)
+        state = DatabaseState()
+        commit = GroupCommit(admission, metrics.note_commit, state)
         metrics.database_connections.set_function(lambda: database.num_connections)
         running = RunningRequests(
-            admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us
+            admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us, state, spool
         )
+        if spool is not None:
+            metrics.spooled_bytes.set_function(lambda: spool.num_bytes)
+        metrics.database_trouble.set_function(lambda: state.trouble is not None)
         return GatewayServices(
             database=database,
             tenants=tenants,
@@ -107,7 +125,9 @@ class GatewayServices:
             resolver=ModelResolver(registry, model.served_name),
             running=running,
             commit=commit,
-            cache_watch=CacheWatch(database, (api_keys.forget_recent, tenants.forget_recent)),
+            cache_watch=CacheWatch(database, (api_keys.forget_recent, tenants.forget_recent), state.note_heard),
+            state=state,
+            spool=spool,
             engine=engine,
             tokenizer=tokenizer,
             model=model,
@@ -121,27 +141,32 @@ class GatewayServices:
     def close(self) -> None:
         """End the threads: what waits to be committed is; what computes is finished, what waits for it is not begun."""
         self.cache_watch.close()
-        self.commit.close()
+        self.commit.close(CLOSE_WAIT_S)
+        self.running.close()
         self.compute_executor.shutdown(cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a blocking function on a thread."""
-        return await call_on(self.executor, function, *args, **kwargs)
+        """Ask the database something on a thread; raises DatabaseTrouble where it does not answer."""
+        self.state.check()
+        try:
+            return await asyncio.wait_for(call_on(self.executor, function, *args, **kwargs), CALL_WAIT_S)
+        except TimeoutError:
+            raise DatabaseTrouble("the database does not answer") from None
 
     async def compute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a function that needs only a core, and that for long, on a thread."""
         return await call_on(self.compute_executor, function, *args, **kwargs)
+
+    def trouble(self) -> str | None:
+        """Why a request sent now would be refused although the engine is ready; for operators."""
+        if self.spool is not None and self.spool.is_full:
+            return "the spool of settlements is full"
+        return self.state.trouble
 
     @property
     def max_model_len(self) -> int:
         """The longest sequence that the running engine takes; its pool may hold less than the model could."""
         info = self.engine.info
         return self.model.max_model_len if info is None else min(self.model.max_model_len, info.max_model_len)
-
-
-async def call_on(executor: Executor, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    # The thread knows what the caller knows: in whose name a change is made, and for which request it logs.
-    known = copy_context()
-    return await asyncio.get_running_loop().run_in_executor(executor, partial(known.run, function, *args, **kwargs))

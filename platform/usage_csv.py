@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from loramux.platform.ledger import GROUPS, UsageRow
+from loramux.platform.usage_report import GROUPS, UsageRow
 
 # A cell that begins with one of these may be run as a formula by Excel or LibreOffice (OWASP, CSV injection).
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")

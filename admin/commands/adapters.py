@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loramux.admin.commands.adapter_placement import pin, preload, unpin
 from loramux.admin.commands.adapter_service import archive, disable, enable, promote, restore, rollback
 from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases, shown_targets
 from loramux.admin.commands.options import AnyTenant, AsJson, Tenant
@@ -138,6 +139,9 @@ app.command()(disable)
 app.command()(enable)
 app.command()(archive)
 app.command()(restore)
+app.command()(pin)
+app.command()(unpin)
+app.command()(preload)
 
 
 @contextmanager

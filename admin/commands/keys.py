@@ -9,7 +9,7 @@ import typer
 from loramux.admin.commands.options import AnyTenant, AsJson
 from loramux.admin.commands.output import WRONG_CALL, connected, fail, print_json, print_table, shown_time
 
-app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
+app = typer.Typer(no_args_is_help=True, help="Make, list, change, rotate and revoke API keys.")
 
 Scopes = Annotated[
     list[str] | None,
@@ -17,6 +17,14 @@ Scopes = Annotated[
         "--scope", help="May be repeated (default: adapters and base, or platform:admin).", show_default=False
     ),
 ]
+
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter", help="Limit the key to this adapter; may be repeated (default: no limit).", show_default=False
+    ),
+]
+KeyId = Annotated[str, typer.Argument(help="The key's identifier, key_...", show_default=False)]
 
 
 @app.command()
@@ -28,6 +36,7 @@ def create(
     expires_in_days: Annotated[
         int | None, typer.Option(min=1, help="Never expires without.", show_default=False)
     ] = None,
+    adapters: Adapters = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key; its secret is shown once."""
@@ -36,6 +45,8 @@ def create(
     body: dict[str, Any] = {"tenant": tenant, "name": name}
     if scopes:
         body["scopes"] = scopes
+    if adapters:
+        body["adapters"] = adapters
     if expires_in_days is not None:
         body["expires_in_s"] = expires_in_days * 86_400
     with connected(as_json) as client:
@@ -72,10 +83,57 @@ def list_keys(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
     )
 
 
-@app.command()
-def revoke(
-    key_id: Annotated[str, typer.Argument(help="The key's identifier, key_...")], as_json: AsJson = False
+@app.command("set")
+def set_key(
+    key_id: KeyId,
+    name: Annotated[str | None, typer.Option(help="What the key is for.", show_default=False)] = None,
+    scopes: Scopes = None,
+    adapters: Adapters = None,
+    any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Lift the limit to some adapters.")] = False,
+    expires_in_days: Annotated[int | None, typer.Option(min=1, help="Days from now on.", show_default=False)] = None,
+    as_json: AsJson = False,
 ) -> None:
+    """Change a key's name, scopes, expiry or the adapters that it is limited to."""
+    from loramux.admin.client import path_part
+
+    body: dict[str, Any] = {"name": name, "scopes": scopes or None, "adapters": adapters or None}
+    if any_adapter:
+        body["adapters"] = []
+    if expires_in_days is not None:
+        body["expires_in_s"] = expires_in_days * 86_400
+    body = {field: value for field, value in body.items() if value is not None}
+    if not body:
+        fail("say what to change: --name, --scope, --adapter, --any-adapter or --expires-in-days", WRONG_CALL)
+    with connected(as_json) as client:
+        key = client.patch(f"api_keys/{path_part(key_id)}", body)
+    if as_json:
+        print_json(key)
+    else:
+        limit = f", limited to {', '.join(key['adapters'])}" if key["adapters"] else ""
+        print(f"key {key['id']} ({key['name']}) has scopes {', '.join(key['scopes'])}{limit}")
+
+
+@app.command()
+def rotate(
+    key_id: KeyId,
+    grace_hours: Annotated[int, typer.Option(min=0, max=90 * 24, help="How long the old secret still opens.")] = 24,
+    as_json: AsJson = False,
+) -> None:
+    """Give a key a new secret, which is shown once; the old one opens until its grace ends."""
+    from loramux.admin.client import path_part
+
+    with connected(as_json) as client:
+        key = client.post(f"api_keys/{path_part(key_id)}/rotate", {"grace_s": grace_hours * 3600})
+    if as_json:
+        print_json(key)
+        return
+    print(key["secret"])
+    until = shown_time(key["previous_secret_expires_at"]) or "now"
+    typer.echo(f"rotated key {key['id']}; its old secret opens until {until}", err=True)
+
+
+@app.command()
+def revoke(key_id: KeyId, as_json: AsJson = False) -> None:
     """Make a key useless for good; it takes effect within five seconds."""
     from loramux.admin.client import path_part
 

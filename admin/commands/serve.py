@@ -1,4 +1,4 @@
-"""`loramux serve` and `loramux demo`."""
+"""`loramux serve`, `loramux gateway` and `loramux demo`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,28 @@ Port = Annotated[int | None, typer.Option(help="Of the OpenAI API (default: 8000
 AdminPort = Annotated[int | None, typer.Option(help="Of admin and metrics (default: 8001).", show_default=False)]
 
 
+Model = Annotated[
+    Path | None, typer.Option(help="Directory of the base model, as Hugging Face writes it.", show_default=False)
+]
+Host = Annotated[str | None, typer.Option(help="Of the OpenAI API (default: 127.0.0.1).", show_default=False)]
+AdminHost = Annotated[str | None, typer.Option(help="Of admin and metrics (default: 127.0.0.1).", show_default=False)]
+ServedName = Annotated[
+    str | None, typer.Option(help="The base model's name (default: last part of --model).", show_default=False)
+]
+ReusePort = Annotated[
+    bool | None,
+    typer.Option("--reuse-port", help="Share --port with other gateways of this host.", show_default=False),
+]
+
+
 def serve(
     context: typer.Context,
-    model: Annotated[
-        Path | None, typer.Option(help="Directory of the base model, as Hugging Face writes it.", show_default=False)
-    ] = None,
+    model: Model = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
-    host: Annotated[
-        str | None, typer.Option(help="Of the OpenAI API (default: 127.0.0.1).", show_default=False)
-    ] = None,
+    host: Host = None,
     port: Port = None,
-    admin_host: Annotated[
-        str | None, typer.Option(help="Of admin and metrics (default: 127.0.0.1).", show_default=False)
-    ] = None,
+    admin_host: AdminHost = None,
     admin_port: AdminPort = None,
     dtype: Annotated[
         str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).", show_default=False)
@@ -38,9 +46,8 @@ def serve(
         str | None,
         typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False),
     ] = None,
-    served_name: Annotated[
-        str | None, typer.Option(help="The base model's name (default: last part of --model).", show_default=False)
-    ] = None,
+    served_name: ServedName = None,
+    reuse_port: ReusePort = None,
 ) -> None:
     """Serve a base model and its tenants' adapters until Ctrl-C.
 
@@ -52,6 +59,37 @@ def serve(
 
     try:
         # The parameters carry the settings' names.
+        run(load_settings(Settings, context.params))
+    except (SettingsError, StartRefused) as error:
+        fail(str(error), WRONG_CALL)
+
+
+def gateway(
+    context: typer.Context,
+    engine: Annotated[
+        Path | None, typer.Option(help="The socket that 'loramux serve' prints.", show_default=False)
+    ] = None,
+    model: Model = None,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    host: Host = None,
+    port: Port = None,
+    admin_host: AdminHost = None,
+    admin_port: AdminPort = None,
+    database_url: DatabaseUrl = None,
+    served_name: ServedName = None,
+    reuse_port: ReusePort = None,
+) -> None:
+    """Serve the OpenAI API of a running server's engine and database from another process, until Ctrl-C.
+
+    Give it the server's model, database and served name, and a data directory and ports of its own. Its second port
+    has metrics and health only: adapters and tenants are administered at the server.
+    """
+    from loramux.admin.errors import StartRefused
+    from loramux.admin.gateway import run
+    from loramux.admin.settings import Settings, SettingsError, load_settings
+
+    try:
         run(load_settings(Settings, context.params))
     except (SettingsError, StartRefused) as error:
         fail(str(error), WRONG_CALL)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+from loramux.admin.commands.output import WRONG_CALL, connected, fail, print_json, print_table, shown_time
 
-app = typer.Typer(no_args_is_help=True, help="Make and list tenants.")
+if TYPE_CHECKING:
+    from loramux.admin.client import Document
+
+app = typer.Typer(no_args_is_help=True, help="Make, list, change and suspend tenants.")
+
+Slug = Annotated[str, typer.Argument(help="The tenant's slug or identifier.", show_default=False)]
+DisplayName = Annotated[str | None, typer.Option(help="The name for people.", show_default=False)]
+Timezone = Annotated[
+    str | None,
+    typer.Option(help="Where its days and months begin, such as Europe/Berlin.", show_default=False),
+]
 
 
 @app.command()
 def create(
     slug: Annotated[str, typer.Argument(help="The short name that model names use, such as acme.")],
-    display_name: Annotated[str | None, typer.Option(help="The name for people.", show_default=False)] = None,
+    display_name: DisplayName = None,
+    timezone: Timezone = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a tenant."""
-    body = {"slug": slug} if display_name is None else {"slug": slug, "display_name": display_name}
     with connected(as_json) as client:
-        tenant = client.post("tenants", body)
+        tenant = client.post("tenants", _given(slug=slug, display_name=display_name, timezone=timezone))
     if as_json:
         print_json(tenant)
     else:
@@ -40,3 +50,81 @@ def list_tenants(as_json: AsJson = False) -> None:
         ("slug", "id", "name", "state", "created"),
         [(t["slug"], t["id"], t["display_name"], t["state"], shown_time(t["created_at"])) for t in tenants],
     )
+
+
+@app.command()
+def show(tenant: Slug, as_json: AsJson = False) -> None:
+    """Show one tenant."""
+    from loramux.admin.client import path_part
+
+    with connected(as_json) as client:
+        found = client.get(f"tenants/{path_part(tenant)}")
+    if as_json:
+        print_json(found)
+    else:
+        names = ("slug", "id", "display_name", "state", "weight", "timezone")
+        print_table(
+            ("fact", "value"), [*((name, found[name]) for name in names), ("created", shown_time(found["created_at"]))]
+        )
+
+
+@app.command("set")
+def set_tenant(
+    tenant: Slug,
+    display_name: DisplayName = None,
+    weight: Annotated[
+        int | None, typer.Option(min=1, help="Its part of the engine's time where all are busy.", show_default=False)
+    ] = None,
+    timezone: Timezone = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change a tenant's name, weight or time zone; in another zone its budgets begin new windows at once."""
+    changes = _given(display_name=display_name, weight=weight, timezone=timezone)
+    if not changes:
+        fail("say what to change: --display-name, --weight or --timezone", WRONG_CALL)
+    changed = _change(tenant, changes, as_json)
+    if not as_json:
+        print(f"{changed['slug']}: {changed['display_name']}, weight {changed['weight']}, {changed['timezone']}")
+
+
+@app.command()
+def suspend(tenant: Slug, as_json: AsJson = False) -> None:
+    """Refuse a tenant's keys within five seconds; what runs finishes, and nothing is lost."""
+    changed = _change(tenant, {"state": "suspended"}, as_json)
+    if not as_json:
+        print(f"{changed['slug']} is {changed['state']}; 'loramux tenants resume {changed['slug']}' takes that back")
+
+
+@app.command()
+def resume(tenant: Slug, as_json: AsJson = False) -> None:
+    """Accept a suspended tenant's keys again."""
+    changed = _change(tenant, {"state": "active"}, as_json)
+    if not as_json:
+        print(f"{changed['slug']} is {changed['state']}")
+
+
+@app.command()
+def delete(tenant: Slug, as_json: AsJson = False) -> None:
+    """Remove a tenant that was made by mistake; one with adapters, keys or usage can only be suspended."""
+    from loramux.admin.client import path_part
+
+    with connected(as_json) as client:
+        client.delete(f"tenants/{path_part(tenant)}")
+    if as_json:
+        print_json({"object": "tenant", "slug": tenant, "deleted": True})
+    else:
+        print(f"there is no tenant {tenant} any more")
+
+
+def _change(tenant: str, changes: Document, as_json: bool) -> Document:
+    from loramux.admin.client import path_part
+
+    with connected(as_json) as client:
+        changed = client.patch(f"tenants/{path_part(tenant)}", changes)
+    if as_json:
+        print_json(changed)
+    return changed
+
+
+def _given(**values: object) -> Document:
+    return {name: value for name, value in values.items() if value is not None}

@@ -14,7 +14,18 @@ from loramux.admin.console.browser_guard import SecurityHeaders
 from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import Form
 from loramux.admin.console.login import Login
-from loramux.admin.console.pages import adapters, jobs, keys, playground, quotas, residency, tenants, usage, versions
+from loramux.admin.console.pages import (
+    adapters,
+    audit,
+    jobs,
+    keys,
+    playground,
+    quotas,
+    residency,
+    tenants,
+    usage,
+    versions,
+)
 from loramux.admin.console.pages.overview import Overview
 from loramux.admin.console.pages.requests import Requests
 from loramux.admin.console.static_files import StaticFiles
@@ -76,6 +87,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             does("/tenants/{tenant}", tenants.change),
             shows("/quotas", quotas.show_list),
             does("/quotas", quotas.set_limit),
+            does("/quotas/preview", quotas.preview),
             does("/quotas/{quota_id}/delete", quotas.delete),
             shows("/residency", resident.show),
             does("/residency", residency.place),
@@ -84,6 +96,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             shows("/live/requests", requests.live),
             does("/requests/{request_id}/cancel", requests.cancel),
             shows("/jobs", jobs.show),
+            shows("/audit", audit.show),
             shows("/usage", usage.show),
             shows("/usage.csv", usage.download),
             shows("/playground", playground.show),

@@ -60,9 +60,10 @@ def ago(at: float | None, now: float | None = None) -> str:
     if at is None:
         return "never"
     passed = (time.time() if now is None else now) - at
-    if abs(passed) < 1:
+    if abs(passed) < 2:
         return "now"
-    return f"{duration(passed)} ago" if passed > 0 else f"in {duration(-passed)}"
+    shown = f"{abs(passed):.0f} s" if abs(passed) < 60 else duration(abs(passed))
+    return f"{shown} ago" if passed > 0 else f"in {shown}"
 
 
 def moment(at: float | None) -> str:

@@ -52,4 +52,8 @@ class Recent:
 
 
 def _is_good(task: asyncio.Task[Any]) -> bool:
-    return not task.cancelled() and task.exception() is None
+    if task.cancelled() or task.exception() is not None:
+        return False
+    # What is in trouble is asked again at once, so that a page recovers as soon as the trouble ends.
+    result = task.result()
+    return not (isinstance(result, Panel) and result.problem is not None)

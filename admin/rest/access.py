@@ -30,8 +30,7 @@ class Caller:
         return self.principal.tenant_id is None or self.principal.tenant_id == tenant_id
 
     def may_see_adapter(self, tenant_id: str, adapter_id: str) -> bool:
-        allowed = self.principal.adapter_ids
-        return self.may_see(tenant_id) and (allowed is None or adapter_id in allowed)
+        return self.may_see(tenant_id) and self.principal.may_name(adapter_id)
 
     @property
     def is_administrator(self) -> bool:

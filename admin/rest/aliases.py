@@ -3,54 +3,85 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Request, Response
+from typing_extensions import TypedDict
 
-from loramux.adapter_store.records import Alias, AliasChange
-from loramux.admin.rest.access import Reader, Services, Writer
-from loramux.admin.rest.adapters import describe_targets, find_adapter
+from loramux.adapter_store.records import DEFAULT_ALIAS, Alias, AliasAction, AliasChange
+from loramux.admin.rest.access import Caller, Developer, Reader, Services, Writer
+from loramux.admin.rest.adapters import TargetDocument, describe_targets, find_adapter
 from loramux.admin.rest.bodies import AliasTargets, Rollback, read_json, read_optional_json
-from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, list_document, seconds
+from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds, whole_list
 from loramux.admin.rest.warm_and_drain import warm
-from loramux.platform.errors import InvalidRequest
+from loramux.platform.errors import InvalidRequest, PermissionDenied
+from loramux.platform.openapi import errors, takes
 
-router = APIRouter(prefix="/adapters/{adapter_id}/aliases")
+router = APIRouter(prefix="/adapters/{adapter_id}/aliases", tags=["aliases"])
 
 _REVISION = re.compile(r'"(0|[1-9][0-9]{0,9})"')
 IfMatch = Annotated[str | None, Header(description="The alias's ETag: refuse the change if it has moved since.")]
 
 
+class AliasDocument(TypedDict):
+    """A name for versions of an adapter; `revision` counts its changes and is its ETag."""
+
+    object: Literal["alias"]
+    adapter_id: str
+    name: str
+    revision: int
+    targets: list[TargetDocument]
+    updated_at: int
+
+
+class AliasChangeDocument(TypedDict):
+    """What an alias named from one of its revisions on; `actor` is the key that moved it, or `system`."""
+
+    id: str
+    object: Literal["alias_change"]
+    name: str
+    revision: int
+    action: AliasAction
+    actor: str
+    targets: list[TargetDocument]
+    created_at: int
+
+
 @router.get("")
-async def list_aliases(adapter_id: str, services: Services, caller: Reader) -> Document:
+async def list_aliases(adapter_id: str, services: Services, caller: Reader) -> ListDocument[AliasDocument]:
     """The versions that each alias names, with their weights."""
     adapter = await find_adapter(services, caller, adapter_id)
     aliases = (await services.call(services.aliases.of, [adapter.id]))[adapter.id]
-    return {"object": "list", "data": [_describe(adapter.id, alias) for alias in aliases.values()], "has_more": False}
+    return whole_list([_describe(adapter.id, alias) for alias in aliases.values()])
 
 
 @router.get("/{name}")
-async def get_alias(adapter_id: str, name: str, response: Response, services: Services, caller: Reader) -> Document:
+async def get_alias(
+    adapter_id: str, name: str, response: Response, services: Services, caller: Reader
+) -> AliasDocument:
     """One alias; its ETag is its revision."""
     adapter = await find_adapter(services, caller, adapter_id)
     return _answer(response, adapter.id, await services.call(services.aliases.get, adapter.id, name))
 
 
-@router.put("/{name}")
+@router.put("/{name}", openapi_extra=takes(AliasTargets), responses=errors(409, 412))
 async def set_alias(
     adapter_id: str,
     name: str,
     request: Request,
     response: Response,
     services: Services,
-    caller: Writer,
+    caller: Developer,
     if_match: IfMatch = None,
-) -> Document:
+) -> AliasDocument:
     """Point an alias at one ready version, or share it out among several by weight.
 
     The versions are loaded into the engine first, unless `warm` is false; running requests finish on the old ones.
+    `default`, which a bare name means, is an administrator's to move. The call says the whole alias, which may be a
+    new one, so that If-Match is optional here.
     """
     adapter = await find_adapter(services, caller, adapter_id)
+    _check_may_move(caller, name)
     body = await read_json(request, AliasTargets)
     weights = body.weights()
     revision = _revision(if_match)
@@ -60,12 +91,13 @@ async def set_alias(
     return _answer(response, adapter.id, alias)
 
 
-@router.post("/{name}/rollback")
+@router.post("/{name}/rollback", openapi_extra=takes(Rollback))
 async def roll_back(
-    adapter_id: str, name: str, request: Request, response: Response, services: Services, caller: Writer
-) -> Document:
+    adapter_id: str, name: str, request: Request, response: Response, services: Services, caller: Developer
+) -> AliasDocument:
     """Go back to what the alias named before, or at `revision`; the next rollback undoes it. No body is needed."""
     adapter = await find_adapter(services, caller, adapter_id)
+    _check_may_move(caller, name)
     body = await read_optional_json(request, Rollback)
     if body.warm:
         targets = await services.call(services.aliases.targets_at, adapter.id, name, body.revision)
@@ -85,7 +117,7 @@ async def list_history(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> ListDocument[Document]:
+) -> ListDocument[AliasChangeDocument]:
     """What the alias has named, newest first, and which key moved it."""
     adapter = await find_adapter(services, caller, adapter_id)
     page = await services.call(services.aliases.history, adapter.id, name, limit, after, before)
@@ -100,6 +132,11 @@ async def delete_alias(adapter_id: str, name: str, services: Services, caller: W
     return Response(status_code=204)
 
 
+def _check_may_move(caller: Caller, name: str) -> None:
+    if name == DEFAULT_ALIAS and not caller.is_administrator:
+        raise PermissionDenied("what a bare name answers is an administrator's decision: move another alias")
+
+
 def _revision(if_match: str | None) -> int | None:
     if if_match is None or if_match == "*":
         return None
@@ -109,12 +146,12 @@ def _revision(if_match: str | None) -> int | None:
     return int(found[1])
 
 
-def _answer(response: Response, adapter_id: str, alias: Alias) -> Document:
+def _answer(response: Response, adapter_id: str, alias: Alias) -> AliasDocument:
     response.headers["etag"] = f'"{alias.revision}"'
     return _describe(adapter_id, alias)
 
 
-def _describe(adapter_id: str, alias: Alias) -> Document:
+def _describe(adapter_id: str, alias: Alias) -> AliasDocument:
     return {
         "object": "alias",
         "adapter_id": adapter_id,
@@ -125,7 +162,7 @@ def _describe(adapter_id: str, alias: Alias) -> Document:
     }
 
 
-def _describe_change(change: AliasChange) -> Document:
+def _describe_change(change: AliasChange) -> AliasChangeDocument:
     return {
         "id": change.id,
         "object": "alias_change",

@@ -11,7 +11,7 @@ from loramux.admin.rest.access import Auditor, Services, tenant_filter
 from loramux.admin.rest.listing import After, Before, Limit, ListDocument, TenantParam, list_document, seconds
 from loramux.platform.audit_log import AuditEntry, AuditFilter
 
-router = APIRouter(prefix="/audit_log")
+router = APIRouter(prefix="/audit_log", tags=["audit_log"])
 
 Printable = r"^[\x20-\x7e]*$"
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Seconds since 1970.")]

@@ -10,8 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from loramux.adapter_store.aliases import DEFAULT_WEIGHT
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.request_body import parse_body, read_body
+from loramux.platform.tenants import MAX_FLOOR_BYTES, MAX_WEIGHT
 
 MAX_BODY_BYTES = 64 * 1024
+MAX_LIFETIME_S = 10 * 366 * 86_400
 MAX_ASKED_TOKENS = 10**9
 
 B = TypeVar("B", bound="_Body")
@@ -27,17 +29,39 @@ class NewTenant(_Body):
     timezone: str = "UTC"
 
 
-class TenantChange(_Body):
-    timezone: str
+class TenantPatch(_Body):
+    """What of a tenant is to change; null leaves it. All but `display_name` is a platform administrator's to change."""
+
+    display_name: str | None = Field(default=None, min_length=1, max_length=200)
+    weight: int | None = Field(default=None, ge=1, le=MAX_WEIGHT)
+    state: Literal["active", "suspended"] | None = None
+    timezone: str | None = None
+    host_floor_bytes: int | None = Field(default=None, ge=0, le=MAX_FLOOR_BYTES)
 
 
 class NewKey(_Body):
-    """`tenant` null makes a platform key."""
+    """`tenant` null makes a platform key. `adapters` limits it to these: identifiers or `[tenant/]name`."""
 
     tenant: str | None
-    name: str = "default"
+    name: str = Field(default="default", min_length=1, max_length=200)
     scopes: list[str] | None = Field(default=None, max_length=16)
-    expires_in_s: int | None = Field(default=None, ge=1, le=10 * 366 * 86_400)
+    expires_in_s: int | None = Field(default=None, ge=1, le=MAX_LIFETIME_S)
+    adapters: list[str] | None = Field(default=None, max_length=64)
+
+
+class KeyPatch(_Body):
+    """What of a key is to change; null leaves it. An empty list of `adapters` lifts the limit."""
+
+    name: str | None = Field(default=None, min_length=1, max_length=200)
+    scopes: list[str] | None = Field(default=None, max_length=16)
+    expires_in_s: int | None = Field(default=None, ge=1, le=MAX_LIFETIME_S)
+    adapters: list[str] | None = Field(default=None, max_length=64)
+
+
+class Rotation(_Body):
+    """For how long the secret that the key has now goes on opening."""
+
+    grace_s: int = Field(default=86_400, ge=0, le=90 * 86_400)
 
 
 class NewAdapter(_Body):

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastapi import APIRouter, Response
+from typing_extensions import TypedDict
 
 from loramux.adapter_store.records import Grant
 from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer, find_tenant
 from loramux.admin.rest.adapters import find_adapter
-from loramux.admin.rest.listing import Document, seconds
+from loramux.admin.rest.listing import ListDocument, seconds, whole_list
 from loramux.platform.errors import NotFound
 
-router = APIRouter(prefix="/adapters/{adapter_id}/grants")
+router = APIRouter(prefix="/adapters/{adapter_id}/grants", tags=["grants"])
+
+
+class GrantDocument(TypedDict):
+    """Another tenant that may call an adapter, and pays for its calls."""
+
+    object: Literal["grant"]
+    adapter_id: str
+    tenant_id: str
+    tenant: str
+    created_at: int
 
 
 @router.get("")
-async def list_grants(adapter_id: str, services: Services, caller: Reader) -> Document:
+async def list_grants(adapter_id: str, services: Services, caller: Reader) -> ListDocument[GrantDocument]:
     """The tenants that may call the adapter besides its owner."""
     adapter = await find_adapter(services, caller, adapter_id)
     grants = await services.call(services.grants.list, adapter.id)
-    return {"object": "list", "data": [_describe(grant) for grant in grants], "has_more": False}
+    return whole_list([_describe(grant) for grant in grants])
 
 
 @router.put("/{tenant}")
-async def add_grant(adapter_id: str, tenant: str, services: Services, caller: PlatformAdmin) -> Document:
+async def add_grant(adapter_id: str, tenant: str, services: Services, caller: PlatformAdmin) -> GrantDocument:
     """Let a tenant call the adapter by its full name; the tenant pays for its calls.
 
     A platform administrator's: to grant is to name other tenants, and a tenant cannot ask here which ones exist.
@@ -43,7 +56,7 @@ async def remove_grant(adapter_id: str, tenant: str, services: Services, caller:
     return Response(status_code=204)
 
 
-def _describe(grant: Grant) -> Document:
+def _describe(grant: Grant) -> GrantDocument:
     return {
         "object": "grant",
         "adapter_id": grant.adapter_id,

@@ -24,6 +24,14 @@ Before = Annotated[str | None, Query(pattern=IDENTIFIER, description="The page j
 TenantParam = Annotated[str | None, Query(max_length=64, description="Only this tenant, by identifier or slug.")]
 
 
+class DeletedDocument(TypedDict):
+    """What is gone."""
+
+    id: str
+    object: str
+    deleted: Literal[True]
+
+
 class ListDocument(TypedDict, Generic[D]):
     """A page of a list. `has_more`: there is more in the direction that was asked for."""
 

@@ -12,7 +12,7 @@ from loramux.admin.rest.bodies import NewPrice, read_json
 from loramux.admin.rest.listing import (
     After,
     Before,
-    Document,
+    DeletedDocument,
     Limit,
     ListDocument,
     TenantParam,
@@ -21,9 +21,10 @@ from loramux.admin.rest.listing import (
     seconds,
 )
 from loramux.platform.errors import NotFound
+from loramux.platform.openapi import errors, takes
 from loramux.platform.prices import Price
 
-router = APIRouter(prefix="/prices")
+router = APIRouter(prefix="/prices", tags=["prices"])
 
 
 class PriceDocument(TypedDict):
@@ -41,7 +42,7 @@ class PriceDocument(TypedDict):
     created_at: int
 
 
-@router.post("", status_code=201)
+@router.post("", status_code=201, openapi_extra=takes(NewPrice))
 async def add_price(request: Request, services: Services, caller: PlatformAdmin) -> PriceDocument:
     """Announce a price, which holds from `effective_at` until the next one of the same tenant and scope.
 
@@ -86,8 +87,8 @@ async def get_price(price_id: str, services: Services, caller: Reader) -> PriceD
     return _describe(price)
 
 
-@router.delete("/{price_id}")
-async def withdraw_price(price_id: str, services: Services, caller: PlatformAdmin) -> Document:
+@router.delete("/{price_id}", responses=errors(409))
+async def withdraw_price(price_id: str, services: Services, caller: PlatformAdmin) -> DeletedDocument:
     """Take back a price that is still to come."""
     await services.call(services.prices.withdraw, check_identifier(price_id, "price"))
     return {"id": price_id, "object": "price", "deleted": True}

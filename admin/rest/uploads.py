@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Literal, NotRequired
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 from starlette.requests import ClientDisconnect
+from typing_extensions import TypedDict
 
 from loramux.adapter_store.blobs import PresignedParts, PresignedPut
 from loramux.adapter_store.records import Adapter, Upload, UploadFile
-from loramux.admin.rest.access import Services, Writer
+from loramux.admin.rest.access import Developer, Services
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewUpload, read_json
-from loramux.admin.rest.listing import Document, seconds
+from loramux.admin.rest.listing import seconds
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.openapi import errors, takes, takes_bytes
 
-router = APIRouter(prefix="/adapters/{adapter_id}/uploads")
+router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 
 CHUNK_TIMEOUT_S = 30.0
 """A client that sends nothing for so long is given up, so that it cannot hold a thread."""
@@ -28,8 +31,41 @@ UPLOAD_TIMEOUT_S = 600.0
 """How long a client may send one file, however steadily."""
 
 
-@router.post("", status_code=201)
-async def create_upload(adapter_id: str, request: Request, services: Services, caller: Writer) -> Document:
+class PresignedRequest(TypedDict):
+    """A request to the blob store, with exactly these headers and no key."""
+
+    url: str
+    method: str
+    headers: dict[str, str]
+
+
+class FileDocument(TypedDict):
+    """A declared file and how to send it: a PUT to our `url`, a presigned request, or `parts` of `part_size` bytes."""
+
+    name: str
+    size: int
+    sha256: str
+    url: NotRequired[str]
+    method: NotRequired[str]
+    headers: NotRequired[dict[str, str]]
+    part_size: NotRequired[int]
+    parts: NotRequired[list[PresignedRequest]]
+
+
+class UploadDocument(TypedDict):
+    """Files on their way to becoming a version."""
+
+    id: str
+    object: Literal["upload"]
+    adapter_id: str
+    state: Literal["open", "used"]
+    files: list[FileDocument]
+    created_at: int
+    expires_at: int
+
+
+@router.post("", status_code=201, openapi_extra=takes(NewUpload))
+async def create_upload(adapter_id: str, request: Request, services: Services, caller: Developer) -> UploadDocument:
     """Declare name, size and SHA-256 of both files; answers how to PUT each of them.
 
     A `url` alone is ours. One with `method` and `headers` is the blob store's, which wants exactly these headers and
@@ -42,9 +78,9 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
     return _describe_upload(upload, await services.call(services.ingest.presign, upload))
 
 
-@router.put("/{upload_id}/files/{name}", status_code=204)
+@router.put("/{upload_id}/files/{name}", status_code=204, openapi_extra=takes_bytes(), responses=errors(503))
 async def put_file(
-    adapter_id: str, upload_id: str, name: str, request: Request, services: Services, caller: Writer
+    adapter_id: str, upload_id: str, name: str, request: Request, services: Services, caller: Developer
 ) -> Response:
     """Send one file's raw bytes; they must be what was declared."""
     adapter = await find_adapter(services, caller, adapter_id)
@@ -90,34 +126,31 @@ async def _next_chunk(body: AsyncIterator[bytes]) -> bytes:
     return b""
 
 
-def _describe_upload(upload: Upload, presigned: Mapping[str, PresignedPut | PresignedParts]) -> Document:
+def _describe_upload(upload: Upload, presigned: Mapping[str, PresignedPut | PresignedParts]) -> UploadDocument:
     base = f"/admin/v1/adapters/{upload.adapter_id}/uploads/{upload.id}/files"
     return {
         "id": upload.id,
         "object": "upload",
         "adapter_id": upload.adapter_id,
         "state": upload.state,
-        "files": [
-            {
-                "name": file.name,
-                "size": file.size,
-                "sha256": file.sha256,
-                **_describe_way(f"{base}/{file.name}", presigned.get(file.name)),
-            }
-            for file in upload.files
-        ],
+        "files": [_describe_file(file, base, presigned.get(file.name)) for file in upload.files],
         "created_at": seconds(upload.created_us),
         "expires_at": seconds(upload.expires_us),
     }
 
 
-def _describe_way(url: str, presigned: PresignedPut | PresignedParts | None) -> Document:
+def _describe_file(file: UploadFile, base: str, presigned: PresignedPut | PresignedParts | None) -> FileDocument:
+    document: FileDocument = {"name": file.name, "size": file.size, "sha256": file.sha256}
     if presigned is None:
-        return {"url": url}
+        return {**document, "url": f"{base}/{file.name}"}
     if isinstance(presigned, PresignedPut):
-        return _describe_request(presigned)
-    return {"part_size": presigned.part_bytes, "parts": [_describe_request(part) for part in presigned.parts]}
+        return {**document, **_describe_request(presigned)}
+    return {
+        **document,
+        "part_size": presigned.part_bytes,
+        "parts": [_describe_request(part) for part in presigned.parts],
+    }
 
 
-def _describe_request(presigned: PresignedPut) -> Document:
+def _describe_request(presigned: PresignedPut) -> PresignedRequest:
     return {"url": presigned.url, "method": presigned.method, "headers": dict(presigned.headers)}

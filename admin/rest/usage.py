@@ -12,8 +12,9 @@ from fastapi import APIRouter, Query, Response
 from loramux.admin.rest.access import Reader, Services, tenant_filter
 from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
 from loramux.platform.error_responses import json_response
-from loramux.platform.ledger import UsageEvent, UsageRow
+from loramux.platform.ledger import UsageEvent
 from loramux.platform.usage_csv import usage_csv
+from loramux.platform.usage_report import UsageRow
 
 router = APIRouter(prefix="/usage")
 

@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import anyio
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from loramux.adapter_store.export import ExportedFile
-from loramux.adapter_store.records import Adapter, AdapterVersion
+from loramux.adapter_store.records import Adapter, AdapterVersion, VersionState
 from loramux.admin.rest.access import Reader, Services
 from loramux.admin.rest.adapters import find_adapter
-from loramux.admin.rest.listing import Document
 from loramux.admin.rest.versions import Number
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import NotFound
+from loramux.platform.openapi import answers_bytes
 
-router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}")
+router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["versions"])
 
 DOWNLOAD_TIMEOUT_S = 3600.0
 """How long a client may take for one file, since a copy of it waits on the disk."""
 
 
-@router.get("/files/{name}", response_class=Response)
+class StoredFile(TypedDict):
+    """A file as it was uploaded."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class ReportDocument(TypedDict):
+    """What validation found, or why the version was rejected."""
+
+    object: Literal["validation_report"]
+    adapter_id: str
+    version_id: str
+    number: int
+    state: VersionState
+    digest: str | None
+    files: list[StoredFile]
+    report: dict[str, Any]
+    error: dict[str, Any] | None
+
+
+@router.get("/files/{name}", response_class=Response, responses=answers_bytes())
 async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Reader) -> Response:
     """One file of a ready or archived version as it was uploaded; its ETag is its SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
@@ -39,7 +63,7 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
 
 
 @router.get("/report")
-async def get_report(adapter_id: str, number: Number, services: Services, caller: Reader) -> Document:
+async def get_report(adapter_id: str, number: Number, services: Services, caller: Reader) -> ReportDocument:
     """What validation found of a version, or why it was rejected; empty until then."""
     version = await _find_version(services, await find_adapter(services, caller, adapter_id), number)
     files = await services.call(services.export.files, version)

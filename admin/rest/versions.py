@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request
+from typing_extensions import TypedDict
 
 from loramux.adapter_store.records import AdapterVersion, VersionState
 from loramux.adapter_store.registry import MAX_VERSION
-from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer
+from loramux.admin.rest.access import Developer, PlatformAdmin, Reader, Services, Writer
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewVersion, read_json
-from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, list_document, seconds
+from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds
 from loramux.admin.rest.uploads import find_upload
 from loramux.admin.rest.warm_and_drain import drain
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
+from loramux.platform.openapi import takes
 
-router = APIRouter(prefix="/adapters/{adapter_id}/versions")
+router = APIRouter(prefix="/adapters/{adapter_id}/versions", tags=["versions"])
 
 Number = Annotated[int, Path(ge=1, le=MAX_VERSION)]
 
 
-@router.post("", status_code=202)
-async def create_version(adapter_id: str, request: Request, services: Services, caller: Writer) -> Document:
+class VersionDocument(TypedDict):
+    """One immutable set of weights. `report` is what validation found, `error` why it was rejected.
+
+    `digest` and the figures are known once validation has passed.
+    """
+
+    id: str
+    object: Literal["adapter_version"]
+    adapter_id: str
+    number: int
+    state: VersionState
+    digest: str | None
+    max_rank: int | None
+    num_pages: int | None
+    size: int | None
+    pinned: bool
+    report: dict[str, Any]
+    error: dict[str, Any] | None
+    created_at: int
+    ready_at: int | None
+
+
+class WithdrawnVersion(VersionDocument):
+    """`drained`: nothing runs on it any more."""
+
+    drained: bool
+
+
+@router.post("", status_code=202, openapi_extra=takes(NewVersion))
+async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
     """Turn an upload into a version; poll it until it is `ready` or `rejected`. Identical bytes answer the old one.
 
     A platform administrator may give a `source` instead, `s3://BUCKET/PREFIX`, where the operator allows it.
@@ -51,7 +81,7 @@ async def list_versions(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> ListDocument[Document]:
+) -> ListDocument[VersionDocument]:
     """List an adapter's versions."""
     adapter = await find_adapter(services, caller, adapter_id)
     page = await services.call(services.registry.list_versions, adapter.id, limit, after, before)
@@ -59,7 +89,7 @@ async def list_versions(
 
 
 @router.get("/{number}")
-async def get_version(adapter_id: str, number: Number, services: Services, caller: Reader) -> Document:
+async def get_version(adapter_id: str, number: Number, services: Services, caller: Reader) -> VersionDocument:
     """One version: its state, and what validation found."""
     adapter = await find_adapter(services, caller, adapter_id)
     version = await services.call(services.registry.get_version, adapter.id, number)
@@ -69,21 +99,23 @@ async def get_version(adapter_id: str, number: Number, services: Services, calle
 
 
 @router.post("/{number}/archive")
-async def archive_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> Document:
+async def archive_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> WithdrawnVersion:
     """Take a version out of service that no alias names; running requests finish. See `restore`."""
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.archive, adapter.id, number))
 
 
 @router.post("/{number}/quarantine")
-async def quarantine_version(adapter_id: str, number: Number, services: Services, caller: PlatformAdmin) -> Document:
+async def quarantine_version(
+    adapter_id: str, number: Number, services: Services, caller: PlatformAdmin
+) -> WithdrawnVersion:
     """Take a version out of service at once, whatever names it; aliases go on with their other versions."""
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.quarantine, adapter.id, number))
 
 
 @router.post("/{number}/restore")
-async def restore_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> Document:
+async def restore_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> VersionDocument:
     """Put an archived version back into service; a quarantined one needs a platform administrator."""
     adapter = await find_adapter(services, caller, adapter_id)
     states: tuple[VersionState, ...] = ("archived",)
@@ -92,12 +124,12 @@ async def restore_version(adapter_id: str, number: Number, services: Services, c
     return describe_version(await services.call(services.version_states.restore, adapter.id, number, states))
 
 
-async def _withdraw(services: AdminServices, version: AdapterVersion) -> Document:
+async def _withdraw(services: AdminServices, version: AdapterVersion) -> WithdrawnVersion:
     unserved = await services.call(services.version_states.unserved_digests, version.adapter_id, version.number)
     return {**describe_version(version), "drained": await drain(services, unserved)}
 
 
-def describe_version(version: AdapterVersion) -> Document:
+def describe_version(version: AdapterVersion) -> VersionDocument:
     return {
         "id": version.id,
         "object": "adapter_version",
@@ -108,6 +140,7 @@ def describe_version(version: AdapterVersion) -> Document:
         "max_rank": version.max_rank,
         "num_pages": version.num_pages,
         "size": version.canonical_bytes,
+        "pinned": version.pinned_us is not None,
         "report": {name: value for name, value in version.report.items() if name != "error"},
         "error": version.report.get("error"),
         "created_at": seconds(version.created_us),

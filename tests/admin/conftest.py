@@ -263,11 +263,10 @@ def make_adapter(tmp_path: Path) -> MakeAdapter:
     return make
 
 
-def use(admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int) -> None:
-    """Settle one request of this size."""
-    admission = Admission(admin_side.services.database)
+def begin(admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int = 16) -> str:
+    """Reserve for one request of this size, which is in flight then."""
     request_id = new_id("req")
-    admission.reserve(
+    Admission(admin_side.services.database).reserve(
         ReservationRequest(
             request_id=request_id,
             tenant_id=tenant_id,
@@ -279,7 +278,14 @@ def use(admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: 
             reserved_tokens=prompt + completion,
         )
     )
-    admission.settle(request_id, Settlement(status="completed", prompt_tokens=prompt, completion_tokens=completion))
+    return request_id
+
+
+def use(admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int) -> None:
+    """Settle one request of this size."""
+    request_id = begin(admin_side, tenant_id, key_id, model, prompt, completion)
+    settlement = Settlement(status="completed", prompt_tokens=prompt, completion_tokens=completion)
+    Admission(admin_side.services.database).settle(request_id, settlement)
 
 
 CONSOLE_HOST = "http://admin.example"

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loramux.admin.cli import app
-from tests.admin.conftest import ADMIN_KEY, Run, answer, use
+from tests.admin.conftest import ADMIN_KEY, Run, answer, begin, use
 
 
 def test_the_fixed_calls_of_the_design(loramux: Run, make_adapter: Callable[..., Path]) -> None:
@@ -79,6 +79,47 @@ def test_a_version_is_promoted_by_parts_and_rolled_back(loramux: Run, make_adapt
     assert loramux("adapters", "restore", "acme/support@2").stdout == "acme/support@2 is ready\n"
     assert loramux("adapters", "disable", "acme/support").stdout == "acme/support is disabled\n"
     assert loramux("adapters", "enable", "acme/support").stdout == "acme/support is active\n"
+
+
+def test_an_adapter_is_granted_and_taken_back(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    for slug in ("acme", "guest"):
+        loramux("tenants", "create", slug)
+    loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
+    grant = ("acme/support", "--tenant", "guest")
+    assert answer(loramux("grants", "add", *grant, "--json"))["tenant"] == "guest"
+    assert "guest may call acme/support" in loramux("grants", "add", *grant).stdout
+    assert "guest" in loramux("grants", "list", "acme/support").stdout
+    assert loramux("grants", "remove", *grant).exit_code == 0
+    assert answer(loramux("grants", "list", "acme/support", "--json"))["data"] == []
+
+
+def test_a_version_is_placed_and_seen_where_it_is(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    loramux("tenants", "create", "acme")
+    pushed = answer(loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json"))
+    assert "acme/support@1 is resident" in loramux("adapters", "preload", "acme/support@1").stdout
+    assert answer(loramux("adapters", "pin", "acme/support@1", "--json"))["pinned"] is True
+    shown = loramux("residency").stdout
+    assert re.search(rf"acme/support@1 .* yes .*{pushed['digest'][:12]}", shown), shown
+    assert "pages are free" in shown
+    assert loramux("residency", "--tier", "disk").exit_code == 0
+    assert answer(loramux("residency", "--tenant", "acme", "--json"))["data"][0]["is_pinned"] is True
+    assert answer(loramux("adapters", "unpin", "acme/support@1", "--json"))["pinned"] is False
+    assert answer(loramux("jobs", "list", "--json"))["data"] == []
+    (job,) = answer(loramux("jobs", "list", "--tenant", "acme", "--state", "succeeded", "--json"))["data"]
+    assert "acme/support@1" in loramux("jobs", "list", "--state", "succeeded").stdout
+    assert "acme/support@1" in loramux("jobs", "show", job["id"]).stdout
+
+
+def test_requests_in_flight_are_listed_and_cancelled(loramux: Run, admin_side: Any) -> None:
+    tenant = answer(loramux("tenants", "create", "acme", "--json"))
+    key = answer(loramux("keys", "create", "--tenant", "acme", "--json"))
+    request_id = begin(admin_side, tenant["id"], key["id"], "acme/support@1", 12)
+    (listed,) = answer(loramux("requests", "list", "--json"))["data"]
+    assert (listed["id"], listed["prompt_tokens"]) == (request_id, 12)
+    assert request_id in loramux("requests", "list", "--tenant", "acme").stdout
+    assert loramux("requests", "cancel", request_id).stdout == f"{request_id} is cancelling\n"
+    refused = loramux("requests", "cancel", "req_1", "--json")
+    assert (refused.exit_code, json.loads(refused.stdout)["error"]["code"]) == (1, "request_not_found")
 
 
 def test_what_was_pushed_can_be_pulled(loramux: Run, make_adapter: Callable[..., Path], tmp_path: Path) -> None:
@@ -219,6 +260,34 @@ def test_a_server_that_cannot_be_used_is_explained(
 def test_a_key_read_from_a_file_may_end_with_its_line_break(loramux: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY + "\n")
     assert answer(loramux("tenants", "list", "--json"))["data"] == []
+
+
+def test_a_tenant_is_changed_suspended_and_removed(loramux: Run) -> None:
+    loramux("tenants", "create", "acme", "--timezone", "Europe/Berlin")
+    assert answer(loramux("tenants", "show", "acme", "--json"))["timezone"] == "Europe/Berlin"
+    changed = loramux("tenants", "set", "acme", "--weight", 3, "--display-name", "Acme Ltd")
+    assert changed.stdout == "acme: Acme Ltd, weight 3, Europe/Berlin\n"
+    assert "acme is suspended" in loramux("tenants", "suspend", "acme").stdout
+    assert re.search(r"state +suspended", loramux("tenants", "show", "acme").stdout)
+    assert loramux("tenants", "resume", "acme").stdout == "acme is active\n"
+    assert loramux("tenants", "set", "acme").exit_code == 2
+    assert loramux("tenants", "delete", "acme").exit_code == 0
+    assert loramux("tenants", "show", "acme").exit_code == 1
+
+
+def test_a_key_is_limited_rotated_and_renamed(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+    loramux("tenants", "create", "acme")
+    loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
+    key = answer(loramux("keys", "create", "--tenant", "acme", "--adapter", "support", "--json"))
+    assert len(key["adapters"]) == 1
+    rotated = loramux("keys", "rotate", key["id"], "--grace-hours", 1)
+    assert (rotated.exit_code, rotated.stdout.startswith("sk-lmx-")) == (0, True)
+    assert rotated.stdout.strip() != key["secret"]
+    assert "old secret opens until 2" in rotated.stderr
+    changed = answer(loramux("keys", "set", key["id"], "--name", "ci", "--any-adapter", "--json"))
+    assert (changed["name"], changed["adapters"]) == ("ci", None)
+    assert "scopes base" in loramux("keys", "set", key["id"], "--scope", "base").stdout
+    assert loramux("keys", "set", key["id"]).exit_code == 2
 
 
 def test_a_push_names_the_model_by_the_tenants_slug(loramux: Run, make_adapter: Callable[..., Path]) -> None:

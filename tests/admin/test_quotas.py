@@ -157,9 +157,13 @@ async def test_what_contradicts_the_path_or_means_nothing_is_refused(http: httpx
 async def test_an_unknown_timezone_is_refused(http: httpx.AsyncClient, acme: Acme) -> None:
     for timezone in ("Mars/Olympus", "../../etc/passwd", "", "UTC\x00", "x" * 200, 5):
         for method, path, body in (("POST", "tenants", {"slug": "new"}), ("PATCH", "tenants/acme", {})):
-            response = await http.request(method, f"/admin/v1/{path}", json={**body, "timezone": timezone})
+            response = await http.request(
+                method, f"/admin/v1/{path}", json={**body, "timezone": timezone}, headers={"if-match": "*"}
+            )
             assert (response.status_code, response.json()["error"]["param"]) == (400, "timezone")
-    changed = (await http.patch("/admin/v1/tenants/acme", json={"timezone": "America/St_Johns"})).json()
+    changed = (
+        await http.patch("/admin/v1/tenants/acme", json={"timezone": "America/St_Johns"}, headers={"if-match": "*"})
+    ).json()
     assert changed["timezone"] == "America/St_Johns"
 
 

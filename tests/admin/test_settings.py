@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loramux.admin.commands.serve import serve
+from loramux.admin.commands.serve import gateway, serve
 from loramux.admin.settings import FLAGS, DataSettings, Settings, SettingsError, load_settings
 
 
@@ -111,8 +111,9 @@ def test_the_database_verbs_need_no_model(toml: Path) -> None:
     assert not settings.is_database_embedded
 
 
-def test_flags_are_those_of_serve() -> None:
-    assert set(inspect.signature(serve).parameters) - {"context"} == FLAGS
+def test_flags_are_those_of_serve_and_gateway() -> None:
+    flags = {name for verb in (serve, gateway) for name in inspect.signature(verb).parameters}
+    assert flags - {"context"} == FLAGS
 
 
 @pytest.mark.parametrize(

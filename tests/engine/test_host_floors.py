@@ -8,6 +8,7 @@ import pytest
 
 from loramux.engine.host_floors import MAX_MEMBERS, HostFloors
 from loramux.engine.messages import Finished
+from tests.adapter_store.test_host_tier import adapter, content, filled
 from tests.engine.conftest import Simulation
 
 TIER_BYTES = 100
@@ -71,6 +72,18 @@ def test_a_share_cannot_make_the_list_of_its_adapters_grow_without_end(tier: Tie
         floors.note("acme", str(number), 10)
     assert len(tier.groups["acme"][0]) == MAX_MEMBERS
     assert not {"0", "1"} & tier.groups["acme"][0]
+
+
+def test_what_a_share_asked_for_stays_in_the_tier_when_others_adapters_come() -> None:
+    tier = filled(40, "a", "b")
+    floors = HostFloors(tier.protect)
+    floors.note("acme", "a", 10)
+    for digest in "cdefg":
+        tier.add(adapter(digest), 0)
+    assert content(tier) == "aefg"
+    floors.note("acme", "a", 0)
+    tier.add(adapter("h"), 0)
+    assert content(tier) == "efgh"
 
 
 def test_a_negative_floor_is_refused(simulation: Simulation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ from loramux.engine.messages import (
     EngineReady,
     Finished,
     FromEngine,
+    Heartbeat,
     Pin,
     Rejected,
+    Stats,
     StatsRequest,
     StepOutput,
     ToEngine,
@@ -47,7 +50,12 @@ class Gateway:
         self._socket.send_multipart(frames)
 
     def receive(self) -> FromEngine:
-        return self._decoder.decode(self._socket.recv())
+        while isinstance(message := self._decoder.decode(self._socket.recv()), Heartbeat):
+            continue
+        return message
+
+    def die(self) -> None:
+        self._socket.close(linger=0)
 
 
 @pytest.fixture
@@ -110,3 +118,34 @@ def test_an_adapter_is_pinned_over_the_socket(served: tuple[Gateway, Gateway]) -
     gateway.send(StatsRequest(call_id="s"))
     stats = gateway.receive()
     assert [(one.digest, one.is_pinned) for one in getattr(stats, "adapters", ())] == [("a", True)]
+
+
+def test_the_sequences_of_a_gateway_that_is_gone_end_though_nothing_is_sent_to_it(
+    served: tuple[Gateway, Gateway], simulation: Simulation
+) -> None:
+    gone, staying = served
+    # Without credit its tokens wait in the engine, so that no failed message would tell of its end.
+    gone.send(simulation.make_add("same", (1, 2, 3), 500))
+    assert gone.receive() == READY
+    staying.send(Credit(count=1000))
+    add = simulation.make_add("same", (4, 5, 6), 400)
+    staying.send(add)
+    assert staying.receive() == READY
+    gone.die()
+    tokens: list[int] = []
+    while not isinstance(message := staying.receive(), Finished):
+        assert isinstance(message, StepOutput)
+        assert len(message.outputs) == 1, "its own alone"
+        tokens.extend(message.outputs[0].token_ids)
+    assert tokens == simulation.expected(add)
+    deadline = time.monotonic() + 10
+    while (stats := num_held(staying)) != (0, 0):
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.05)
+
+
+def num_held(gateway: Gateway) -> tuple[int, int]:
+    gateway.send(StatsRequest(call_id="s"))
+    stats = gateway.receive()
+    assert isinstance(stats, Stats)
+    return stats.num_running, stats.num_waiting

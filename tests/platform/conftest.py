@@ -33,6 +33,7 @@ from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenant, Tenants
 from loramux.platform.tracing import Tracing
 
@@ -196,6 +197,7 @@ async def open_gateway(
     tokenizer: ModelTokenizer,
     executor: Executor,
     settings: GatewaySettings | None = None,
+    spool: SettlementSpool | None = None,
     tracing: Tracing | None = None,
 ) -> AsyncIterator[Gateway]:
     engine = ScriptedEngine(max_model_len=256)
@@ -210,6 +212,7 @@ async def open_gateway(
         model=ModelInfo(served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000),
         executor=executor,
         settings=settings,
+        spool=spool,
         tracing=tracing,
     )
     tenant = tenants.create("acme")

@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform.api_keys import ApiKeys
+from loramux.platform.api_keys import ApiKeys, KeyChanges, KeyRevoked, LastAdminKey
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.principals import Principal
 from loramux.platform.tenants import Tenant
@@ -110,10 +110,55 @@ def test_a_platform_admin_is_known_while_its_key_is_good(clocked: Database, acme
     assert keys.has_platform_admin()
     clock.advance(1)
     assert not keys.has_platform_admin()
-    keys.revoke(keys.create(None, "root again").key.id)
-    assert not keys.has_platform_admin()
     assert ApiKeys(clocked, ADMIN_KEY).has_platform_admin()
     assert created.key.tenant_id is None
+
+
+def test_the_last_administrator_stays_unless_the_operator_has_a_key(clocked: Database, acme: Tenant) -> None:
+    keys = ApiKeys(clocked)
+    first, second = keys.create(None, "root").key, keys.create(None, "root too").key
+    assert keys.revoke(first.id) is not None
+    with pytest.raises(LastAdminKey):
+        keys.revoke(second.id)
+    with pytest.raises(LastAdminKey):
+        keys.update(second.id, KeyChanges(scopes=("platform:read",)), lambda key: None)
+    assert keys.revoke(first.id) is not None
+    assert keys.has_platform_admin()
+    revoked = ApiKeys(clocked, ADMIN_KEY).revoke(second.id)
+    assert revoked is not None
+    assert revoked.revoked_us is not None
+
+
+def test_a_rotated_keys_old_secret_opens_until_the_grace_ends(clocked: Database, acme: Tenant, clock: Any) -> None:
+    keys = ApiKeys(clocked)
+    created = keys.create(acme.id, "ci")
+    assert keys.authenticate(created.secret) is not None
+    rotated = keys.rotate(created.key.id, 60_000_000)
+    assert rotated is not None
+    principals = [keys.authenticate(secret) for secret in (created.secret, rotated.secret)]
+    assert [principal and principal.key_id for principal in principals] == [created.key.id, created.key.id]
+    clock.advance(59)
+    assert keys.authenticate(created.secret) is not None
+    clock.advance(1)
+    assert keys.authenticate(created.secret) is None
+    assert keys.authenticate(rotated.secret) is not None
+    at_once = keys.rotate(created.key.id, 0)
+    assert at_once is not None
+    assert keys.authenticate(rotated.secret) is None
+    assert keys.authenticate(at_once.secret) is not None
+    keys.revoke(created.key.id)
+    with pytest.raises(KeyRevoked):
+        keys.rotate(created.key.id, 0)
+
+
+def test_a_second_rotation_ends_the_first_ones_grace(clocked: Database, acme: Tenant) -> None:
+    keys = ApiKeys(clocked)
+    created = keys.create(acme.id, "ci")
+    second, third = (keys.rotate(created.key.id, 60_000_000) for _ in range(2))
+    assert second is not None
+    assert third is not None
+    opens = [keys.authenticate(secret) is not None for secret in (created.secret, second.secret, third.secret)]
+    assert opens == [False, True, True]
 
 
 @pytest.mark.parametrize(

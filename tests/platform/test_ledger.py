@@ -13,10 +13,11 @@ from loramux.migrations.identifiers import new_id
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.ledger import Ledger, UsageRow
+from loramux.platform.ledger import Ledger
 from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.tenants import Tenants
 from loramux.platform.usage_csv import usage_csv
+from loramux.platform.usage_report import UsageRow
 
 HOUR_US = 3_600_000_000
 

@@ -13,6 +13,7 @@ from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.version_states import VersionStates
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.model_names import AdapterName, parse_adapter_name
+from loramux.platform.tenants import TenantChanges
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,17 @@ async def test_tenants_share_neither_prefix_nor_turn(gateway: Any) -> None:
     assert len(first.isolation_key) == 32
     assert first.share_key != second.share_key
     assert first.digest is None
+
+
+@pytest.mark.anyio
+async def test_a_tenants_floor_of_host_memory_goes_with_its_requests(gateway: Any) -> None:
+    gateway.add_adapter("acme", "support")
+    tenants = gateway.services.tenants
+    tenants.update(tenants.get("acme").id, TenantChanges(host_floor_bytes=1 << 20), lambda _: None)
+    other = gateway.openai.with_options(api_key=gateway.key_of("other"))
+    for client, model in ((gateway.openai, "support"), (other, "base")):
+        await client.completions.create(model=model, prompt="a", max_tokens=1)
+    assert [add.host_floor_bytes for add in gateway.engine.adds] == [1 << 20, 0]
 
 
 @pytest.mark.anyio

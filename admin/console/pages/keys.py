@@ -10,11 +10,11 @@ from loramux.admin.console.rest_calls import Document
 from loramux.admin.console.visit import Visit
 
 DAY_S = 86_400
-CAN_ROTATE = False
 TENANT_SCOPES = {
     "adapters": "call the tenant's adapters",
     "base": "call the base model",
     "tenant:read": "look at the tenant's things",
+    "tenant:develop": "bring adapters and versions",
     "tenant:admin": "change the tenant's things",
 }
 PLATFORM_SCOPES = {"platform:read": "look at everything", "platform:admin": "change everything"}
@@ -30,7 +30,6 @@ async def show_list(visit: Visit) -> Response:
         keys=page,
         tenant=tenant,
         scopes=PLATFORM_SCOPES if of_platform else TENANT_SCOPES,
-        can_rotate=CAN_ROTATE,
     )
 
 
@@ -42,6 +41,8 @@ async def create(visit: Visit) -> Response:
     }
     if scopes := form.all("scope"):
         body["scopes"] = scopes
+    if adapters := [name.strip() for name in form.text("adapters").split(",") if name.strip()]:
+        body["adapters"] = adapters
     if (days := form.optional_integer("days", "the number of days")) is not None:
         body["expires_in_s"] = days * DAY_S
     return _shown_once(visit, await visit.rest.post("/api_keys", body), "Made")

@@ -9,8 +9,9 @@ from typing import Any
 from starlette.responses import Response
 
 from loramux.admin.console.panels import panel
-from loramux.admin.console.rest_calls import RestCalls
+from loramux.admin.console.rest_calls import RestCalls, RestError
 from loramux.admin.console.visit import Visit
+from loramux.platform.errors import InvalidRequest
 
 DAY_S = 86_400
 
@@ -37,10 +38,10 @@ async def create(visit: Visit) -> Response:
 async def show(visit: Visit) -> Response:
     """One tenant with its quotas as bars, keys, adapters and use."""
     rest = visit.rest
-    tenant = await rest.get(f"/tenants/{visit.param('tenant')}")
+    tenant, headers = await rest.call("GET", f"/tenants/{visit.param('tenant')}")
     slug = tenant["slug"]
-    quotas, adapters, keys, use = await asyncio.gather(
-        panel(rest.get("/quotas", tenant=slug, limit=100)),
+    effective, adapters, keys, use = await asyncio.gather(
+        panel(rest.get("/quotas/effective", tenant=slug)),
         panel(rest.get("/adapters", tenant=slug, limit=10)),
         panel(rest.get("/api_keys", tenant=slug, limit=10)),
         panel(_use(rest, slug)),
@@ -48,26 +49,29 @@ async def show(visit: Visit) -> Response:
     return visit.page(
         "tenant.html",
         tenant=tenant,
-        quotas=quotas,
-        bars=None,
-        can_change_tenants=False,
+        limits=effective,
         adapters=adapters,
         keys=keys,
         use=use,
+        etag=headers["etag"],
     )
 
 
 async def change(visit: Visit) -> Response:
-    """Suspend a tenant, take it back, or give it another weight."""
+    """Suspend a tenant or take it back; change its name, weight or timezone, unless somebody else just did."""
     form = visit.form
-    body: dict[str, Any] = {}
-    if state := form.text("state"):
-        body["state"] = state
+    body: dict[str, Any] = {name: form.text(name) for name in ("state", "display_name", "timezone") if form.text(name)}
     if (weight := form.optional_integer("weight", "the weight")) is not None:
         body["weight"] = weight
     slug = visit.param("tenant")
-    _, headers = await visit.rest.call("GET", f"/tenants/{slug}")
-    await visit.rest.call("PATCH", f"/tenants/{slug}", body, etag=headers.get("etag"))
+    try:
+        await visit.rest.call("PATCH", f"/tenants/{slug}", body, etag=form.text("etag"))
+    except RestError as error:
+        if error.status != 412:
+            raise
+        raise InvalidRequest(
+            f"somebody has changed {slug} since you opened this page, and nothing was changed: look again"
+        ) from None
     return visit.done(f"Changed {slug}.")
 
 

@@ -1,0 +1,79 @@
+"""`loramux residency`: which adapters are in the pool, in host memory and on the disk, and how full these are."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loramux.admin.commands.options import AnyTenant, AsJson
+from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+
+if TYPE_CHECKING:
+    from loramux.admin.client import Document
+
+MIB = 1 << 20
+
+
+class Tier(StrEnum):
+    """A place that adapters are loaded from or computed in."""
+
+    POOL = "pool"
+    HOST = "host"
+    DISK = "disk"
+
+
+def residency(
+    tier: Annotated[Tier, typer.Option(help="The tier whose adapters are listed.")] = Tier.POOL,
+    tenant: AnyTenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which adapters are loaded, the one used last first, and how full each tier is."""
+    with connected(as_json) as client:
+        document = client.get("residency", tier=tier.value, tenant=tenant)
+    if as_json:
+        print_json(document)
+        return
+    print_table(
+        ("models", "pages", "MiB", "in use", "pinned", "last used", "digest"),
+        [
+            (
+                " ".join(version["model"] for version in one["versions"]) or None,
+                one["num_pages"],
+                f"{one['num_bytes'] / MIB:.1f}",
+                one["num_users"],
+                "yes" if one["is_pinned"] else "",
+                shown_time(one["last_used_at"]),
+                one["digest"][:12],
+            )
+            for one in document["data"]
+        ],
+    )
+    if document["has_more"]:
+        print(f"and others: of {tier.value} only the adapters used last are named")
+    if document["tiers"] is not None:
+        _print_fill(document)
+
+
+def _print_fill(document: Document) -> None:
+    print()
+    print_table(
+        ("tier", "adapters", "used MiB", "of MiB", "evictions"),
+        [
+            (
+                fill["tier"],
+                fill["num_adapters"],
+                f"{fill['used_bytes'] / MIB:.1f}",
+                f"{fill['max_bytes'] / MIB:.1f}",
+                fill["num_evictions"],
+            )
+            for fill in document["tiers"]
+        ],
+    )
+    pages = document["pages"]
+    if pages is not None:
+        print(
+            f"{pages['free']} of {pages['total']} pages are free; {pages['adapters']} hold adapters "
+            f"({pages['pinned']} pinned), {pages['kv']} keys and values ({pages['prefix']} known as prefixes)"
+        )

@@ -1,0 +1,90 @@
+"""`loramux gateway`: another gateway process on a server's engine and database, which it never supervises."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack, ExitStack
+
+import uvloop
+
+from loramux.admin.data_directory import DataDirectory, open_data_directory
+from loramux.admin.errors import StartRefused
+from loramux.admin.listeners import bind, is_loopback, url_of
+from loramux.admin.logs import configure_logs
+from loramux.admin.settings import Settings
+from loramux.admin.stop_signals import StopSignals
+from loramux.engine.errors import EngineError
+from loramux.engine.model_config import ModelConfig
+from loramux.engine.model_files import model_sha256
+from loramux.platform.joined_engine import JoinedEngine, JoinRefused
+
+SETTLE_S = 5.0
+"""How long the last settlements may take once both listeners are closed."""
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM; raises StartRefused before anything listens."""
+    configure_logs(settings.log_format)
+    if settings.engine is None:
+        raise StartRefused("a gateway needs an engine: give --engine the path that 'loramux serve' prints")
+    if settings.is_database_embedded:
+        raise StartRefused(
+            "a gateway needs its server's database: give --database-url, which for a server without one is "
+            "sqlite:///DIR/loramux.db, DIR being the server's data directory"
+        )
+    try:
+        model = ModelConfig.load(settings.model)
+    except EngineError as error:
+        raise StartRefused(str(error)) from error
+    with ExitStack() as stack:
+        gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
+        admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
+        directory = stack.enter_context(open_data_directory(settings.data_dir))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, directory, model, gateway, admin))
+
+
+async def _serve(
+    settings: Settings,
+    directory: DataDirectory,
+    model: ModelConfig,
+    gateway_listener: socket.socket,
+    admin_listener: socket.socket,
+) -> None:
+    signals = StopSignals()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(signals.caught())
+        assert settings.engine is not None
+        engine = JoinedEngine(settings.engine.absolute(), model_sha256(settings.model))
+        try:
+            await engine.start()
+        except JoinRefused as error:
+            raise StartRefused(str(error)) from error
+        stack.push_async_callback(engine.close)
+        from loramux.admin.gateway_assembly import assemble_gateway
+        from loramux.admin.http_servers import HttpServer, serve_until_stopped
+
+        blocking = assemble_gateway(settings, directory, model, engine, is_loopback(admin_listener))
+        assembled = await asyncio.to_thread(blocking.__enter__)
+        stack.push_async_callback(asyncio.to_thread, blocking.__exit__, None, None, None)
+
+        def announce() -> None:
+            lines = [
+                f"loramux gateway serves {settings.resolved_served_name} (engine {settings.engine})",
+                f"  OpenAI API  {url_of(gateway_listener)}/v1",
+                f"  metrics     {url_of(admin_listener)}",
+            ]
+            print("\n".join(lines), flush=True)
+
+        maintenance = asyncio.create_task(assembled.running.maintain(), name="maintenance")
+        await serve_until_stopped(
+            HttpServer(assembled.gateway_app, gateway_listener),
+            HttpServer(assembled.operations_app, admin_listener),
+            signals,
+            settings.drain_s,
+            announce,
+            engine.close,
+        )
+        await assembled.running.drain(SETTLE_S)
+        maintenance.cancel()

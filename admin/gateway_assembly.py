@@ -1,0 +1,99 @@
+"""Puts a gateway without administration together: database, services, the OpenAI app, metrics and health."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.adapter_store.registry import AdapterRegistry
+from loramux.admin.assembly import NUM_THREADS, open_tracing
+from loramux.admin.data_directory import DataDirectory
+from loramux.admin.errors import StartRefused
+from loramux.admin.metrics_route import metrics_router
+from loramux.admin.settings import Settings
+from loramux.engine.model_config import ModelConfig
+from loramux.migrations.database import Database, DatabaseError
+from loramux.platform.api_keys import ApiKeys
+from loramux.platform.app import create_openai_app
+from loramux.platform.chat_template import ModelFilesError
+from loramux.platform.engine_client import EngineClient
+from loramux.platform.error_responses import install_error_handling
+from loramux.platform.health import health_router
+from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.running import RunningRequests
+from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.settlement_spool import SettlementSpool
+from loramux.platform.tenants import Tenants
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledGateway:
+    """Both apps, and what must run beside them."""
+
+    gateway_app: FastAPI
+    operations_app: FastAPI
+    running: RunningRequests
+
+
+@contextmanager
+def assemble_gateway(
+    settings: Settings, directory: DataDirectory, model: ModelConfig, engine: EngineClient, is_loopback: bool
+) -> Iterator[AssembledGateway]:
+    """The whole process but its listeners; raises StartRefused. Blocking at both ends.
+
+    The database is its server's: a schema that is not this version's is refused, never upgraded.
+    """
+    with ExitStack() as stack:
+        try:
+            database = Database(settings.resolved_database_url)
+            stack.callback(database.close)
+            database.check_schema()
+            tokenizer = ModelTokenizer.load(settings.model)
+        except (DatabaseError, ModelFilesError) as error:
+            raise StartRefused(str(error)) from error
+        except SQLAlchemyError as error:
+            reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+            raise StartRefused(f"the database cannot be used: {reason}") from error
+        info = engine.info
+        if info is None:
+            raise StartRefused("the engine has just gone: start the gateway again when its server is ready")
+        executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
+        gateway = GatewayServices.compose(
+            database=database,
+            tenants=Tenants(database),
+            api_keys=ApiKeys(database),
+            registry=AdapterRegistry(database, reserved_names=(settings.resolved_served_name,)),
+            engine=engine,
+            tokenizer=tokenizer,
+            model=ModelInfo(
+                served_name=settings.resolved_served_name,
+                max_model_len=min(model.max_model_len, info.max_model_len),
+                vocab_size=model.vocab_size,
+                created_s=int((settings.model / "config.json").stat().st_mtime),
+            ),
+            executor=executor,
+            settings=GatewaySettings(logs_answers=settings.log_answers),
+            tracing=open_tracing(settings),
+            spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
+        )
+        stack.callback(gateway.close)
+        yield AssembledGateway(
+            create_openai_app(gateway), _operations_app(gateway, settings, is_loopback), gateway.running
+        )
+
+
+def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: bool) -> FastAPI:
+    """`/metrics` and `/health`, as the admin listener of a server has them."""
+    app = FastAPI(title="loramux gateway", openapi_url=None, docs_url=None, redoc_url=None)
+    install_error_handling(app)
+    token = None if settings.metrics_token is None else settings.metrics_token.get_secret_value()
+    app.include_router(metrics_router(gateway.metrics, gateway.engine, token, is_loopback))
+    app.include_router(
+        health_router(gateway.database, gateway.engine, gateway.executor, gateway.trouble, tells_why=True)
+    )
+    return app

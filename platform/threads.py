@@ -1,0 +1,19 @@
+"""The one bridge from the event loop to blocking functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextvars import copy_context
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+async def call_on(executor: Executor, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    # The thread knows what the caller knows: in whose name a change is made, and for which request it logs.
+    known = copy_context()
+    return await asyncio.get_running_loop().run_in_executor(executor, partial(known.run, function, *args, **kwargs))

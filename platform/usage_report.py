@@ -1,0 +1,264 @@
+"""One report over the ledger: what is asked, and the one statement that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Row,
+    Select,
+    case,
+    false,
+    func,
+    literal,
+    literal_column,
+    or_,
+    select,
+    union_all,
+)
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.quota_windows import is_timezone
+from loramux.platform.usage_ranges import BUCKET_US, Cut, Range, cut, local_days
+from loramux.platform.usage_rollups import AMOUNTS, DAY_US, EVERYBODY, HOUR_US
+
+MAX_BUCKETS = 10_000
+MAX_LOCAL_DAYS = 800
+MAX_ROWS = 50_000
+MAX_SINGLE_US = 31 * DAY_US
+"""The longest range of a report that only single requests can answer."""
+MAX_SINGLE_OF_ALL_US = DAY_US
+"""The same over all tenants."""
+
+_COLUMNS = {
+    "tenant": "tenant_id",
+    "key": "api_key_id",
+    "adapter": "adapter_id",
+    "version": "adapter_version_id",
+    "model": "model",
+    "base": "base",
+    "endpoint": "endpoint",
+    "end_user": "end_user",
+    "status": "status",
+}
+GROUPS = tuple(_COLUMNS)
+_OF_EVERYBODY = {"base", "endpoint", "status"}
+# "" stands for none of them.
+_OPTIONAL = {"adapter", "version", "end_user"}
+
+_events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
+_series, _rollups, _tenants = schema.usage_series, schema.usage_rollups, schema.tenants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageQuestion:
+    """Sums of what finished in `[start_us, end_us)`, by bucket and groups; raises InvalidRequest with the field.
+
+    `tenant_id` None is all tenants. `bucket` is `1m`, `1h`, `1d` or None for the whole range; buckets are cut to the
+    range, and days begin at the midnights of `timezone`.
+    """
+
+    tenant_id: str | None
+    start_us: int
+    end_us: int
+    bucket: str | None = None
+    group_by: tuple[str, ...] = ()
+    timezone: str = "UTC"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start_us < 2**62:
+            raise InvalidRequest("start is not a time after 1970", param="start")
+        if not self.start_us < self.end_us < 2**62:
+            raise InvalidRequest("end must lie after start", param="end")
+        if self.bucket is not None and self.bucket not in BUCKET_US:
+            raise InvalidRequest(f"buckets are {', '.join(BUCKET_US)}", param="bucket")
+        if set(self.group_by) - set(GROUPS) or len(set(self.group_by)) != len(self.group_by):
+            raise InvalidRequest(f"groups are {', '.join(GROUPS)}, each at most once", param="group_by")
+        if not is_timezone(self.timezone):
+            raise InvalidRequest("there is no such timezone: use a name such as Europe/Berlin", param="timezone")
+        self._check_size()
+
+    def _check_size(self) -> None:
+        length_us = self.end_us - self.start_us
+        if self.bucket is not None and length_us // BUCKET_US[self.bucket] > MAX_BUCKETS:
+            raise InvalidRequest(f"the range holds more than {MAX_BUCKETS} buckets of {self.bucket}", param="bucket")
+        if self.has_local_days and length_us // DAY_US > MAX_LOCAL_DAYS:
+            raise InvalidRequest(f"a report by days of a timezone spans {MAX_LOCAL_DAYS} of them", param="start")
+        if self.bucket != "1m" and "end_user" not in self.group_by:
+            return
+        what = "by end user" if "end_user" in self.group_by else "by minute"
+        if length_us > MAX_SINGLE_US:
+            raise InvalidRequest(f"a report {what} spans {MAX_SINGLE_US // DAY_US} days at most", param="start")
+        if self.tenant_id is None and length_us > MAX_SINGLE_OF_ALL_US:
+            raise InvalidRequest(f"a report {what} over more than a day is for one tenant", param="tenant")
+
+    @property
+    def has_local_days(self) -> bool:
+        return self.bucket == "1d" and self.timezone != "UTC"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRow:
+    """Sums over `[start_us, end_us)`; a field that was not grouped by is None. `tenant` is the slug."""
+
+    start_us: int
+    end_us: int
+    tenant: str | None = None
+    key: str | None = None
+    adapter: str | None = None
+    version: str | None = None
+    model: str | None = None
+    base: str | None = None
+    endpoint: str | None = None
+    end_user: str | None = None
+    status: str | None = None
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+
+
+def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
+    """The rows, oldest bucket first, then by the groups' values. Raises InvalidRequest for too many of them.
+
+    Whole days and hours are answered by the rollups and by what waits to be added to them; the cut ends by events. It
+    is one statement, so that a fold that commits meanwhile is seen wholly or not at all. An adjustment counts when it
+    was written, with its request's groups and no request of its own.
+    """
+    days = local_days(question.start_us, question.end_us, question.timezone) if question.has_local_days else []
+    with database.read() as connection:
+        rows = connection.execute(_statement(question, days).limit(MAX_ROWS + 1)).all()
+    if len(rows) > MAX_ROWS:
+        raise InvalidRequest(
+            f"the report has more than {MAX_ROWS} rows: take fewer groups, longer buckets or a shorter range",
+            param="group_by",
+        )
+    ends = dict(zip(days, [*days[1:], question.end_us], strict=False))
+    return tuple(_row(row, question, ends) for row in rows)
+
+
+def _statement(question: UsageQuestion, days: Sequence[int]) -> Select[Any]:
+    parts = _cut(question, days)
+    facts = union_all(
+        *_rollup_facts(question, parts, days),
+        *_event_facts(question, parts, days),
+    ).subquery("facts")
+    keys = [facts.c[name] for name in (("bucket_us",) if question.bucket else ()) + question.group_by]
+    sums = [func.coalesce(func.sum(facts.c[name]), 0).label(name) for name in AMOUNTS]
+    grouped = select(*keys, *sums)
+    if not keys:
+        return grouped
+    grouped = grouped.group_by(*keys)
+    if "tenant" not in question.group_by:
+        return grouped.order_by(*(key.name for key in keys))
+    # The few names come last: millions of rows need only identifiers.
+    sub = grouped.subquery("grouped")
+    shown = [_tenants.c.slug.label("tenant") if column.name == "tenant" else column for column in sub.c]
+    named = select(*shown).join_from(sub, _tenants, _tenants.c.id == sub.c.tenant)
+    return named.order_by(*(column for column, key in zip(shown, keys, strict=False)))
+
+
+def _cut(question: UsageQuestion, days: Sequence[int]) -> Cut:
+    whole = (question.start_us, question.end_us)
+    if "end_user" in question.group_by:
+        return Cut((), (), (whole,))
+    if not days:
+        return cut([whole], question.bucket)
+    # Only where midnights lie on whole hours does a rolled-up hour belong to one day.
+    if all(day % HOUR_US == 0 for day in days[1:]):
+        return cut([whole], "1h")
+    return cut(list(zip(days, [*days[1:], question.end_us], strict=True)), "1h")
+
+
+def _rollup_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> list[Select[Any]]:
+    is_of_everybody = question.tenant_id is None and set(question.group_by) <= _OF_EVERYBODY
+    tenant_id = EVERYBODY if is_of_everybody else question.tenant_id
+    table = _rollups.c
+    # Summed up by series first, so that what they are is looked up once for each.
+    is_by_series = bool(set(question.group_by) - {"tenant"})
+    facts = []
+    for span_us, ranges in ((DAY_US, parts.days), (HOUR_US, parts.hours)):
+        if not ranges:
+            continue
+        keys: list[ColumnElement[Any]] = []
+        if question.bucket is not None:
+            keys.append(_bucket(table.start_us, question.bucket, days).label("bucket_us"))
+        if "tenant" in question.group_by:
+            keys.append(table.tenant_id.label("tenant"))
+        if is_by_series:
+            keys.append(table.series_id)
+        sums = select(*keys, *(func.sum(table[name]).label(name) for name in AMOUNTS))
+        sums = sums.where(table.span_us == span_us, _within(table.start_us, ranges))
+        sums = sums.where(table.tenant_id != EVERYBODY if tenant_id is None else table.tenant_id == tenant_id)
+        by_series = (sums.group_by(*keys) if keys else sums).subquery()
+        columns: list[ColumnElement[Any]] = [by_series.c.bucket_us] if question.bucket is not None else []
+        for name in question.group_by:
+            columns.append(by_series.c.tenant if name == "tenant" else _series.c[_COLUMNS[name]].label(name))
+        query = select(*columns, *(by_series.c[name] for name in AMOUNTS))
+        if is_by_series:
+            query = query.join_from(by_series, _series, _series.c.id == by_series.c.series_id)
+        facts.append(query)
+    return facts
+
+
+def _event_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> list[Select[Any]]:
+    """Single events and adjustments: all of the cut ends, and of the rest those that wait for the rollups."""
+    facts = []
+    of_event = _adjustments.join(_events, _events.c.request_id == _adjustments.c.request_id)
+    rolled_up = (*parts.days, *parts.hours)
+    for table, time, tables, num_requests in (
+        (_events, _events.c.finished_us, _events, 1),
+        (_adjustments, _adjustments.c.created_us, of_event, 0),
+    ):
+        columns: list[ColumnElement[Any]] = []
+        if question.bucket is not None:
+            columns.append(_bucket(time, question.bucket, days).label("bucket_us"))
+        for name in question.group_by:
+            column = _events.c[_COLUMNS[name]]
+            columns.append((func.coalesce(column, "") if name in _OPTIONAL else column).label(name))
+        amounts = [literal(num_requests).label("requests"), *(table.c[name] for name in AMOUNTS[1:])]
+        query = select(*columns, *amounts)
+        if question.tenant_id is not None:
+            query = query.where(table.c.tenant_id == question.tenant_id)
+        waiting = tables.join(_batches, (_batches.c.id == table.c.batch_id) & (_batches.c.at_us == time))
+        facts.append(query.select_from(tables).where(_within(time, parts.events)))
+        if rolled_up:
+            facts.append(query.select_from(waiting).where(_within(time, rolled_up)))
+    return facts
+
+
+def _within(column: ColumnElement[int], ranges: Iterable[Range]) -> ColumnElement[bool]:
+    conditions = [(column >= start_us) & (column < end_us) for start_us, end_us in ranges]
+    return or_(*conditions) if conditions else false()
+
+
+def _bucket(column: ColumnElement[int], bucket: str, days: Sequence[int]) -> ColumnElement[int]:
+    """The start of the bucket that a time lies in: of a fixed length, or the last of `days` before it."""
+    if not days:
+        return column - column % BUCKET_US[bucket]
+    if len(days) == 1:
+        # Not a constant alone, by which PostgreSQL would not group.
+        return column - column + literal_column(str(days[0]))
+    # A tree of comparisons, so that a row needs as many as its depth.
+    middle = len(days) // 2
+    before, behind = _bucket(column, bucket, days[:middle]), _bucket(column, bucket, days[middle:])
+    return case((column < literal_column(str(days[middle])), before), else_=behind)
+
+
+def _row(row: Row[Any], question: UsageQuestion, ends: dict[int, int]) -> UsageRow:
+    start_us, end_us = question.start_us, question.end_us
+    if question.bucket is not None:
+        bucket_us = int(row.bucket_us)
+        following_us = ends[bucket_us] if ends else bucket_us + BUCKET_US[question.bucket]
+        start_us, end_us = max(start_us, bucket_us), min(end_us, following_us)
+    fields: dict[str, Any] = {name: int(getattr(row, name)) for name in AMOUNTS}
+    for name in question.group_by:
+        value = getattr(row, name)
+        fields[name] = None if value == "" and name in _OPTIONAL else value
+    return UsageRow(start_us=start_us, end_us=end_us, **fields)

@@ -1,0 +1,271 @@
+"""The console's pages without a browser: what they show, what their actions do, and what they say in trouble."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy.exc import OperationalError
+from starlette.types import ASGIApp
+
+from tests.admin.conftest import ADMIN_KEY, AdminSide, client_of
+
+pytestmark = pytest.mark.anyio
+HOSTILE = "<script>alert(1)</script>'\"{{7*7}}\u202e"
+
+
+class Browser:
+    """A signed-in browser without scripts: it follows no link that a test does not follow."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+        self._csrf = ""
+
+    async def sign_in(self, key: str) -> None:
+        page = await self.client.get("/console/login")
+        form = {"csrf": _found(r'name="csrf" value="([^"]+)"', page.text), "key": key}
+        assert (await self.client.post("/console/login", data=form)).status_code == 303
+        self._csrf = _found(r'name="csrf-token" content="([^"]+)"', (await self.get("/")).text)
+
+    async def get(self, path: str, status: int = 200) -> httpx.Response:
+        response = await self.client.get(f"/console{path}")
+        assert response.status_code == status, (path, response.status_code, response.text[-300:])
+        return response
+
+    async def post(self, path: str, **fields: Any) -> str:
+        """Send a form, go where it leads, and give what that page says on top."""
+        headers = {"referer": f"http://admin.example/console{fields.pop('referer', '/')}"}
+        data = {"csrf": self._csrf, **fields}
+        response = await self.client.post(f"/console{path}", data=data, headers=headers)
+        assert response.status_code == 303, (path, response.text[-300:])
+        page = await self.client.get(response.headers["location"])
+        notices = re.search(r'<div id="notices".*?>(.*?)</main>', page.text, re.DOTALL)
+        assert notices
+        return re.sub(r"\s+", " ", notices[1])
+
+    async def send(self, method: str, path: str, content: bytes, kind: str = "application/json") -> httpx.Response:
+        headers = {"x-csrf-token": self._csrf, "content-type": kind}
+        return await self.client.request(method, f"/console{path}", content=content, headers=headers)
+
+
+def _found(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found, pattern
+    return found[1]
+
+
+@pytest.fixture
+async def operator(console_app: ASGIApp) -> AsyncIterator[Browser]:
+    async with client_of(console_app) as client:
+        browser = Browser(client)
+        await browser.sign_in(ADMIN_KEY)
+        yield browser
+
+
+PAGES = ["/", "/adapters", "/residency", "/residency?tier=disk", "/requests", "/playground", "/tenants", "/quotas"]
+PAGES += ["/keys", "/usage", "/usage?days=30&group_by=endpoint", "/jobs", "/jobs?state=failed", "/audit"]
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_a_page_without_anything_to_show_says_what_to_do(operator: Browser, path: str) -> None:
+    page = (await operator.get(path)).text
+    assert "<h1>" in page
+    assert "Undefined" not in page
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/adapters/ada_" + "0" * 32,
+        "/adapters/x",
+        "/adapters/x/versions/1",
+        "/tenants/nobody",
+        "/nothing",
+        "/keys?tenant=no",
+    ],
+)
+async def test_what_does_not_exist_is_a_page_that_says_so(operator: Browser, path: str) -> None:
+    page = (await operator.get(path, 404)).text
+    assert "Not here" in page
+    assert "Go to the overview" in page
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/adapters?tenant=" + "x" * 300,
+        "/adapters?after=%00",
+        "/usage?days=-1&group_by=%3Cb%3E&tenant=%00",
+        "/residency?tier=%F0%9F%92%A9",
+        "/jobs?state=none",
+        "/audit?action=%00%0a",
+        "/adapters/%00",
+        "/adapters/x/versions/99999999999999999999",
+        "/tenants/%E2%80%AE",
+    ],
+)
+async def test_bad_input_is_never_a_failure_of_ours(operator: Browser, path: str) -> None:
+    response = await operator.client.get(f"/console{path}")
+    assert response.status_code < 500, response.text[-300:]
+    assert "<b>" not in response.text.replace("<body", "")
+
+
+async def test_markup_in_names_is_inert(operator: Browser, console_side: AdminSide) -> None:
+    tenant = console_side.services.tenants.create("marked", HOSTILE.replace("\u202e", ""))
+    console_side.services.api_keys.create(tenant.id, HOSTILE.replace("\u202e", ""))
+    for path in ("/tenants", "/tenants/marked", "/keys?tenant=marked"):
+        page = (await operator.get(path)).text
+        assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&#39;&#34;{{7*7}}" in page
+
+
+async def test_a_key_is_shown_once(operator: Browser) -> None:
+    await operator.post("/tenants", slug="once")
+    said = await operator.post(
+        "/keys", tenant="once", name="first", scope=["adapters"], days="2", referer="/keys?tenant=once"
+    )
+    secret = _found(r"(sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]{43})", said)
+    page = (await operator.get("/keys?tenant=once")).text
+    assert secret not in page
+    key_id = _found(r"/console/keys/(key_[0-9a-f]{32})/revoke", page)
+    assert "is revoked" in await operator.post(f"/keys/{key_id}/revoke", referer="/keys?tenant=once")
+
+
+async def test_the_second_of_two_editors_of_a_quota_is_told(operator: Browser) -> None:
+    await operator.post("/tenants", slug="edited")
+    await operator.post("/quotas", tenant="edited", metric="tokens_per_minute", limit="1,000", referer="/quotas")
+    page = (await operator.get("/quotas?tenant=edited")).text
+    fields = {name: _found(f'name="{name}" value="([^"]*)"', page) for name in ("quota_id", "seen")}
+    change = {"tenant": "edited", "metric": "tokens_per_minute", "referer": "/quotas?tenant=edited", **fields}
+    assert "is 2,000 from now on" in await operator.post("/quotas", **change, limit="2000")
+    said = await operator.post("/quotas", **change, limit="3000")
+    assert "2,000" in said
+    assert "was not taken" in said
+    assert ">2,000<" in (await operator.get("/quotas?tenant=edited")).text
+
+
+@pytest.mark.parametrize("limit", ["", "many", "-1", "1e9", "9" * 30])
+async def test_a_limit_that_is_no_number_is_refused(operator: Browser, limit: str) -> None:
+    said = await operator.post("/quotas", tenant="nobody", metric="tokens_per_minute", limit=limit, referer="/quotas")
+    assert 'class="notice error"' in said
+
+
+async def test_an_adapter_is_uploaded_moved_and_rolled_back(
+    operator: Browser, console_side: AdminSide, make_adapter: Callable[..., Path]
+) -> None:
+    await operator.post("/tenants", slug="maker")
+    await operator.post("/adapters", tenant="maker", name="voice")
+    adapter_id = _found(r"/console/adapters/(ada_[0-9a-f]{32})", (await operator.get("/adapters?tenant=maker")).text)
+    here = f"/adapters/{adapter_id}"
+    for number in (1, 2):
+        await _upload(operator, here, make_adapter(rank=number))
+        for _ in range(400):
+            page = (await operator.get(f"{here}/versions/{number}")).text
+            if ">ready</span>" in page:
+                break
+            await _pause()
+        assert "passed" in page
+    said = await operator.post(
+        f"{here}/aliases", alias="default", version=["1", "2"], weight_1="90", weight_2="10", referer=here
+    )
+    assert "version 1 (90 %) and version 2 (10 %)" in said
+    assert "somebody has moved" in await operator.post(
+        f"{here}/aliases", alias="default", version="1", weight_1="1", revision="1", referer=here
+    )
+    page = (await operator.get(f"{here}/aliases/default/rollback")).text
+    assert "v1 90 %" in re.sub(r"<[^>]+>", "", page)
+    fields = {name: _found(f'name="{name}" value="([^"]*)"', page) for name in ("seen", "revision")}
+    assert "leads to version 1 again" in await operator.post(f"{here}/aliases/default/rollback", **fields)
+    assert "somebody has moved" in await operator.post(f"{here}/aliases/default/rollback", **fields)
+    await operator.post("/tenants", slug="guest")
+    assert "may call this adapter" in await operator.post(f"{here}/grants", tenant="guest", referer=here)
+    assert ">guest</th>" in (await operator.get(here)).text
+    assert "answers no new request" in await operator.post(f"{here}/state", state="disabled", referer=here)
+
+
+async def _upload(operator: Browser, here: str, directory: Path) -> None:
+    import hashlib
+
+    import msgspec
+
+    contents = {name: (directory / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    declared = [
+        {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    ]
+    made = await operator.send("POST", f"{here}/uploads", msgspec.json.encode({"files": declared}))
+    assert made.status_code == 201, made.text
+    for name, content in contents.items():
+        sent = await operator.send(
+            "PUT", f"{here}/uploads/{made.json()['id']}/files/{name}", content, "application/octet-stream"
+        )
+        assert sent.status_code == 204, sent.text
+    version = await operator.send("POST", f"{here}/versions", msgspec.json.encode({"upload_id": made.json()["id"]}))
+    assert version.status_code == 202, version.text
+
+
+async def _pause() -> None:
+    import anyio
+
+    await anyio.sleep(0.05)
+
+
+async def test_a_viewer_sees_no_form_and_a_tenant_nothing_of_others(
+    console_app: ASGIApp, console_side: AdminSide
+) -> None:
+    services = console_side.services
+    tenant, other = services.tenants.create("own"), services.tenants.create("foreign")
+    services.registry.create_adapter(tenant.id, "mine")
+    services.registry.create_adapter(other.id, "theirs")
+    async with client_of(console_app) as client:
+        viewer = Browser(client)
+        await viewer.sign_in(services.api_keys.create(None, "viewer", ["platform:read"]).secret)
+        for path in ("/adapters", "/keys", "/tenants", "/quotas", "/tenants/own"):
+            page = (await viewer.get(path)).text
+            assert set(re.findall(r'<form method="post" action="([^"]+)"', page)) <= {"/console/logout"}, path
+        assert "this needs a key" in await viewer.post("/tenants", slug="sneaked", referer="/tenants")
+    async with client_of(console_app) as client:
+        admin = Browser(client)
+        await admin.sign_in(services.api_keys.create(tenant.id, "admin", ["tenant:admin"]).secret)
+        page = (await admin.get("/adapters")).text
+        assert "own/mine" in page
+        assert "theirs" not in page
+        await admin.get("/tenants/foreign", 404)
+        await admin.get("/keys?tenant=foreign", 404)
+        assert "foreign" not in (await admin.get("/usage")).text
+
+
+async def test_pages_say_that_the_engine_is_down_and_recover(operator: Browser, console_side: AdminSide) -> None:
+    console_side.engine.die()
+    try:
+        page = (await operator.get("/residency")).text
+        assert "the engine does not answer" in page
+        assert "tries again" in page
+    finally:
+        console_side.engine.revive()
+    assert "The page pool" in (await operator.get("/residency")).text
+
+
+async def test_pages_say_that_the_database_is_down_and_recover(
+    operator: Browser, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(*_: Any, **__: Any) -> Any:
+        raise OperationalError("select", {}, Exception("down"))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(console_side.services.database), "read", down)
+        response = await operator.get("/adapters", 503)
+        assert "the database cannot be reached" in response.text.lower()
+        assert response.headers["refresh"]
+    await operator.get("/adapters")
+
+
+async def test_usage_is_downloaded_as_csv(operator: Browser) -> None:
+    response = await operator.get("/usage.csv?group_by=tenant")
+    assert response.headers["content-type"].startswith("text/csv")
+    assert response.text.startswith("start_us,")
+    assert response.headers["content-security-policy"]

@@ -1,0 +1,164 @@
+"""A running server with the demo's tenants, and Chromium in front of its console."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loramux.admin.client import AdminClient
+from loramux.admin.demo_run import ADAPTERS, DEMO_FILES, SERVED_NAME
+from loramux.admin.demo_server import DemoServer
+from loramux.admin.push import push_adapter
+from tests.browser.browser_tools import axe_source, chromium_path
+
+NUM_QUESTIONS = 4
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-proxy-server"]
+
+
+@dataclass
+class Demo:
+    """The server and what a test needs to call it."""
+
+    server: DemoServer
+    client: AdminClient
+    keys: dict[str, str]
+    adapter_ids: dict[str, str]
+
+    def ask(self, tenant: str, model: str, **fields: Any) -> httpx.Response:
+        body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], **fields}
+        with httpx.Client(trust_env=False, timeout=120) as http:
+            return http.post(
+                f"{self.server.url}/v1/chat/completions",
+                json=body,
+                headers={"authorization": f"Bearer {self.keys[tenant]}"},
+            )
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """One server for all tests, with some requests answered already."""
+    data_dir = tmp_path_factory.mktemp("demo")
+    server = DemoServer(DEMO_FILES / "base", data_dir, _free_port(), _free_port(), SERVED_NAME)
+    try:
+        with server.client() as client:
+            server.wait_until(client.is_alive, "listening")
+            demo = Demo(server, client, {}, {})
+            for tenant, adapter in ADAPTERS.items():
+                client.post("tenants", {"slug": tenant})
+                client.post("quotas", {"tenant": tenant, "metric": "tokens_per_minute", "limit": 100_000})
+                demo.keys[tenant] = client.post("api_keys", {"tenant": tenant, "name": "demo"})["secret"]
+                push_adapter(client, DEMO_FILES / "adapters" / adapter, tenant, adapter)
+                demo.adapter_ids[tenant] = client.get("adapters", tenant=tenant)["data"][0]["id"]
+            server.wait_until(client.is_ready, "ready")
+            for tenant, adapter in ADAPTERS.items():
+                for _ in range(NUM_QUESTIONS):
+                    assert demo.ask(tenant, adapter, max_tokens=24).status_code == 200
+            yield demo
+    finally:
+        server.stop()
+
+
+@dataclass
+class Tab:
+    """A page of the browser that knows the console, and what the browser complained of."""
+
+    page: Any
+    root: str
+    complaints: list[str] = field(default_factory=list)
+
+    def open(self, path: str) -> Any:
+        self.page.goto(self.root + path)
+        return self.page
+
+    def sign_in(self, key: str) -> None:
+        self.open("/login")
+        self.page.fill("[name=key]", key)
+        self.page.click("button.primary")
+        self.page.wait_for_selector("h1:text-is('Overview')")
+
+    def said(self) -> str:
+        """What the page tells its reader on top."""
+        return str(self.page.locator("#notices").inner_text())
+
+    def serious(self) -> list[str]:
+        """What axe finds that is serious or worse."""
+        self.page.evaluate(axe_source())
+        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        return [
+            f"{rule['id']}: {node['html'][:150]} {node.get('failureSummary', '')[:200]}"
+            for rule in found["violations"]
+            if rule["impact"] in ("serious", "critical")
+            for node in rule["nodes"][:3]
+        ]
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium_path(), headless=True, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+NewTab = Callable[..., Tab]
+
+
+@pytest.fixture
+def new_tab(chromium: Any, demo: Demo) -> Iterator[NewTab]:
+    """Opens signed-in tabs, each a browser of its own; at the end none may have complained."""
+    tabs: list[Tab] = []
+
+    def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:
+        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_default_timeout(20_000)
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=demo.server.admin_url)
+        page = context.new_page()
+        tab = Tab(page, f"{demo.server.admin_url}/console")
+        page.on("pageerror", lambda error: tab.complaints.append(f"script: {error}"))
+        page.on("console", lambda message: _note(tab, message))
+        page.on("dialog", lambda dialog: dialog.accept())
+        tab.sign_in(key or demo.server.admin_key)
+        tabs.append(tab)
+        return tab
+
+    yield new
+    complaints = [complaint for tab in tabs for complaint in tab.complaints]
+    for tab in tabs:
+        tab.page.context.close()
+    assert not complaints
+
+
+@pytest.fixture
+def tab(new_tab: NewTab) -> Tab:
+    return new_tab()
+
+
+@pytest.fixture
+def adapter_files() -> Callable[[str], list[str]]:
+    """The two files of one of the demo's adapters."""
+
+    def files(name: str) -> list[str]:
+        folder: Path = DEMO_FILES / "adapters" / name
+        return [str(folder / file) for file in ("adapter_config.json", "adapter_model.safetensors")]
+
+    return files
+
+
+def _note(tab: Tab, message: Any) -> None:
+    # A refused policy shows as an error of the console; an answer that a test provokes on purpose is none.
+    if message.type == "error" and "Failed to load resource" not in message.text:
+        tab.complaints.append(message.text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

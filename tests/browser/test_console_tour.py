@@ -1,0 +1,294 @@
+"""The console in a real browser over a running demo: every page opens, every main action works."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.browser.conftest import Demo, NewTab, Tab
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(180)]
+
+SCREENSHOTS = Path(__file__).parents[2] / "docs" / "screenshots"
+KEPT = {
+    "overview": ("light-1440", "dark-1440", "light-360"),
+    "adapter": ("light-1440", "dark-360"),
+    "residency": ("dark-1440",),
+    "playground": ("light-1440",),
+}
+"""The screenshots that the documentation shows; all others are looked at and thrown away."""
+
+PAGES = {
+    "overview": ("/", "harbour"),
+    "adapters": ("/adapters", "harbour/pirate"),
+    "adapter": ("/adapters/{harbour}", "harbour/pirate"),
+    "version": ("/adapters/{harbour}/versions/1", "passed"),
+    "rollback": ("/adapters/{harbour}/aliases/default/rollback", "History"),
+    "residency": ("/residency", "harbour/pirate@1"),
+    "residency on disk": ("/residency?tier=disk", "harbour/pirate@1"),
+    "requests": ("/requests", "Live requests"),
+    "playground": ("/playground?tenant=harbour", "harbour"),
+    "tenants": ("/tenants", "parcels"),
+    "tenant": ("/tenants/harbour", "tokens per minute"),
+    "quotas": ("/quotas", "100,000"),
+    "keys": ("/keys?tenant=harbour", "demo"),
+    "usage": ("/usage?group_by=model", "harbour/pirate@1"),
+    "jobs": ("/jobs?state=succeeded", "harbour/pirate@1"),
+    "audit": ("/audit", "tenant.create"),
+    "nothing": ("/nowhere", "Not here"),
+}
+LOOKS = [("light", 1440), ("dark", 1440), ("light", 360), ("dark", 360)]
+
+
+@pytest.mark.parametrize(("scheme", "width"), LOOKS, ids=[f"{scheme}-{width}" for scheme, width in LOOKS])
+def test_every_page_opens_with_real_data_and_axe_finds_nothing(
+    new_tab: NewTab, demo: Demo, tmp_path: Path, scheme: str, width: int
+) -> None:
+    tab = new_tab(width=width, scheme=scheme)
+    kept = Path(os.environ.get("LORAMUX_SCREENSHOTS", tmp_path))
+    faults: dict[str, Any] = {}
+    for name, (path, text) in PAGES.items():
+        page = tab.open(path.format(**demo.adapter_ids))
+        assert text in page.locator("main").inner_text(), name
+        page.wait_for_timeout(200)
+        if found := tab.serious():
+            faults[name] = found
+        if page.evaluate("document.documentElement.scrollWidth") > width:
+            faults[f"{name} is too wide"] = page.evaluate("document.documentElement.scrollWidth")
+        if width == 360 and (small := _small_targets(page)):
+            faults[f"{name} has small targets"] = small
+        page.screenshot(path=kept / f"{name.replace(' ', '-')}-{scheme}-{width}.png", full_page=width == 360)
+    assert not faults
+
+
+def test_an_adapter_is_uploaded(tab: Tab, adapter_files: Callable[[str], list[str]]) -> None:
+    page = tab.open("/adapters")
+    page.click("text=New adapter")
+    page.fill("dialog [name=tenant]", "harbour")
+    page.fill("dialog [name=name]", "uploaded")
+    page.click("dialog >> text=Make it")
+    page.wait_for_selector("h1:text-is('uploaded')")
+    page.set_input_files("input[type=file]", adapter_files("formal"))
+    page.click("form[data-upload] button")
+    page.wait_for_selector("h1:text-is('Version 1')")
+    page.wait_for_selector("#version .tag:text-is('ready')", timeout=60_000)
+    assert "passed" in page.inner_text("main")
+
+
+def test_wrong_files_are_refused_before_anything_is_sent(tab: Tab, demo: Demo, tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"no adapter")
+    page = tab.open(f"/adapters/{demo.adapter_ids['parcels']}")
+    page.set_input_files("input[type=file]", str(tmp_path / "weights.bin"))
+    page.click("form[data-upload] button")
+    assert "adapter_config.json" in page.inner_text("[data-progress]")
+
+
+def test_an_alias_moves_by_weight_and_rolls_back(
+    tab: Tab, demo: Demo, adapter_files: Callable[[str], list[str]]
+) -> None:
+    adapter_id = demo.adapter_ids["harbour"]
+    page = tab.open(f"/adapters/{adapter_id}")
+    page.set_input_files("input[type=file]", adapter_files("json"))
+    page.click("form[data-upload] button")
+    page.wait_for_selector("#version .tag:text-is('ready')", timeout=60_000)
+    tab.open(f"/adapters/{adapter_id}")
+    page.click("text=Move…")
+    page.fill("dialog[open] [name=weight_1]", "75")
+    page.fill("dialog[open] [name=weight_2]", "25")
+    page.click("dialog[open] >> text=Move it")
+    page.wait_for_selector("#notices .done")
+    assert "version 1 (75 %) and version 2 (25 %)" in tab.said()
+    page.click("text=Roll back…")
+    page.wait_for_selector("text=What moves")
+    assert "v1 75 %, v2 25 %" in page.inner_text(".move")
+    page.click("button.primary")
+    page.wait_for_selector("#notices .done")
+    assert "version 1 again" in tab.said()
+    alias = demo.client.get(f"adapters/{adapter_id}/aliases/default")
+    assert [target["version"] for target in alias["targets"]] == [1]
+
+
+def test_the_next_request_feels_a_quota_that_was_edited(tab: Tab, demo: Demo) -> None:
+    assert demo.ask("parcels", "json", max_tokens=4).status_code == 200
+    page = tab.open("/quotas?tenant=parcels")
+    page.click("text=Edit…")
+    page.fill("dialog[open] [name=limit]", "5")
+    page.fill("dialog[open] [name=burst]", "100")
+    page.click("dialog[open] >> text=Set it")
+    page.wait_for_selector("#notices .done")
+    for _ in range(8):
+        refused = demo.ask("parcels", "json", max_tokens=40)
+        if refused.status_code == 429:
+            break
+    assert refused.status_code == 429
+    assert refused.json()["error"]["param"] == "tokens_per_minute"
+    page = tab.open("/")
+    page.wait_for_selector("th:text-is('tokens_per_minute')")
+    demo.client.post("quotas", {"tenant": "parcels", "metric": "tokens_per_minute", "limit": 100_000})
+
+
+def test_the_second_of_two_who_edit_one_quota_is_told(new_tab: NewTab, demo: Demo) -> None:
+    first, second = new_tab(), new_tab()
+    for tab in (first, second):
+        tab.open("/quotas?tenant=chambers").click("text=Edit…")
+    first.page.fill("dialog[open] [name=limit]", "70000")
+    first.page.click("dialog[open] >> text=Set it")
+    first.page.wait_for_selector("#notices .done")
+    second.page.fill("dialog[open] [name=limit]", "60000")
+    second.page.click("dialog[open] >> text=Set it")
+    second.page.wait_for_selector("#notices .error")
+    assert "70,000" in second.said()
+    quotas = demo.client.get("quotas", tenant="chambers")["data"]
+    assert [quota["limit"] for quota in quotas if quota["metric"] == "tokens_per_minute"] == [70_000]
+
+
+def test_a_key_is_made_shown_once_and_revoked(tab: Tab, demo: Demo) -> None:
+    page = tab.open("/keys?tenant=chambers")
+    page.click("text=New key")
+    page.fill("dialog[open] [name=name]", "from the browser")
+    page.click("dialog[open] >> text=Make it")
+    secret = page.inner_text(".notice.secret code")
+    assert re.fullmatch(r"sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]{43}", secret)
+    page.click(".notice.secret [data-copy]")
+    assert page.evaluate("navigator.clipboard.readText()") == secret
+    tab.open("/keys?tenant=chambers")
+    assert secret not in page.content()
+    page.click("tr:has-text('from the browser') >> text=Revoke")
+    page.wait_for_selector("tr:has-text('from the browser') .tag:text-is('revoked')")
+
+
+def test_a_key_is_rotated_and_its_old_secret_ends(tab: Tab, demo: Demo) -> None:
+    made = demo.client.post("api_keys", {"tenant": "harbour", "name": "turns"})
+    page = tab.open("/keys?tenant=harbour")
+    page.click("tr:has-text('turns') >> text=Rotate…")
+    page.select_option("dialog[open] [name=grace_s]", "0")
+    page.click("dialog[open] button.primary")
+    secret = page.inner_text(".notice.secret code")
+    assert secret != made["secret"]
+    kept, demo.keys["harbour"] = demo.keys["harbour"], secret
+    assert demo.ask("harbour", "pirate", max_tokens=4).status_code == 200
+    demo.keys["harbour"] = made["secret"]
+    assert demo.ask("harbour", "pirate", max_tokens=4).status_code == 401
+    demo.keys["harbour"] = kept
+
+
+def test_a_dry_run_of_a_quota_says_what_would_bind(tab: Tab, demo: Demo) -> None:
+    page = tab.open("/quotas?tenant=harbour")
+    page.click("text=Edit…")
+    page.fill("dialog[open] [name=limit]", "50")
+    page.click("dialog[open] >> text=Try it")
+    page.wait_for_selector("dialog[open] .tag.bad")
+    assert "tokens per minute" in page.inner_text("dialog[open] table")
+    page.click("dialog[open] >> text=Cancel")
+    limits = demo.client.get("quotas", tenant="harbour")["data"]
+    assert [limit["limit"] for limit in limits if limit["metric"] == "tokens_per_minute"] == [100_000]
+
+
+def test_a_request_that_streams_is_cancelled(tab: Tab, demo: Demo) -> None:
+    answers: list[Any] = []
+    body = {"max_tokens": 900, "ignore_eos": True}
+    asking = threading.Thread(target=lambda: answers.append(demo.ask("chambers", "formal", **body)))
+    tab.open("/requests")
+    started = time.monotonic()
+    asking.start()
+    # It appears by itself, and can be ended from here.
+    tab.page.click("tr:has-text('chambers/formal@1') >> text=Cancel")
+    asking.join(60)
+    assert answers
+    assert time.monotonic() - started < 60
+    tab.page.wait_for_selector("text=Nothing runs just now")
+    event = demo.client.get("usage/events", tenant="chambers")["data"][0]
+    assert event["completion_tokens"] < 900
+
+
+def test_two_versions_answer_side_by_side(tab: Tab) -> None:
+    page = tab.open("/playground?tenant=harbour")
+    page.fill(".lane:nth-child(1) [name=model]", "harbour/pirate@1")
+    page.fill(".lane:nth-child(2) [name=model]", "demo-base")
+    page.click("text=Ask both")
+    for lane in (1, 2):
+        page.wait_for_selector(f".lane:nth-child({lane}) [data-figures]:has-text('tokens')")
+    left, right = (page.inner_text(f".lane:nth-child({n}) output") for n in (1, 2))
+    assert "Arr" in left
+    assert "Paris" in right
+    assert "Arr" not in right
+    assert "harbour/pirate@1" in page.inner_text(".lane:nth-child(1) [data-figures]")
+    if "LORAMUX_SCREENSHOTS" in os.environ:
+        page.screenshot(path=Path(os.environ["LORAMUX_SCREENSHOTS"]) / "playground-answered-light-1440.png")
+
+
+def test_the_theme_is_kept_and_the_menu_opens_by_keyboard(new_tab: NewTab) -> None:
+    tab = new_tab(width=360)
+    page = tab.page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to content"
+    page.focus(".menu-button")
+    page.keyboard.press("Enter")
+    assert page.is_visible("nav >> text=Adapters")
+    assert page.get_attribute(".menu-button", "aria-expanded") == "true"
+    page.click("[data-theme-toggle]")
+    tab.open("/adapters")
+    assert page.get_attribute("html", "data-theme") == "dark"
+
+
+def test_names_with_markup_and_control_characters_are_inert(tab: Tab, demo: Demo) -> None:
+    hostile = "<img src=x onerror=window.taken=1>'\"{{7*7}}"
+    demo.client.post("tenants", {"slug": "hostile", "display_name": hostile})
+    demo.client.post("api_keys", {"tenant": "hostile", "name": hostile})
+    for path in ("/tenants", "/tenants/hostile", "/keys?tenant=hostile", "/adapters?tenant=%3Cscript%3E%00%E2%80%AE"):
+        page = tab.open(path)
+        assert page.evaluate("window.taken") is None
+        assert page.locator("main img").count() == 0
+    assert hostile in tab.open("/keys?tenant=hostile").inner_text("main")
+
+
+def test_a_tenant_sees_its_own_and_a_viewer_changes_nothing(new_tab: NewTab, demo: Demo) -> None:
+    scopes = {"tenant": "harbour", "name": "admin", "scopes": ["tenant:admin"]}
+    tenant = new_tab(key=demo.client.post("api_keys", scopes)["secret"])
+    page = tenant.open("/adapters")
+    assert "harbour/pirate" in page.inner_text("main")
+    assert "chambers" not in page.content()
+    assert tenant.open("/tenants/chambers").locator("h1").inner_text() == "Not here"
+    scopes = {"tenant": None, "name": "viewer", "scopes": ["platform:read"]}
+    viewer = new_tab(key=demo.client.post("api_keys", scopes)["secret"])
+    for path in ("/adapters", f"/adapters/{demo.adapter_ids['harbour']}", "/quotas", "/keys", "/tenants"):
+        forms = viewer.open(path).locator("main form[method=post]")
+        assert forms.count() == 0, path
+
+
+def test_a_page_that_is_open_while_the_engine_is_down_says_so_and_recovers(tab: Tab, demo: Demo) -> None:
+    page = tab.open("/")
+    page.wait_for_selector("text=Engine ready")
+    _engine_of(demo).kill()
+    page.wait_for_selector("text=/Engine (not ready|restarting)/", timeout=30_000)
+    tab.complaints.clear()
+    page.wait_for_selector("text=Engine ready", timeout=120_000)
+    assert demo.ask("harbour", "pirate", max_tokens=4).status_code == 200
+
+
+def _engine_of(demo: Demo) -> psutil.Process:
+    """The engine is the server's child that does not validate adapters."""
+    children = psutil.Process(demo.server.pid).children()
+    return next(child for child in children if any("engine" in word for word in child.cmdline()))
+
+
+def _small_targets(page: Any) -> list[str]:
+    """What a finger must hit and is lower than 44 px; a link inside a sentence is no target of its own."""
+    wanted = (
+        "button, .button, select, nav a, td a, th a, input:not([type=checkbox]):not([type=radio]):not([type=hidden])"
+    )
+    found: list[str] = page.evaluate(
+        """(wanted) => [...document.querySelectorAll(wanted)]
+        .filter((one) => one.offsetParent !== null && one.getBoundingClientRect().height < 43.5)
+        .map((one) => one.outerHTML.slice(0, 120))""",
+        wanted,
+    )
+    return found

@@ -1,0 +1,125 @@
+// What the official Node client sees; prints one JSON document. CLIENT_MODULES is where npm put it.
+const { createRequire } = require("node:module");
+const load = createRequire(process.env.CLIENT_MODULES + "/");
+const OpenAI = load("openai");
+
+const { CLIENT_URL, CLIENT_KEY, CLIENT_LIMITED_KEY, CLIENT_MODEL } = process.env;
+const chat = {
+  model: CLIENT_MODEL,
+  messages: [{ role: "user", content: "What is the capital of France?" }],
+  temperature: 0,
+  max_tokens: 48,
+};
+
+function client(apiKey = CLIENT_KEY, maxRetries = 0) {
+  return new OpenAI({ baseURL: CLIENT_URL, apiKey, maxRetries });
+}
+
+async function refusal(call, kind) {
+  try {
+    await call();
+  } catch (error) {
+    if (error instanceof kind) {
+      return [kind.name, error.status, error.code, error.type, Boolean(error.requestID)];
+    }
+    throw error;
+  }
+  return ["nothing was thrown"];
+}
+
+async function joined(chunks) {
+  let [text, usage, reason, count, last] = ["", null, null, 0, null];
+  for await (const chunk of chunks) {
+    count += 1;
+    last = chunk;
+    usage = chunk.usage ?? usage;
+    for (const choice of chunk.choices) {
+      text += choice.delta.content ?? "";
+      reason = choice.finish_reason ?? reason;
+    }
+  }
+  return {
+    text,
+    reason,
+    usage: usage?.total_tokens ?? null,
+    "is streamed": count > 3,
+    "usage comes last": last.choices.length === 0,
+  };
+}
+
+async function limits() {
+  for (let number = 0; number < 8; number += 1) {
+    try {
+      await client(CLIENT_LIMITED_KEY).chat.completions.create(chat);
+    } catch (error) {
+      const after = Number(error.headers.get("retry-after"));
+      return { status: error.status, code: error.code, "retry after": after > 0 && after <= 60 };
+    }
+  }
+  return { status: "never limited" };
+}
+
+// A reader that goes away in the middle: the server has to end the request by itself.
+async function leave() {
+  const stream = await client().chat.completions.create({ ...chat, max_tokens: 512, ignore_eos: true, stream: true });
+  let count = 0;
+  for await (const _chunk of stream) {
+    count += 1;
+    if (count === 3) break;
+  }
+  return stream.controller.signal.aborted;
+}
+
+async function main() {
+  const answer = await client().chat.completions.create(chat);
+  const probable = await client().chat.completions.create({ ...chat, logprobs: true, top_logprobs: 2 });
+  const several = await client().chat.completions.create({ ...chat, temperature: 1.5, n: 3, seed: 7 });
+  const stopped = await client().chat.completions.create({ ...chat, stop: ["capital"] });
+  const completion = { model: CLIENT_MODEL, prompt: "The capital of", max_tokens: 8, temperature: 0 };
+  const whole = await client().completions.create(completion);
+  let parts = "";
+  for await (const part of await client().completions.create({ ...completion, stream: true })) {
+    parts += part.choices[0]?.text ?? "";
+  }
+  const models = [];
+  for await (const model of client().models.list()) models.push(model.id);
+  const together = await Promise.all([1, 2, 3, 4].map(() => client().chat.completions.create(chat)));
+  const patient = client(CLIENT_LIMITED_KEY, 5);
+  const found = {
+    version: load("openai/version").VERSION,
+    text: answer.choices[0].message.content,
+    reason: answer.choices[0].finish_reason,
+    usage: answer.usage.total_tokens,
+    stream: await joined(await client().chat.completions.create({ ...chat, stream: true })),
+    "stream with usage": await joined(
+      await client().chat.completions.create({ ...chat, stream: true, stream_options: { include_usage: true } }),
+    ),
+    logprobs: probable.choices[0].logprobs.content.map((token) => token.token).join(""),
+    "logprobs are whole": probable.choices[0].logprobs.content.every((token) => token.top_logprobs.length === 2),
+    n: several.choices.map((choice) => choice.index).sort(),
+    stop: [stopped.choices[0].message.content, stopped.choices[0].finish_reason],
+    completion: whole.choices[0].text,
+    "completion stream": parts,
+    models: models.sort(),
+    model: (await client().models.retrieve(CLIENT_MODEL)).id,
+    together: together.map((one) => one.choices[0].message.content),
+    left: await leave(),
+    "unknown model": await refusal(
+      () => client().chat.completions.create({ ...chat, model: "nobody/nothing" }),
+      OpenAI.NotFoundError,
+    ),
+    "wrong key": await refusal(() => client("wrong").chat.completions.create(chat), OpenAI.AuthenticationError),
+    "wrong call": await refusal(
+      () => client().chat.completions.create({ ...chat, temperature: 9 }),
+      OpenAI.BadRequestError,
+    ),
+    limit: await limits(),
+    retries: (await Promise.all([1, 2, 3].map(() => patient.chat.completions.create(chat)))).length,
+  };
+  console.log(JSON.stringify(found));
+}
+
+main().catch((error) => {
+  console.error(error);
+  process.exit(1);
+});

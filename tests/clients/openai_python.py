@@ -1,0 +1,126 @@
+"""What the official Python client sees; run by a Python of its own, prints one JSON document."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from typing import Any
+
+import openai
+from openai import AsyncOpenAI, OpenAI
+
+URL, KEY, LIMITED_KEY, MODEL = (
+    os.environ[name] for name in ("CLIENT_URL", "CLIENT_KEY", "CLIENT_LIMITED_KEY", "CLIENT_MODEL")
+)
+MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
+CHAT: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 48}
+
+
+def refusal(call: Any, kind: type[openai.APIStatusError]) -> list[Any]:
+    try:
+        call()
+    except kind as error:
+        return [type(error).__name__, error.status_code, error.code, error.type, bool(error.request_id)]
+    return ["nothing was raised"]
+
+
+def joined(chunks: Any) -> dict[str, Any]:
+    text, usage, reason, num_chunks, last_has_choices = "", None, None, 0, True
+    for chunk in chunks:
+        num_chunks += 1
+        last_has_choices = bool(chunk.choices)
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+    return {
+        "text": text,
+        "reason": reason,
+        "usage": usage and usage.total_tokens,
+        "is streamed": num_chunks > 3,
+        "usage comes last": not last_has_choices,
+    }
+
+
+def retried() -> dict[str, Any]:
+    """A limit of one request a second, met by a client that may try again."""
+    patient = OpenAI(base_url=URL, api_key=LIMITED_KEY, max_retries=5)
+    begun = time.monotonic()
+    answers = [patient.chat.completions.create(**CHAT) for _ in range(3)]
+    return {"num answers": len(answers), "waited": time.monotonic() - begun > 1}
+
+
+def limits() -> dict[str, Any]:
+    impatient = OpenAI(base_url=URL, api_key=LIMITED_KEY, max_retries=0)
+    for _ in range(8):
+        try:
+            response = impatient.chat.completions.with_raw_response.create(**CHAT)
+            remaining = response.headers["x-ratelimit-remaining-requests"]
+        except openai.RateLimitError as error:
+            return {
+                "status": error.status_code,
+                "code": error.code,
+                "retry after": 0 < float(error.response.headers["retry-after"]) <= 60,
+                "remaining was told": remaining.isdigit(),
+            }
+    return {"status": "never limited"}
+
+
+async def together() -> list[str | None]:
+    async with AsyncOpenAI(base_url=URL, api_key=KEY) as client:
+        answers = await asyncio.gather(*(client.chat.completions.create(**CHAT) for _ in range(4)))
+    return [answer.choices[0].message.content for answer in answers]
+
+
+def main() -> None:
+    client = OpenAI(base_url=URL, api_key=KEY, max_retries=0)
+    answer = client.chat.completions.create(**CHAT)
+    probable = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
+    content = (probable.choices[0].logprobs and probable.choices[0].logprobs.content) or []
+    several = client.chat.completions.create(**{**CHAT, "temperature": 1.5}, n=3, seed=7)
+    stopped = client.chat.completions.create(**CHAT, stop=["capital"])
+    whole = client.completions.create(model=MODEL, prompt="The capital of", max_tokens=8, temperature=0)
+    parts = client.completions.create(model=MODEL, prompt="The capital of", max_tokens=8, temperature=0, stream=True)
+    found = {
+        "version": openai.__version__,
+        "text": answer.choices[0].message.content,
+        "reason": answer.choices[0].finish_reason,
+        "usage": answer.usage and answer.usage.total_tokens,
+        "stream": joined(client.chat.completions.create(**CHAT, stream=True)),
+        "stream with usage": joined(
+            client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
+        ),
+        "max_completion_tokens": client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=48
+        )
+        .choices[0]
+        .message.content,
+        "logprobs": "".join(token.token for token in content),
+        "logprobs are whole": all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in content),
+        "n": sorted(choice.index for choice in several.choices),
+        "stop": [stopped.choices[0].message.content, stopped.choices[0].finish_reason],
+        "completion": whole.choices[0].text,
+        "completion stream": "".join(part.choices[0].text for part in parts if part.choices),
+        "models": sorted(model.id for model in client.models.list()),
+        "model": client.models.retrieve(MODEL).id,
+        "together": asyncio.run(together()),
+        "unknown model": refusal(
+            lambda: client.chat.completions.create(**{**CHAT, "model": "nobody/nothing"}), openai.NotFoundError
+        ),
+        "wrong key": refusal(
+            lambda: OpenAI(base_url=URL, api_key="wrong", max_retries=0).chat.completions.create(**CHAT),
+            openai.AuthenticationError,
+        ),
+        "wrong call": refusal(
+            lambda: client.chat.completions.create(**{**CHAT, "temperature": 9}), openai.BadRequestError
+        ),
+        "limit": limits(),
+        "retries": retried(),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Clients that others wrote, unmodified, against a running server: `make test-clients`.
+
+Each client's script asks the same questions in the client's own way and prints what it saw. The answers are compared
+with each other and with a plain HTTP call, and what was billed at the end with what the clients were told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conformance.served import Deployment, deployment
+
+pytestmark = pytest.mark.campaign
+
+HERE = Path(__file__).parent
+ENVIRONMENT = HERE.parents[1] / ".venv-clients"
+CLIENTS = {
+    "openai (Python, litellm's)": [str(ENVIRONMENT / "bin" / "python"), "openai_python.py"],
+    "openai (Python, ours)": [sys.executable, "openai_python.py"],
+    "openai (Node)": [shutil.which("node") or "node", "openai_node.cjs"],
+    "litellm": [str(ENVIRONMENT / "bin" / "python"), "litellm_python.py"],
+    "langchain-openai": [str(ENVIRONMENT / "bin" / "python"), "langchain_python.py"],
+}
+PIRATE = HERE.parents[1] / "admin" / "demo" / "adapters" / "pirate"
+MODEL = "harbour/pirate"
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A running server, a key without limits and one that may send a request a second."""
+
+    deployment: Deployment
+    key: str
+    limited_key: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.deployment.port}/v1"
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator[Stand]:
+    made = deployment(demo_base, tmp_path_factory.mktemp("clients"), (), {})
+    with made.running():
+        keys = []
+        for slug in ("harbour", "limited"):
+            made.json("tenants", "create", slug)
+            keys.append(made.json("keys", "create", "--tenant", slug)["secret"])
+        pushed = made.json("adapters", "push", str(PIRATE), "--tenant", "harbour", "--name", "pirate")
+        assert pushed["model"] == MODEL
+        made.command("grants", "add", MODEL, "--tenant", "limited")
+        limit = ("--metric", "requests_per_minute", "--limit", "60", "--burst", "1")
+        assert made.command("quotas", "set", "--tenant", "limited", *limit).returncode == 0
+        yield Stand(made, *keys)
+
+
+@pytest.fixture(scope="module")
+def plain(stand: Stand) -> dict[str, Any]:
+    """The answer to the clients' question by HTTP alone."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_tokens": 48,
+    }
+    headers = {"authorization": f"Bearer {stand.key}"}
+    answer = httpx.post(f"{stand.url}/chat/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+@pytest.fixture(scope="module", params=CLIENTS, ids=str)
+def seen(request: pytest.FixtureRequest, stand: Stand) -> dict[str, Any]:
+    """What one client saw."""
+    program, script = CLIENTS[request.param]
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("LORAMUX_", "PYTHON"))},
+        "CLIENT_URL": stand.url,
+        "CLIENT_KEY": stand.key,
+        "CLIENT_LIMITED_KEY": stand.limited_key,
+        "CLIENT_MODEL": MODEL,
+        "CLIENT_MODULES": str(ENVIRONMENT / "node"),
+        # litellm would fetch a table of prices from the network.
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    done = subprocess.run(
+        [program, str(HERE / script)], env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_an_answer_and_its_usage_come_whole_and_streamed(seen: dict[str, Any], plain: dict[str, Any]) -> None:
+    choice, total = plain["choices"][0], plain["usage"]["total_tokens"]
+    text = choice["message"]["content"]
+    assert (seen["text"], seen["reason"], seen["usage"]) == (text, choice["finish_reason"], total)
+    for stream, usage in (("stream", None), ("stream with usage", total)):
+        assert (seen[stream]["text"], seen[stream]["is streamed"]) == (text, True)
+        if stream == "stream with usage":
+            assert seen[stream]["usage"] == usage
+            assert seen[stream].get("usage comes last", True)
+
+
+def test_what_is_asked_for_is_done(seen: dict[str, Any], plain: dict[str, Any]) -> None:
+    text = plain["choices"][0]["message"]["content"]
+    assert seen["logprobs"] == text
+    assert seen.get("logprobs are whole", True) is True
+    assert seen["n"] in ([0, 1, 2], 3)
+    assert seen["stop"] == [text.partition("capital")[0], "stop"]
+    assert set(seen["together"]) == {text}
+    assert seen.get("max_completion_tokens", text) == text
+    assert seen["completion"].strip()
+    assert seen.get("completion stream", seen["completion"]) == seen["completion"]
+    assert seen.get("left", True)
+    assert MODEL in seen.get("models", [MODEL])
+    assert seen.get("model", MODEL) == MODEL
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "status", "code"),
+    [
+        ("unknown model", "NotFoundError", 404, "model_not_found"),
+        ("wrong key", "AuthenticationError", 401, "invalid_api_key"),
+        ("wrong call", "BadRequestError", 400, None),
+    ],
+)
+def test_an_error_is_the_clients_own_class(
+    seen: dict[str, Any], what: str, kind: str, status: int, code: str | None
+) -> None:
+    if what not in seen:
+        pytest.skip("this client checks its arguments itself")
+    assert seen[what][:2] == [kind, status]
+    if len(seen[what]) > 2:
+        assert seen[what][2] == code if code else seen[what][2]
+        assert seen[what][4], "the client knows the request's id"
+
+
+def test_a_limit_is_told_and_waited_for(seen: dict[str, Any]) -> None:
+    limit = seen["limit"]
+    if isinstance(limit, dict):
+        assert limit == {**limit, "status": 429, "code": "rate_limit_exceeded", "retry after": True}
+    else:
+        assert limit == ["RateLimitError", 429]
+    retries = seen.get("retries", 3)
+    assert retries == 3 or retries == {"num answers": 3, "waited": True}

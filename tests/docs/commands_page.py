@@ -1,0 +1,82 @@
+"""`docs/commands.md`, from the command line itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from loramux.admin.cli import app
+
+HEAD = """# Every verb
+
+Written by `make docs` from the command line itself; a test compares them. `loramux VERB --help` says the same.
+
+`--profile NAME` and `--version` stand ahead of the verb: `loramux --profile production tenants list`. Without
+`--profile` a verb calls the server at `LORAMUX_ADMIN_URL` with `LORAMUX_ADMIN_KEY`, and where no key is set, the
+current profile (`loramux profiles list`).
+
+| exit code | meaning |
+|---:|---|
+| 0 | done |
+| 1 | the server refused, or `doctor` found something that failed |
+| 2 | the call or the settings are wrong; nothing was sent |
+| 3 | no server answers, or none is named |
+| 130 | Ctrl-C |
+
+`--json` prints one JSON document on standard output, also for a failure:
+`{"error": {"message": ..., "code": ..., "param": ...}}`. Without it, failures are sentences on standard error.
+
+Completion: `loramux --install-completion` (bash, zsh, fish).
+"""
+
+
+def commands_page() -> str:
+    parts = [HEAD]
+    for words, verb in _verbs(typer.main.get_command(app)):
+        parts.append(_section(words, verb))
+    return "\n".join(parts)
+
+
+def _verbs(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "commands"):
+        yield words, command
+        return
+    for name in sorted(command.commands):
+        yield from _verbs(command.commands[name], (*words, name))
+
+
+def _section(words: tuple[str, ...], verb: Any) -> str:
+    arguments = [parameter for parameter in verb.params if parameter.param_type_name == "argument"]
+    options = [parameter for parameter in verb.params if parameter.param_type_name == "option"]
+    call = " ".join(["loramux", *words, *(_shown_argument(argument) for argument in arguments)])
+    lines = [f"## {' '.join(words)}", "", " ".join((verb.help or "").split()), "", f"    {call}", ""]
+    rows = [(_shown_argument(argument), argument.help, "") for argument in arguments]
+    rows += [(_shown_option(option), option.help, "required" if option.required else "") for option in options]
+    lines += ["| | | |", "|---|---|---|"]
+    lines += [f"| `{name}` | {_cell(text)} | {note} |" for name, text, note in rows if name != "--help"]
+    return "\n".join([*lines, ""])
+
+
+def _shown_argument(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    return name if argument.required else f"[{name}]"
+
+
+def _shown_option(option: Any) -> str:
+    names = ", ".join([*option.opts, *option.secondary_opts])
+    return names if option.is_flag else f"{names} {_value_of(option)}"
+
+
+def _value_of(option: Any) -> str:
+    kind = option.type_descriptor.annotation
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "/".join(str(choice.value) for choice in kind)
+    return {int: "N", float: "N", Path: "PATH"}.get(kind, "TEXT")
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")

@@ -1,0 +1,77 @@
+"""Documentation is true: references match the program, links lead somewhere, and what a page says to type works."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.docs.shell_session import Typed, script_of, type_page
+from tests.docs.write import DOCS, PAGES
+
+ROOT = DOCS.parent
+DEMO = ROOT / "admin" / "demo"
+PAGES_WITH_LINKS = [ROOT / "README.md", *sorted(path for path in DOCS.glob("*.md") if path.name != "metrics.md")]
+TYPED_PAGES = sorted(path for path in DOCS.glob("*.md") if script_of(path))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_reference_is_what_the_program_says(name: str) -> None:
+    assert (DOCS / name).read_text() == PAGES[name](), "run 'make docs'"
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", page.read_text()):
+        link = target[0] or target[1]
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, heading = link.partition("#")
+        found = (page.parent / path) if path else page
+        assert found.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
+
+
+def free_ports(*said: int) -> dict[int, int]:
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in said]
+        return {port: listener.getsockname()[1] for port, listener in zip(said, taken, strict=True)}
+
+
+def type_in_place(page: Path, directory: Path) -> Typed:
+    """Type a page where a base and two adapters of it lie, as its reader's do."""
+    shutil.copytree(DEMO / "base", directory / "my-base")
+    shutil.copytree(DEMO / "adapters" / "pirate", directory / "my-adapter")
+    shutil.copytree(DEMO / "adapters" / "formal", directory / "my-better-adapter")
+    ports = free_ports(8000, 8001)
+    environment = {"LORAMUX_PORT": str(ports[8000]), "LORAMUX_ADMIN_PORT": str(ports[8001])}
+    return type_page(page, directory, ports, environment)
+
+
+def test_a_newcomers_path_is_typed_from_the_readme(tmp_path: Path) -> None:
+    """Serve one's own base, make tenant, key and quota, push an adapter, call it, and read the report."""
+    typed = type_in_place(ROOT / "README.md", tmp_path)
+    assert typed.exit_code == 0, typed.errors + typed.output
+    assert "acme/support version 1 is ready" in typed.output
+    # curl ends its output without a line break.
+    answer, _ = json.JSONDecoder().raw_decode(typed.output, typed.output.index('{"id"'))
+    assert answer["choices"][0]["message"]["content"].startswith("Arr, matey!")
+    usage = answer["usage"]
+    billed = rf"acme +acme/support@1 +1 +{usage['prompt_tokens']} +0 +{usage['completion_tokens']}\b"
+    assert re.search(billed, typed.output), typed.output
+    assert "Traceback" not in typed.errors
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("page", TYPED_PAGES, ids=lambda page: page.name)
+def test_what_a_page_says_to_type_works(page: Path, tmp_path: Path) -> None:
+    typed = type_in_place(page, tmp_path)
+    assert typed.exit_code == 0, typed.errors + typed.output
+    assert "Traceback" not in typed.errors

