@@ -23,6 +23,7 @@ from loramux.admin.rest.listing import (
 from loramux.admin.rest.quota_subjects import caller_of, subject_of
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.openapi import takes
 from loramux.platform.quota_check import Verdict
 from loramux.platform.quota_metrics import METRICS
 from loramux.platform.quota_view import EffectiveLimit
@@ -33,13 +34,13 @@ router = APIRouter(prefix="/quotas")
 Named = Annotated[str | None, Query(max_length=64)]
 
 
-@router.post("")
+@router.post("", openapi_extra=takes(QuotaLimit))
 async def set_quota(request: Request, services: Services, caller: PlatformAdmin) -> Document:
     """Set a limit, in place of the one that its subject had for the metric."""
     return await _set(services, caller, await read_json(request, QuotaLimit))
 
 
-@router.put("/tenants/{tenant}/{metric}")
+@router.put("/tenants/{tenant}/{metric}", openapi_extra=takes(QuotaChange))
 async def put_quota(tenant: str, metric: str, request: Request, services: Services, caller: PlatformAdmin) -> Document:
     """Set a tenant's limit for a metric; what the body says of either must be what the path says."""
     body = await read_json(request, QuotaChange)
@@ -85,7 +86,7 @@ async def effective_quotas(
     }
 
 
-@router.post("/check")
+@router.post("/check", openapi_extra=takes(QuotaQuestion))
 async def check_quotas(request: Request, services: Services, caller: Reader) -> Document:
     """Say whether a request would be admitted now, and by `quota` whether it would be if that were set; a dry run."""
     body = await read_json(request, QuotaQuestion)
@@ -124,7 +125,7 @@ async def get_quota(quota_id: str, services: Services, caller: Reader) -> Docume
     return describe_quota(await _find(services, caller, quota_id))
 
 
-@router.patch("/{quota_id}")
+@router.patch("/{quota_id}", openapi_extra=takes(QuotaChange))
 async def change_quota(quota_id: str, request: Request, services: Services, caller: PlatformAdmin) -> Document:
     """Change a limit, its burst or its mode."""
     body = await read_json(request, QuotaChange)

@@ -32,7 +32,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.price_list import NOTICE_US, PriceList
+from loramux.platform.price_list import PriceList
 from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.reservations import Checkpoint, ReservationRequest, Settlement
@@ -53,6 +53,7 @@ NUM_STEPS = int(os.environ.get("LORAMUX_QUOTA_STEPS", "20000"))
 """Of the campaign, on each database."""
 
 ZONES = ("Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe")
+PRICED_AHEAD_US = 30 * 86_400_000_000
 STARTS = (
     # An hour before clocks change in Berlin, in spring and in autumn, and before a year ends.
     datetime(2026, 3, 29, 0, 0, tzinfo=UTC),
@@ -67,6 +68,14 @@ LIMITS = {
     "tokens_per_month": 250,
     "cost_per_day": cost(60, 0, 90),
     "cost_per_month": cost(90, 0, 160),
+}
+LIMIT = {
+    "who": st.sampled_from(["platform", "tenant", "tenant", "key", "adapter"]),
+    "which": st.integers(0, 1),
+    "metric": st.sampled_from(sorted(LIMITS)),
+    "part": st.sampled_from([2, 1, 4, 0]),
+    "has_burst": st.booleans(),
+    "mode": st.sampled_from(["hard", "hard", "hard", "soft", "shadow"]),
 }
 SECONDS = st.sampled_from([0.000_001, 0.7, 5, 20, 31, 61, 1800, 3600, 26 * 3600, -0.5, -40, -3600])
 
@@ -111,9 +120,14 @@ class QuotaMachine(RuleBasedStateMachine):
         self.admission = Admission(self.database)
         self.policies = QuotaPolicies(self.database)
 
-    @initialize(start=st.sampled_from(STARTS), zones=st.permutations(ZONES))
-    def begin(self, start: datetime, zones: list[str]) -> None:
-        self.clock.now_us = int(start.timestamp()) * 1_000_000 - NOTICE_US
+    @initialize(
+        start=st.sampled_from(STARTS),
+        zones=st.permutations(ZONES),
+        limits=st.lists(st.fixed_dictionaries(LIMIT), min_size=4, max_size=9),
+    )
+    def begin(self, start: datetime, zones: list[str], limits: list[dict[str, Any]]) -> None:
+        # Prices hold since long before, so that no step back comes to a time without any.
+        self.clock.now_us = int(start.timestamp()) * 1_000_000 - PRICED_AHEAD_US
         tenants, keys = Tenants(self.database), ApiKeys(self.database)
         self.tenants = [tenants.create(f"tenant-{i}", timezone=zone).id for i, zone in enumerate(zones[:2])]
         self.keys = {tenant: keys.create(tenant, "key").key.id for tenant in self.tenants}
@@ -121,10 +135,12 @@ class QuotaMachine(RuleBasedStateMachine):
         PriceList(self.database).add(
             tenant_id=None, scope="all", prompt_nanos=PROMPT, cached_nanos=CACHED, completion_nanos=COMPLETION
         )
-        self.clock.now_us += NOTICE_US
+        self.clock.now_us += PRICED_AHEAD_US
         owners = {self.keys[tenant]: tenant for tenant in self.tenants}
         owners.update((self.adapters[tenant], tenant) for tenant in self.tenants)
         self.oracle = QuotaOracle(dict(zip(self.tenants, zones, strict=False)), owners)
+        for limit in limits:
+            self._set(**limit)
 
     def _adapter(self, tenant: str) -> str:
         adapter_id = new_id("ada")
@@ -143,15 +159,11 @@ class QuotaMachine(RuleBasedStateMachine):
 
     # Policies
 
-    @rule(
-        who=st.sampled_from(["platform", "tenant", "tenant", "key", "adapter"]),
-        which=st.integers(0, 1),
-        metric=st.sampled_from(sorted(LIMITS)),
-        part=st.sampled_from([0, 1, 2, 4]),
-        has_burst=st.booleans(),
-        mode=st.sampled_from(["hard", "hard", "hard", "soft", "shadow"]),
-    )
-    def set_policy(self, who: str, which: int, metric: str, part: int, has_burst: bool, mode: str) -> None:
+    @rule(limit=st.fixed_dictionaries(LIMIT))
+    def set_policy(self, limit: dict[str, Any]) -> None:
+        self._set(**limit)
+
+    def _set(self, who: str, which: int, metric: str, part: int, has_burst: bool, mode: str) -> None:
         tenant = self.tenants[which]
         subject = {
             "platform": "platform",
@@ -186,13 +198,19 @@ class QuotaMachine(RuleBasedStateMachine):
     # Requests
 
     @rule(
-        which=st.integers(0, 1),
-        whose=st.sampled_from([None, 0, 1]),
-        prompt=st.integers(1, 40),
-        completion=st.integers(1, 60),
+        asked=st.lists(
+            st.tuples(st.integers(0, 1), st.sampled_from([None, 0, 1]), st.integers(1, 40), st.integers(1, 60)),
+            min_size=1,
+            max_size=5,
+        ),
         crash=st.sampled_from([None, None, 0, 2, 4, 6, 8, 10, 12]),
     )
-    def reserve(self, which: int, whose: int | None, prompt: int, completion: int, crash: int | None) -> None:
+    def reserve(self, asked: list[tuple[int, int | None, int, int]], crash: int | None) -> None:
+        for which, whose, prompt, completion in asked:
+            self._reserve(which, whose, prompt, completion, crash)
+            crash = None
+
+    def _reserve(self, which: int, whose: int | None, prompt: int, completion: int, crash: int | None) -> None:
         tenant = self.tenants[which]
         adapter = None if whose is None else self.adapters[self.tenants[whose]]
         request = Request(new_id("req"), tenant, prompt, completion, self.clock.now_us + LEASE_US)
