@@ -14,8 +14,8 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-quotas campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean test-prometheus
-.PHONY: docs test-clients test-docs
+.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-quotas campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean test-prometheus
+.PHONY: docs test-clients test-docs test-package
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ campaign-validation: $(WARM) ## The whole hostile catalogue in its process, 20,0
 	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
 		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)
 
+campaign-api: $(WARM) ## Random calls over both OpenAPI documents (LORAMUX_API_CASES=20000 LORAMUX_API_SEED=1)
+	$(VENV)/bin/python -m pytest tests/admin/test_api_conformance.py -m campaign --timeout 36000 -s $(ARGS)
+
 campaign-ingest: $(WARM) ## Servers killed at every step of the ingestion, on both databases and both blob stores
 	$(VENV)/bin/python -m pytest tests/adapter_store/test_ingest_crashes.py -m campaign --timeout 3600 $(ARGS)
 
@@ -90,6 +93,9 @@ docs: $(READY) ## Write the pages of docs/ that come from the program itself
 
 test-docs: $(WARM) ## Type every command that the documentation says to type
 	$(VENV)/bin/python -m pytest tests/docs -m 'campaign or not campaign' $(ARGS)
+
+test-package: $(WARM) ## What wheel and sdist hold, and the demo from a wheel (LORAMUX_PYTHONS='python3.11 python3.13')
+	$(VENV)/bin/python -m pytest tests/layout/test_package.py -m campaign $(ARGS)
 
 test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real radosgw (Debian's, installed where root may)
 	$(VENV)/bin/python -m tests.adapter_store.radosgw

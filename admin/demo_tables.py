@@ -66,7 +66,8 @@ def print_directions(console: Console, server: DemoServer, api_key: str, model: 
     lines = (
         "The server stays up until Ctrl-C.",
         f"  OpenAI API   {server.url}/v1",
-        f"  metrics      {server.admin_url}/metrics    (open it in a browser)",
+        f"  console      {server.admin_url}/console/    (open it in a browser, and sign in with the key below)",
+        f"  metrics      {server.admin_url}/metrics",
         "",
         "Ask it yourself:",
         f"  curl {server.url}/v1/chat/completions -H 'Authorization: Bearer {api_key}' \\",

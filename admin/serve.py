@@ -153,6 +153,7 @@ def _announce(
         f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype})",
         f"  OpenAI API  {url}/v1",
         f"  admin       {admin_url}",
+        f"  console     {admin_url}{settings.admin_root_path}/console/",
     ]
     if bootstrap_key is not None:
         lines.append(f"  admin key   {bootstrap_key}  (shown this once: export it as LORAMUX_ADMIN_KEY)")

@@ -75,6 +75,12 @@ def answers(document: type) -> Responses:
     return {200: {"model": document, "content": {"text/event-stream": stream}}}
 
 
+def answers_rows(document: type) -> Responses:
+    """The same of a report: JSON, or rows of CSV or of newline-delimited JSON."""
+    rows: Json = {"schema": {"type": "string"}, "example": "start_us,end_us,tenant,requests\n"}
+    return {200: {"model": document, "content": {"text/csv": rows, "application/x-ndjson": rows}}}
+
+
 def errors(*statuses: int) -> Responses:
     """For `responses`: errors that a route has beyond those that `describe` finds by its shape."""
     return {status: {"description": ERROR_EXAMPLES[status][0]} for status in statuses}

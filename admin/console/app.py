@@ -17,6 +17,7 @@ from loramux.admin.console.login import Login
 from loramux.admin.console.pages import (
     adapters,
     audit,
+    health,
     jobs,
     keys,
     playground,
@@ -97,6 +98,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             does("/requests/{request_id}/cancel", requests.cancel),
             shows("/jobs", jobs.show),
             shows("/audit", audit.show),
+            shows("/health", health.show),
             shows("/usage", usage.show),
             shows("/usage.csv", usage.download),
             shows("/playground", playground.show),

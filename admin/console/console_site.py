@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp
 
 from loramux.admin.console.login_throttle import LoginThrottle
+from loramux.admin.console.panels import Recent
 from loramux.admin.console.rendering import Templates
 from loramux.admin.console.sessions import ConsoleSessions
 from loramux.admin.services import AdminServices
@@ -27,6 +28,8 @@ class Site:
     sessions: ConsoleSessions = field(default_factory=ConsoleSessions)
     throttle: LoginThrottle = field(default_factory=LoginThrottle)
     templates: Templates = field(default_factory=Templates)
+    recent: Recent = field(default_factory=Recent)
+    """Figures that cost something and may be a few seconds old."""
 
 
 def key_refresh(api_keys: ApiKeys, principal: Principal) -> Callable[[], Principal | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -27,6 +28,14 @@ def compact(value: float | None) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
     return number(value)
+
+
+def money(nanos: int | None) -> str:
+    """`1.25` of an amount in thousand-millionths; small ones keep the digits that they need."""
+    if nanos is None:
+        return NOTHING
+    amount = Decimal(nanos) / 10**9
+    return f"{amount:,.2f}" if amount == 0 or abs(amount) >= Decimal("0.1") else f"{amount:.6f}".rstrip("0")
 
 
 def size(value: float | None) -> str:
@@ -94,6 +103,7 @@ def pretty_json(value: Any) -> str:
 FILTERS: Mapping[str, Callable[..., Any]] = {
     "number": number,
     "compact": compact,
+    "money": money,
     "size": size,
     "duration": duration,
     "ago": ago,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from starlette.responses import Response, StreamingResponse
 
-from loramux.admin.console.session_cookie import SESSION, read_cookie
 from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, find_session
 from loramux.platform.errors import Unavailable
 
@@ -20,51 +19,44 @@ Render = Callable[[], Awaitable[str]]
 
 
 class LiveParts:
-    """Sends what `render` gives whenever it has changed, for as long as the session lives."""
+    """Sends each part whenever it has changed, for as long as the session lives."""
 
     def __init__(self) -> None:
         self._num_streams = 0
 
-    def stream(self, visit: Visit, event: str, every_s: float, render: Render) -> Response:
-        """Raises Unavailable where too many are watched already."""
+    def stream(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> Response:
+        """The parts by the names of their events. Raises Unavailable where too many pages are watched already."""
         if self._num_streams >= MAX_STREAMS:
             raise Unavailable("too many pages are being watched; open this one again later", retry_after_s=30)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(
-            self._events(visit, event, every_s, render), media_type="text/event-stream", headers=headers
-        )
+        return StreamingResponse(self._events(visit, every_s, parts), media_type="text/event-stream", headers=headers)
 
-    async def _events(self, visit: Visit, event: str, every_s: float, render: Render) -> AsyncIterator[bytes]:
-        token = read_cookie(visit.request, SESSION) or ""
+    async def _events(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> AsyncIterator[bytes]:
         self._num_streams += 1
         try:
-            shown = None
+            shown: dict[str, str] = {}
             loop = asyncio.get_running_loop()
             end_s = loop.time() + LIFETIME_S
             while loop.time() < end_s:
                 try:
                     session = await find_session(visit.site, visit.request, is_use=False)
-                except DATABASE_TROUBLE:
-                    # Whether it still may look cannot be known now: it waits, and sees nothing meanwhile.
-                    session = visit.session if visit.site.sessions.recent(token, is_use=False) else None
                     if session is None:
-                        yield b": waiting\n\n"
-                        await asyncio.sleep(every_s)
-                        continue
-                if session is None:
-                    yield b"event: signed-out\ndata:\n\n"
-                    return
-                html = await render()
-                if html != shown:
-                    shown = html
-                    yield _event(event, html)
-                else:
-                    yield b": still so\n\n"
+                        yield _event("signed-out", "")
+                        return
+                    now = {name: await render() for name, render in parts.items()}
+                except DATABASE_TROUBLE:
+                    # Whether it may still look cannot be known, so that nothing is shown meanwhile.
+                    trouble = visit.site.templates.render("live_trouble.html", **visit.frame())
+                    now = {name: trouble if number == 0 else "" for number, name in enumerate(parts)}
+                changed = [_event(name, html) for name, html in now.items() if shown.get(name) != html]
+                shown = now
+                # Something is sent each time, so that a client that has gone is noticed.
+                yield b"".join(changed) or b": still so\n\n"
                 await asyncio.sleep(every_s)
         finally:
             self._num_streams -= 1
 
 
 def _event(name: str, html: str) -> bytes:
-    lines = "\n".join(f"data: {line}" for line in html.splitlines())
+    lines = "\n".join(f"data: {line}" for line in html.splitlines()) or "data:"
     return f"event: {name}\n{lines}\n\n".encode()

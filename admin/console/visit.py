@@ -67,6 +67,12 @@ class Visit:
         return self.session.principal.tenant_id is None
 
     @property
+    def sees(self) -> tuple[Any, ...]:
+        """Who see the same: figures may be shared among them."""
+        principal = self.session.principal
+        return (principal.tenant_id, principal.scopes, principal.adapter_ids)
+
+    @property
     def may_change(self) -> bool:
         """Whether the session may change what it sees; routes decide, this only hides what they would refuse."""
         return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})

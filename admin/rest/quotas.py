@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
+from typing_extensions import TypedDict
 
 from loramux.admin.rest.access import Caller, PlatformAdmin, Reader, Services, find_tenant, tenant_filter
 from loramux.admin.rest.bodies import QuotaChange, QuotaLimit, QuotaQuestion, QuotaSubject, read_json
+from loramux.admin.rest.etags import IfMatch, tagged
 from loramux.admin.rest.listing import (
     After,
     Before,
-    Document,
+    DeletedDocument,
     Limit,
     ListDocument,
     TenantParam,
@@ -22,27 +24,107 @@ from loramux.admin.rest.listing import (
 )
 from loramux.admin.rest.quota_subjects import caller_of, subject_of
 from loramux.admin.services import AdminServices
-from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.errors import ApiError, InvalidRequest, NotFound
 from loramux.platform.openapi import takes
 from loramux.platform.quota_check import Verdict
 from loramux.platform.quota_metrics import METRICS
 from loramux.platform.quota_view import EffectiveLimit
 from loramux.platform.quotas import QuotaPolicy
 
-router = APIRouter(prefix="/quotas")
+router = APIRouter(prefix="/quotas", tags=["quotas"])
 
 Named = Annotated[str | None, Query(max_length=64)]
 
 
+class QuotaDocument(TypedDict):
+    """One limit. `subject_id` is the tenant, key or adapter that it binds; none where it is the platform's."""
+
+    id: str
+    object: Literal["quota"]
+    scope: str
+    subject_id: str | None
+    tenant_id: str | None
+    metric: str
+    unit: str
+    mode: str
+    limit: int
+    burst: int
+    created_at: int
+    updated_at: int
+
+
+class LimitDocument(QuotaDocument):
+    """A limit as it stands now."""
+
+    is_inherited: bool
+    used: int
+    reserved: int
+    remaining: int
+    is_exceeded: bool
+    num_exceeded: int
+    window_start: int | None
+    window_end: int | None
+    reset_at: int | None
+
+
+class EffectiveLimits(ListDocument[LimitDocument]):
+    """All that binds a caller."""
+
+    tenant_id: str | None
+    key_id: str | None
+    adapter_id: str | None
+
+
+class VerdictDocument(TypedDict):
+    """What one limit says to a request."""
+
+    policy_id: str
+    scope: str
+    metric: str
+    mode: str
+    limit: int
+    cost: int
+    remaining: int
+    admits: bool
+    is_too_large: bool
+    wait_s: float
+
+
+class RefusalDocument(TypedDict):
+    """What the request would be told."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class QuotaCheckDocument(TypedDict):
+    """Whether a request would be admitted, with the status that it would get otherwise."""
+
+    object: Literal["quota.check"]
+    is_admitted: bool
+    status: int
+    error: RefusalDocument | None
+    policy_id: str | None
+    retry_after: str | None
+    verdicts: list[VerdictDocument]
+
+
 @router.post("", openapi_extra=takes(QuotaLimit))
-async def set_quota(request: Request, services: Services, caller: PlatformAdmin) -> Document:
+async def set_quota(request: Request, services: Services, caller: PlatformAdmin) -> QuotaDocument:
     """Set a limit, in place of the one that its subject had for the metric."""
     return await _set(services, caller, await read_json(request, QuotaLimit))
 
 
 @router.put("/tenants/{tenant}/{metric}", openapi_extra=takes(QuotaChange))
-async def put_quota(tenant: str, metric: str, request: Request, services: Services, caller: PlatformAdmin) -> Document:
-    """Set a tenant's limit for a metric; what the body says of either must be what the path says."""
+async def put_quota(
+    tenant: str, metric: str, request: Request, services: Services, caller: PlatformAdmin
+) -> QuotaDocument:
+    """Set a tenant's limit for a metric; what the body says of either must be what the path says.
+
+    The call says the whole limit, which may be a new one, so that it needs no If-Match.
+    """
     body = await read_json(request, QuotaChange)
     owner = await find_tenant(services, caller, tenant)
     if body.tenant not in (None, owner.id, owner.slug):
@@ -64,7 +146,7 @@ async def list_quotas(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> ListDocument[Document]:
+) -> ListDocument[QuotaDocument]:
     """List limits: a tenant's with those of its keys and adapters, or all and the platform's."""
     tenant_id = await tenant_filter(services, caller, tenant)
     return list_document(await services.call(services.quotas.list, tenant_id, limit, after, before), describe_quota)
@@ -73,7 +155,7 @@ async def list_quotas(
 @router.get("/effective")
 async def effective_quotas(
     services: Services, caller: Reader, tenant: Named = None, key: Named = None, adapter: Named = None
-) -> Document:
+) -> EffectiveLimits:
     """What holds for a tenant, or for one of its keys or a call of an adapter, and how far it is used."""
     asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
     who = await caller_of(services, caller, asked)
@@ -87,7 +169,7 @@ async def effective_quotas(
 
 
 @router.post("/check", openapi_extra=takes(QuotaQuestion))
-async def check_quotas(request: Request, services: Services, caller: Reader) -> Document:
+async def check_quotas(request: Request, services: Services, caller: Reader) -> QuotaCheckDocument:
     """Say whether a request would be admitted now, and by `quota` whether it would be if that were set; a dry run."""
     body = await read_json(request, QuotaQuestion)
     if body.tenant is None and caller.principal.tenant_id is not None:
@@ -112,7 +194,7 @@ async def check_quotas(request: Request, services: Services, caller: Reader) -> 
         "object": "quota.check",
         "is_admitted": refusal is None,
         "status": 200 if refusal is None else refusal.status,
-        "error": None if refusal is None else refusal.envelope()["error"],
+        "error": None if refusal is None else _describe_refusal(refusal),
         "policy_id": None if refusal is None else refusal.policy.id,
         "retry_after": None if refusal is None else refusal.response_headers().get("retry-after"),
         "verdicts": [_describe_verdict(verdict) for verdict in answer.verdicts],
@@ -120,33 +202,37 @@ async def check_quotas(request: Request, services: Services, caller: Reader) -> 
 
 
 @router.get("/{quota_id}")
-async def get_quota(quota_id: str, services: Services, caller: Reader) -> Document:
+async def get_quota(quota_id: str, response: Response, services: Services, caller: Reader) -> QuotaDocument:
     """One limit."""
-    return describe_quota(await _find(services, caller, quota_id))
+    return tagged(response, describe_quota(await _find(services, caller, quota_id)))
 
 
 @router.patch("/{quota_id}", openapi_extra=takes(QuotaChange))
-async def change_quota(quota_id: str, request: Request, services: Services, caller: PlatformAdmin) -> Document:
+async def change_quota(
+    quota_id: str, request: Request, response: Response, services: Services, caller: PlatformAdmin, if_match: IfMatch
+) -> QuotaDocument:
     """Change a limit, its burst or its mode."""
     body = await read_json(request, QuotaChange)
     policy = await _find(services, caller, quota_id)
+    if_match.check(describe_quota(policy))
     if body.metric not in (None, policy.metric):
         raise InvalidRequest("a quota keeps its metric: make another", param="metric")
     if body.tenant is not None and (await find_tenant(services, caller, body.tenant)).id != policy.tenant_id:
         raise InvalidRequest("the quota is another tenant's", param="tenant")
     _refuse_others(body)
-    return describe_quota(await services.call(services.quotas.change, policy.id, body.limit, body.burst, body.mode))
+    changed = await services.call(services.quotas.change, policy.id, body.limit, body.burst, body.mode)
+    return tagged(response, describe_quota(changed))
 
 
 @router.delete("/{quota_id}")
-async def delete_quota(quota_id: str, services: Services, caller: PlatformAdmin) -> Document:
+async def delete_quota(quota_id: str, services: Services, caller: PlatformAdmin) -> DeletedDocument:
     """Lift a limit."""
     if not await services.call(services.quotas.delete, check_identifier(quota_id, "quota")):
         raise NotFound("there is no such quota", code="quota_not_found")
     return {"id": quota_id, "object": "quota", "deleted": True}
 
 
-def describe_quota(policy: QuotaPolicy) -> Document:
+def describe_quota(policy: QuotaPolicy) -> QuotaDocument:
     return {
         "id": policy.id,
         "object": "quota",
@@ -163,7 +249,7 @@ def describe_quota(policy: QuotaPolicy) -> Document:
     }
 
 
-def describe_limit(limit: EffectiveLimit) -> Document:
+def describe_limit(limit: EffectiveLimit) -> LimitDocument:
     """One line of the effective view."""
     window = limit.window
     return {
@@ -180,7 +266,11 @@ def describe_limit(limit: EffectiveLimit) -> Document:
     }
 
 
-def _describe_verdict(verdict: Verdict) -> Document:
+def _describe_refusal(refusal: ApiError) -> RefusalDocument:
+    return {"message": refusal.message, "type": refusal.type, "param": refusal.param, "code": refusal.code}
+
+
+def _describe_verdict(verdict: Verdict) -> VerdictDocument:
     policy = verdict.binding.policy
     return {
         "policy_id": policy.id,
@@ -196,7 +286,7 @@ def _describe_verdict(verdict: Verdict) -> Document:
     }
 
 
-async def _set(services: AdminServices, caller: Caller, body: QuotaLimit) -> Document:
+async def _set(services: AdminServices, caller: Caller, body: QuotaLimit) -> QuotaDocument:
     subject_id = await subject_of(services, caller, body)
     policy = await services.call(services.quotas.set, subject_id, body.metric, body.limit, body.burst, body.mode)
     return describe_quota(policy)

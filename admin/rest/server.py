@@ -5,17 +5,32 @@ from __future__ import annotations
 import platform
 import time
 from importlib.metadata import version
+from typing import Any, Literal
 
 from fastapi import APIRouter
+from typing_extensions import TypedDict
 
 from loramux.admin.rest.access import PlatformReader, Services
-from loramux.admin.rest.listing import Document
+from loramux.admin.rest.listing import ListDocument, whole_list
 
-router = APIRouter(prefix="/server")
+router = APIRouter(prefix="/server", tags=["server"])
+
+
+class ServerDocument(TypedDict):
+    """Versions, base model and clock (`time_ms`, milliseconds since 1970)."""
+
+    object: Literal["server"]
+    version: str
+    python: str
+    torch: str
+    base_model: str
+    device: str | None
+    dtype: str | None
+    time_ms: int
 
 
 @router.get("")
-async def get_server(services: Services, caller: PlatformReader) -> Document:
+async def get_server(services: Services, caller: PlatformReader) -> ServerDocument:
     """The server's versions, its base model and its clock (milliseconds since 1970)."""
     info = services.engine.info
     return {
@@ -31,7 +46,7 @@ async def get_server(services: Services, caller: PlatformReader) -> Document:
 
 
 @router.get("/findings")
-async def list_findings(services: Services, caller: PlatformReader) -> Document:
+async def list_findings(services: Services, caller: PlatformReader) -> ListDocument[dict[str, Any]]:
     """Look at the engine, the database, the object store and the disk, and say what is wrong and how to mend it."""
     findings = await services.call(services.self_check.findings)
-    return {"object": "list", "data": [finding.document() for finding in findings], "has_more": False}
+    return whole_list([finding.document() for finding in findings])

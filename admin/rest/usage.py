@@ -8,22 +8,74 @@ from itertools import groupby
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
+from typing_extensions import TypedDict
 
 from loramux.admin.rest.access import Reader, Services, tenant_filter
 from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
 from loramux.platform.error_responses import json_response
 from loramux.platform.ledger import UsageEvent
+from loramux.platform.openapi import answers_rows
 from loramux.platform.usage_csv import usage_csv
 from loramux.platform.usage_report import UsageRow
 
-router = APIRouter(prefix="/usage")
+router = APIRouter(prefix="/usage", tags=["usage"])
 
 DEFAULT_RANGE_US = 30 * 86_400_000_000
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Seconds since 1970.")]
 
 
-@router.get("")
+class UsageResult(TypedDict):
+    """A sum, beside the fields that it is grouped by."""
+
+    object: Literal["usage.result"]
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class UsageBucket(TypedDict):
+    """The sums of one span of time, [start_time, end_time)."""
+
+    object: Literal["bucket"]
+    start_time: int
+    end_time: int
+    results: list[UsageResult]
+
+
+class UsagePage(TypedDict):
+    """A report, bucket by bucket."""
+
+    object: Literal["page"]
+    data: list[UsageBucket]
+    has_more: bool
+    next_page: str | None
+
+
+class UsageEventDocument(TypedDict):
+    """One settled request."""
+
+    id: str
+    object: Literal["usage.event"]
+    tenant_id: str
+    tenant: str
+    api_key_id: str
+    adapter_id: str | None
+    adapter_version_id: str | None
+    model: str
+    endpoint: str
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    started_at: int
+    finished_at: int
+    time_to_first_token_us: int | None
+    duration_us: int
+
+
+@router.get("", responses=answers_rows(UsagePage))
 async def get_usage(
     services: Services,
     caller: Reader,
@@ -60,7 +112,7 @@ async def list_events(
     limit: Limit = 20,
     after: After = None,
     before: Before = None,
-) -> ListDocument[Document]:
+) -> ListDocument[UsageEventDocument]:
     """Settled requests, one by one."""
     tenant_id = await tenant_filter(services, caller, tenant)
     start_us = None if start is None else start * 1_000_000
@@ -93,7 +145,7 @@ def _describe_row(row: UsageRow, groups: Sequence[str]) -> Document:
     }
 
 
-def _describe_event(event: UsageEvent) -> Document:
+def _describe_event(event: UsageEvent) -> UsageEventDocument:
     return {
         "id": event.request_id,
         "object": "usage.event",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
+import msgspec
 import pytest
 from sqlalchemy.exc import OperationalError
 from starlette.types import ASGIApp
@@ -67,7 +71,7 @@ async def operator(console_app: ASGIApp) -> AsyncIterator[Browser]:
 
 
 PAGES = ["/", "/adapters", "/residency", "/residency?tier=disk", "/requests", "/playground", "/tenants", "/quotas"]
-PAGES += ["/keys", "/usage", "/usage?days=30&group_by=endpoint", "/jobs", "/jobs?state=failed", "/audit"]
+PAGES += ["/keys", "/usage", "/usage?days=30&group_by=endpoint", "/jobs", "/jobs?state=failed", "/audit", "/health"]
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -188,10 +192,6 @@ async def test_an_adapter_is_uploaded_moved_and_rolled_back(
 
 
 async def _upload(operator: Browser, here: str, directory: Path) -> None:
-    import hashlib
-
-    import msgspec
-
     contents = {name: (directory / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
     declared = [
         {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -209,8 +209,6 @@ async def _upload(operator: Browser, here: str, directory: Path) -> None:
 
 
 async def _pause() -> None:
-    import anyio
-
     await anyio.sleep(0.05)
 
 
@@ -267,5 +265,74 @@ async def test_pages_say_that_the_database_is_down_and_recover(
 async def test_usage_is_downloaded_as_csv(operator: Browser) -> None:
     response = await operator.get("/usage.csv?group_by=tenant")
     assert response.headers["content-type"].startswith("text/csv")
-    assert response.text.startswith("start_us,")
+    assert "completion_tokens" in response.text.splitlines()[0]
     assert response.headers["content-security-policy"]
+
+
+async def test_a_live_part_says_that_the_database_is_down_recovers_and_ends_with_its_session(
+    console_app: ASGIApp, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(*_: Any, **__: Any) -> Any:
+        raise OperationalError("select", {}, Exception("down"))
+
+    key = console_side.services.api_keys.create(None, "watches")
+    client = client_of(console_app)
+    await Browser(client).sign_in(key.secret)
+    monkeypatch.setattr("loramux.admin.console.pages.overview.EVERY_S", 0.01)
+    monkeypatch.setattr("loramux.admin.console.sessions.RECHECK_S", 0.0)
+    async with Stream(console_app, client, "/console/live/overview") as stream:
+        assert "event: figures" in await stream.until("Engine ready")
+        with monkeypatch.context() as broken:
+            broken.setattr(type(console_side.services.database), "read", down)
+            await stream.until("The database cannot be reached")
+        await stream.until("Engine ready")
+        console_side.services.api_keys.revoke(key.key.id)
+        await stream.until("event: signed-out")
+    await client.aclose()
+
+
+class Stream:
+    """Reads a response of the app while it is being sent, as httpx's own transport cannot."""
+
+    def __init__(self, app: ASGIApp, client: httpx.AsyncClient, path: str) -> None:
+        cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in client.cookies.jar)
+        self._app = app
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"host", b"admin.example"), (b"cookie", cookies.encode())],
+            "client": ("127.0.0.1", 1),
+            "server": ("admin.example", 80),
+        }
+        self._chunks: asyncio.Queue[bytes] = asyncio.Queue()
+        self._gone = asyncio.Event()
+
+    async def __aenter__(self) -> Stream:
+        async def receive() -> dict[str, Any]:
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            self._chunks.put_nowait(message.get("body", b""))
+
+        self._task = asyncio.create_task(self._app(self._scope, receive, send))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gone.set()
+        await self._task
+
+    async def until(self, text: str) -> str:
+        """What came up to the chunk that has the text."""
+        read = ""
+        with anyio.fail_after(10):
+            while text not in read:
+                read += (await self._chunks.get()).decode()
+        return read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,9 +129,13 @@ async def test_a_quota_is_put_by_path_and_changed_in_part(http: httpx.AsyncClien
     first = (await http.put(path, json={"limit": 100, "tenant": "acme"})).json()
     again = (await http.put(path, json={"limit": 100, "burst": 300})).json()
     assert (again["id"], again["burst"]) == (first["id"], 300)
-    changed = (await http.patch(f"{PATH}/{first['id']}", json={"limit": 50, "metric": "tokens_per_minute"})).json()
+    seen = await http.get(f"{PATH}/{first['id']}")
+    sent, headers = {"limit": 50, "metric": "tokens_per_minute"}, {"if-match": seen.headers["etag"]}
+    changed = (await http.patch(f"{PATH}/{first['id']}", json=sent, headers=headers)).json()
+    assert (await http.patch(f"{PATH}/{first['id']}", json=sent, headers=headers)).status_code == 412
+    assert (await http.patch(f"{PATH}/{first['id']}", json=sent)).status_code == 428
     assert (changed["limit"], changed["burst"], changed["mode"]) == (50, 300, "hard")
-    softer = (await http.patch(f"{PATH}/{first['id']}", json={"mode": "soft"})).json()
+    softer = (await http.patch(f"{PATH}/{first['id']}", json={"mode": "soft"}, headers={"if-match": "*"})).json()
     assert (softer["limit"], softer["burst"], softer["mode"]) == (50, 300, "soft")
 
 
@@ -153,7 +158,9 @@ async def test_what_contradicts_the_path_or_means_nothing_is_refused(http: httpx
     quota = await made(http, tenant="acme", metric="tokens_per_minute", limit=5)
     for case in BAD_CALLS:
         method, path, body, status, param = case
-        response = await http.request(method, PATH + path.replace("ID", quota["id"]), json=body)
+        response = await http.request(
+            method, PATH + path.replace("ID", quota["id"]), json=body, headers={"if-match": "*"}
+        )
         assert (response.status_code, response.json()["error"]["param"]) == (status, param), case
     assert (await http.get(PATH)).json()["data"] == [quota]
 

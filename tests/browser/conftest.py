@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loramux.admin import demo_server
 from loramux.admin.client import AdminClient
 from loramux.admin.demo_run import ADAPTERS, DEMO_FILES, SERVED_NAME
 from loramux.admin.demo_server import DemoServer
@@ -44,6 +45,8 @@ class Demo:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     """One server for all tests, with some requests answered already."""
     data_dir = tmp_path_factory.mktemp("demo")
+    # Machines that do much else at the same time are slow to start, which is not what is tested here.
+    demo_server.START_TIMEOUT_S = 600.0
     server = DemoServer(DEMO_FILES / "base", data_dir, _free_port(), _free_port(), SERVED_NAME)
     try:
         with server.client() as client:
@@ -118,7 +121,7 @@ def new_tab(chromium: Any, demo: Demo) -> Iterator[NewTab]:
 
     def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:
         context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)
         context.grant_permissions(["clipboard-read", "clipboard-write"], origin=demo.server.admin_url)
         page = context.new_page()
         tab = Tab(page, f"{demo.server.admin_url}/console")

@@ -15,7 +15,7 @@ import pytest
 
 from tests.browser.conftest import Demo, NewTab, Tab
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 
 SCREENSHOTS = Path(__file__).parents[2] / "docs" / "screenshots"
 KEPT = {
@@ -43,6 +43,7 @@ PAGES = {
     "usage": ("/usage?group_by=model", "harbour/pirate@1"),
     "jobs": ("/jobs?state=succeeded", "harbour/pirate@1"),
     "audit": ("/audit", "tenant.create"),
+    "health": ("/health", "demo-base"),
     "nothing": ("/nowhere", "Not here"),
 }
 LOOKS = [("light", 1440), ("dark", 1440), ("light", 360), ("dark", 360)]
@@ -79,7 +80,7 @@ def test_an_adapter_is_uploaded(tab: Tab, adapter_files: Callable[[str], list[st
     page.set_input_files("input[type=file]", adapter_files("formal"))
     page.click("form[data-upload] button")
     page.wait_for_selector("h1:text-is('Version 1')")
-    page.wait_for_selector("#version .tag:text-is('ready')", timeout=60_000)
+    page.wait_for_selector("#version .tag:text-is('ready')", timeout=120_000)
     assert "passed" in page.inner_text("main")
 
 
@@ -98,7 +99,7 @@ def test_an_alias_moves_by_weight_and_rolls_back(
     page = tab.open(f"/adapters/{adapter_id}")
     page.set_input_files("input[type=file]", adapter_files("json"))
     page.click("form[data-upload] button")
-    page.wait_for_selector("#version .tag:text-is('ready')", timeout=60_000)
+    page.wait_for_selector("#version .tag:text-is('ready')", timeout=120_000)
     tab.open(f"/adapters/{adapter_id}")
     page.click("text=Move…")
     page.fill("dialog[open] [name=weight_1]", "75")

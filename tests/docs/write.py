@@ -7,9 +7,14 @@ from pathlib import Path
 
 from tests.docs.commands_page import commands_page
 from tests.docs.configuration_page import configuration_page
+from tests.docs.endpoints_page import endpoints_page
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES: Mapping[str, Callable[[], str]] = {"commands.md": commands_page, "configuration.md": configuration_page}
+PAGES: Mapping[str, Callable[[], str]] = {
+    "commands.md": commands_page,
+    "configuration.md": configuration_page,
+    "endpoints.md": endpoints_page,
+}
 
 
 def main() -> None:

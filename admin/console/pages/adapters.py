@@ -16,6 +16,9 @@ from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
 DAY_S = 86_400
+USE_FRESH_S = 5.0
+MAX_SUMMED = 10
+"""Of the tenants that an adapter is granted to, whose use is summed up."""
 PAGE = 50
 
 
@@ -37,12 +40,17 @@ async def show(visit: Visit) -> Response:
     """One adapter: where its names lead, how its versions do, who else may call it."""
     rest, adapter_id = visit.rest, visit.param("adapter_id")
     adapter = await rest.get(f"/adapters/{adapter_id}")
-    aliases, versions, grants, use, speed = await asyncio.gather(
+    aliases, versions, grants = await asyncio.gather(
         rest.get(f"/adapters/{adapter_id}/aliases"),
         rest.get(f"/adapters/{adapter_id}/versions", limit=PAGE, after=visit.query("after")),
         panel(rest.get(f"/adapters/{adapter_id}/grants")),
-        panel(_use(rest, visit.is_platform, adapter)),
-        panel(_speed(rest, adapter)),
+    )
+    others = (
+        [grant["tenant"] for grant in grants.data["data"]][:MAX_SUMMED] if grants.data and visit.is_platform else []
+    )
+    use, speed = await asyncio.gather(
+        visit.site.recent.get(("use", adapter_id, visit.sees), USE_FRESH_S, lambda: panel(_use(rest, adapter, others))),
+        visit.site.recent.get(("speed", adapter_id, visit.sees), USE_FRESH_S, lambda: panel(_speed(rest, adapter))),
     )
     return visit.page(
         "adapter.html",
@@ -148,18 +156,17 @@ def described(targets: Sequence[Mapping[str, Any]]) -> str:
     return " and ".join(f"version {target['version']} ({100 * target['weight'] / total:.3g} %)" for target in targets)
 
 
-async def _use(rest: RestCalls, is_platform: bool, adapter: Document) -> dict[str, dict[str, int]]:
-    """Requests, failures and tokens of the last day by version id; of all tenants that call it, where one may see."""
+async def _use(rest: RestCalls, adapter: Document, others: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Requests, failures and tokens of the last day by version id, of the owner and of `others` with a grant."""
     now = int(time.time())
-    page = await rest.get(
-        "/usage",
-        start=now - DAY_S,
-        end=now + 1,
-        group_by="version,status",
-        tenant=None if is_platform else adapter["tenant"],
+    pages = await asyncio.gather(
+        *(
+            rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="version,status", tenant=tenant)
+            for tenant in (adapter["tenant"], *others)
+        )
     )
     found: dict[str, dict[str, int]] = {}
-    for row in (row for bucket in page["data"] for row in bucket["results"]):
+    for row in (row for page in pages for bucket in page["data"] for row in bucket["results"]):
         sums = found.setdefault(row["version"] or "", {"requests": 0, "failed": 0, "tokens": 0})
         sums["requests"] += row["requests"]
         sums["tokens"] += row["prompt_tokens"] + row["completion_tokens"]
@@ -170,14 +177,7 @@ async def _use(rest: RestCalls, is_platform: bool, adapter: Document) -> dict[st
 
 async def _speed(rest: RestCalls, adapter: Document) -> dict[str, Any]:
     """How fast the versions answered, from the tenant's latest requests."""
-    events: list[Document] = []
-    after = None
-    for _ in range(3):
-        page = await rest.get("/usage/events", tenant=adapter["tenant"], limit=100, after=after)
-        events += page["data"]
-        after = page["last_id"]
-        if not page["has_more"]:
-            break
+    events = (await rest.get("/usage/events", tenant=adapter["tenant"], limit=100))["data"]
     by_version: dict[str, list[Document]] = {}
     for event in events:
         by_version.setdefault(event["adapter_version_id"] or "", []).append(event)

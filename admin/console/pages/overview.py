@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from prometheus_client import Gauge
 from starlette.responses import Response
 
 from loramux.admin.console.latency import Latency, latency_of
-from loramux.admin.console.live import LiveParts
+from loramux.admin.console.live import LiveParts, Render
 from loramux.admin.console.panels import Recent, panel
 from loramux.admin.console.rest_calls import Document, RestCalls
 from loramux.admin.console.visit import Visit
@@ -35,14 +36,20 @@ class Overview:
         return visit.page("overview.html", **await self._figures(visit))
 
     async def live(self, visit: Visit) -> Response:
-        async def render() -> str:
-            return visit.site.templates.render("overview_live.html", **visit.frame(), **await self._figures(visit))
+        """Charts are a part of their own: they change seldom, and drawing them anew disturbs who reads them."""
 
-        return self._live.stream(visit, "overview", EVERY_S, render)
+        def part(template: str) -> Render:
+            async def render() -> str:
+                return visit.site.templates.render(template, **visit.frame(), **await self._figures(visit))
+
+            return render
+
+        parts = {"figures": part("overview_figures.html"), "charts": part("overview_charts.html")}
+        return self._live.stream(visit, EVERY_S, {**parts, "tables": part("overview_tables.html")})
 
     async def _figures(self, visit: Visit) -> dict[str, Any]:
         rest = visit.rest
-        whose = visit.session.principal.tenant_id
+        whose = visit.sees
         is_platform = visit.is_platform
 
         async def health() -> dict[str, Any]:
@@ -114,15 +121,20 @@ async def _health(services: AdminServices) -> dict[str, Any]:
     return {
         "engine": services.engine.is_ready,
         "trouble": services.engine.trouble,
+        "spooled_bytes": _value(services.metrics.spooled_bytes),
     }
 
 
-def _refusals(services: AdminServices) -> list[tuple[str, int]]:
-    """Requests that quotas refused since this server started, by what bound."""
+def _value(gauge: Gauge) -> int:
+    return int(sum(sample.value for metric in gauge.collect() for sample in metric.samples))
+
+
+def _refusals(services: AdminServices) -> list[tuple[str, str, int]]:
+    """What quotas bound since this server started, by metric and mode; only `hard` ones refused."""
     samples = [sample for metric in services.metrics.refusals.collect() for sample in metric.samples]
-    counted: dict[str, int] = {}
-    for sample in samples:
-        if sample.name.endswith("_total"):
-            label = sample.labels.get("metric", "other")
-            counted[label] = counted.get(label, 0) + int(sample.value)
-    return sorted(counted.items(), key=lambda item: -item[1])
+    counted = [
+        (sample.labels.get("metric", "other"), sample.labels.get("mode", "hard"), int(sample.value))
+        for sample in samples
+        if sample.name.endswith("_total")
+    ]
+    return sorted(counted, key=lambda item: (item[1] != "hard", -item[2]))

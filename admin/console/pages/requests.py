@@ -27,7 +27,7 @@ class Requests:
         async def render() -> str:
             return visit.site.templates.render("requests_live.html", **visit.frame(), **await _facts(visit))
 
-        return self._live.stream(visit, "requests", EVERY_S, render)
+        return self._live.stream(visit, EVERY_S, {"requests": render})
 
     async def cancel(self, visit: Visit) -> Response:
         request_id = visit.param("request_id")

@@ -44,14 +44,13 @@ class Residency:
         async def render() -> str:
             return visit.site.templates.render("residency_live.html", **visit.frame(), **await self._facts(visit))
 
-        return self._live.stream(visit, "residency", EVERY_S, render)
+        return self._live.stream(visit, EVERY_S, {"residency": render})
 
     async def _facts(self, visit: Visit) -> dict[str, Any]:
         tier = visit.query("tier")
         tier = tier if tier in TIERS else "pool"
-        whose = visit.session.principal.tenant_id
         found = await self._recent.get(
-            (tier, whose), EVERY_S / 2, lambda: panel(visit.rest.get("/residency", tier=tier))
+            (tier, visit.sees), EVERY_S / 2, lambda: panel(visit.rest.get("/residency", tier=tier))
         )
         pages = found.data["pages"] if found.data else None
         return {

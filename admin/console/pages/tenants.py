@@ -14,6 +14,7 @@ from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
 DAY_S = 86_400
+USE_FRESH_S = 15.0
 
 
 async def show_list(visit: Visit) -> Response:
@@ -23,7 +24,8 @@ async def show_list(visit: Visit) -> Response:
     if found is not None:
         return visit.go(f"/tenants/{found}")
     page, use = await asyncio.gather(
-        visit.rest.get("/tenants", limit=50, after=visit.query("after")), panel(_use(visit.rest))
+        visit.rest.get("/tenants", limit=50, after=visit.query("after")),
+        visit.site.recent.get(("use of tenants", visit.sees), USE_FRESH_S, lambda: panel(_use(visit.rest))),
     )
     return visit.page("tenants.html", tenants=page, use=use)
 

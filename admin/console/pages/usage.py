@@ -18,28 +18,35 @@ RANGES = {"1": ("1h", 3600), "7": ("1h", 3600), "30": ("1d", 86_400), "90": ("1d
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
 MAX_ROWS = 200
+MAX_CHARTED = 30
 
 
 async def show(visit: Visit) -> Response:
     params = _params(visit)
     bucket, length_s = RANGES[params["days"]]
     asked = {key: params[key] for key in ("start", "end", "tenant")}
-    sums, series, events = await asyncio.gather(
+    sums, events, prices = await asyncio.gather(
         panel(visit.rest.get("/usage", **asked, group_by=params["group_by"])),
-        panel(visit.rest.get("/usage", **asked, group_by=params["group_by"], bucket=bucket)),
         panel(visit.rest.get("/usage/events", tenant=params["tenant"], limit=20)),
+        panel(visit.rest.get("/prices", tenant=params["tenant"], limit=20)),
     )
     rows = sorted(
         (row for page in (sums.data or {"data": []})["data"] for row in page["results"]), key=_tokens, reverse=True
     )
+    # A line for each of a thousand would be neither read nor quick: of so many, all together.
+    charted = params["group_by"] if len(rows) <= MAX_CHARTED else ""
+    series = await panel(visit.rest.get("/usage", **asked, group_by=charted, bucket=bucket))
     return visit.page(
         "usage.html",
         sums=sums,
         rows=rows[:MAX_ROWS],
         num_rows=len(rows),
         total=_total(rows),
-        chart=_chart(series.data, params, length_s) if series.data else None,
+        charted=charted,
+        chart=_chart(series.data, charted, params, length_s) if series.data else None,
         events=events,
+        prices=prices,
+        has_cost=bool(rows) and "cost_nanos" in rows[0],
         params=params,
         groups=GROUPS if visit.is_platform else tuple(group for group in GROUPS if group != "tenant"),
         ranges=RANGES,
@@ -70,19 +77,18 @@ def _tokens(row: Document) -> int:
 
 
 def _total(rows: list[Document]) -> dict[str, int]:
-    names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-    return {name: sum(row[name] for row in rows) for name in names}
+    names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
+    return {name: sum(row.get(name, 0) for row in rows) for name in names}
 
 
-def _chart(page: Document, params: dict[str, Any], length_s: int) -> dict[str, Any]:
+def _chart(page: Document, group: str, params: dict[str, Any], length_s: int) -> dict[str, Any]:
     """Tokens over time, a line for each of those that used most, and one for all others."""
-    group = params["group_by"]
     totals: dict[str, int] = {}
     points: dict[tuple[str, int], int] = {}
     for bucket in page["data"]:
         at = bucket["start_time"] // length_s * length_s
         for row in bucket["results"]:
-            name = str(row[group] or "none")
+            name = str(row[group] or "none") if group else "tokens"
             totals[name] = totals.get(name, 0) + _tokens(row)
             points[name, at] = points.get((name, at), 0) + _tokens(row)
     names = sorted(totals, key=lambda name: -totals[name])

@@ -208,6 +208,27 @@
     if (event.target.matches("[data-submits]")) event.target.form.requestSubmit();
   });
 
+  // ---- Live parts: say when they are not, keep the focus where it was, and sign in again when the session is over.
+  const offline = (isSo) => { const note = document.getElementById("offline"); if (note) note.hidden = !isSo; };
+  document.addEventListener("htmx:sseError", () => offline(true));
+  document.addEventListener("htmx:sseOpen", () => offline(false));
+  document.addEventListener("htmx:sseClose", (event) => { if (event.detail.type === "message") location.reload(); });
+
+  function whereabouts(element) {
+    const form = element?.closest?.("form[action]");
+    if (form) return `form[action="${CSS.escape(form.getAttribute("action"))}"] ${element.localName}`;
+    return element?.getAttribute?.("href") ? `a[href="${CSS.escape(element.getAttribute("href"))}"]` : null;
+  }
+  let focused = null;
+  document.addEventListener("htmx:sseBeforeMessage", (event) => {
+    const active = document.activeElement;
+    focused = event.target.contains(active) ? whereabouts(active) : null;
+  });
+  document.addEventListener("htmx:sseMessage", (event) => {
+    if (focused) event.target.querySelector(focused)?.focus({ preventScroll: true });
+    focused = null;
+  });
+
   document.addEventListener("htmx:load", (event) => {
     const loaded = event.detail.elt;
     (loaded.matches?.("[data-chart]") ? [loaded] : []).concat([...loaded.querySelectorAll?.("[data-chart]") ?? []]).forEach(drawChart);

@@ -1,0 +1,85 @@
+"""`docs/endpoints.md`, from the admin listener's OpenAPI document."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from loramux.admin.app import create_admin_app
+from loramux.admin.rest.document import PUBLIC, document_of
+from loramux.platform.openapi import operations
+from tests.admin.conftest import TARGET, open_admin_side
+
+HEAD = """# Every endpoint
+
+Written by `make docs` from the OpenAPI document; a test compares them. The document itself, with every schema, example
+and error, is `GET /openapi.json` on the admin listener, for any key of the admin API.
+
+## The OpenAI API
+
+On the listener of `--port`, for tenants' keys; [writing a client](clients.md) tells how to use it.
+
+| call | what |
+|---|---|
+| `GET /v1/models` | the models that the key may call |
+| `GET /v1/models/{id}` | one of them |
+| `POST /v1/chat/completions` | a chat, whole or as a stream |
+| `POST /v1/completions` | a text completion, whole or as a stream |
+| `GET /health/live`, `GET /health/ready` | for load balancers; no key |
+
+## The admin API
+
+On the listener of `--admin-port`, with `Authorization: Bearer KEY`. A tenant's key sees the same paths filtered to its
+tenant; what is not its own is the same 404 as what does not exist.
+
+- Lists answer `{object: "list", data, first_id, last_id, has_more}`, newest first, and take `limit`, `after` and
+  `before`.
+- A POST with an `Idempotency-Key` is done once and answered the same for 24 hours; a secret is never answered twice.
+- A change of what others may have changed names the state that was seen: `If-Match` with the `ETag` that was read, or
+  `*`. Without it 428, with an old one 412.
+- Times are seconds since 1970. Errors are `{"error": {"message", "type", "param", "code"}}`, with an `x-request-id`.
+"""
+
+
+def endpoints_page() -> str:
+    """Makes a server's services in a temporary directory, for the routes and their schemas."""
+    with tempfile.TemporaryDirectory() as directory, open_admin_side(Path(directory), TARGET) as side:
+        document = document_of(create_admin_app(side.services))
+    sections: dict[str, list[str]] = defaultdict(list)
+    for path, operation, method in operations(document):
+        if path in PUBLIC:
+            continue
+        tag = (operation.get("tags") or [path.removeprefix("/admin/v1/").partition("/")[0]])[0]
+        sections[tag.replace("_", " ")].append(_row(path, method, operation, document["components"]["schemas"]))
+    parts = [HEAD]
+    for tag in sorted(sections):
+        parts += [f"### {tag}\n", "| call | what | takes | refuses with |", "|---|---|---|---|", *sections[tag], ""]
+    return "\n".join(parts)
+
+
+def _row(path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any]) -> str:
+    taken = [_shown(one) for one in operation.get("parameters", []) if one["in"] == "query"]
+    taken += [f"`{one['name']}` header" for one in operation.get("parameters", []) if one["name"] == "If-Match"]
+    body = operation.get("requestBody", {}).get("content", {})
+    if "application/json" in body:
+        taken.append(_body(body["application/json"]["schema"], schemas))
+    elif body:
+        taken.append("the raw bytes")
+    refused = " ".join(sorted(status for status in operation["responses"] if status.isdigit() and int(status) >= 400))
+    summary = operation["summary"].replace("|", "\\|")
+    return f"| `{method.upper()} {path}` | {summary} | {', '.join(taken)} | {refused} |"
+
+
+def _shown(parameter: dict[str, Any]) -> str:
+    return f"**`{parameter['name']}`**" if parameter.get("required") else f"`{parameter['name']}`"
+
+
+def _body(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
+    """The body's fields, those that have to be there in bold."""
+    if "$ref" in schema:
+        schema = schemas[schema["$ref"].rpartition("/")[2]]
+    required = schema.get("required", ())
+    fields = [f"**`{name}`**" if name in required else f"`{name}`" for name in schema.get("properties", {})]
+    return "JSON {" + ", ".join(fields) + "}"
