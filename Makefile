@@ -14,8 +14,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-quotas campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-simulation bench-admission bench-peers clean test-prometheus
-.PHONY: docs test-clients test-docs test-package
+.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-quotas campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admin-lists bench-simulation bench-admission bench-peers clean test-prometheus docs test-clients test-docs campaign-gateways bench-first-token test-package
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +66,12 @@ campaign-ingest: $(WARM) ## Servers killed at every step of the ingestion, on bo
 
 campaign-store-faults: $(WARM) ## A running server while its S3 store fails in every way (LORAMUX_STORE_FAULTS=1000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_store_faults.py -m campaign -s $(ARGS)
+
+campaign-gateways: $(WARM) ## Gateways raced, cut and killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _KILLS=200)
+	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py -m campaign -s --timeout 3600 $(ARGS)
+
+bench-first-token: $(WARM) ## Measure what quotas add to the time to first token (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.first_token $(ARGS)
 
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
@@ -134,6 +139,9 @@ bench-cold-storm: $(WARM) ## Measure what running streams see of 200 adapters th
 
 bench-registry: $(READY) ## Measure what a name costs among 100,000 versions, on both databases (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.registry $(ARGS)
+
+bench-admin-lists: $(READY) ## Measure the admin API's lists over 100,000 versions, on both databases (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.admin_lists $(ARGS)
 
 bench-admission: $(READY) ## Measure quota reserved and settled, one by one and by group commit, on both databases
 	$(VENV)/bin/python -m benchmarks.admission $(ARGS)

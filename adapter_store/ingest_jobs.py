@@ -60,10 +60,16 @@ class IngestJobs:
         before: str | None = None,
     ) -> Page[IngestJob]:
         """One tenant's jobs in these states, or every tenant's; newest first."""
-        wanted = [name for state in states for name in _VERSION_STATES[state]]
-        query = _select().where(adapter_versions.c.state.in_(wanted))
+        columns = adapter_versions.c
+        wanted = {name for state in states for name in _VERSION_STATES[state]}
+        if "ready" in wanted:
+            # Nearly all versions are: their order is what narrows the search, not their state.
+            query = _select().where(columns.state.not_in(sorted(_JOB_STATES.keys() - wanted)))
+        else:
+            query = _select().where(columns.state.in_(sorted(wanted)))
         if tenant_id is not None:
-            query = query.where(adapters.c.tenant_id == tenant_id)
+            own = select(adapters.c.id).where(adapters.c.tenant_id == tenant_id)
+            query = query.where(columns.adapter_id.in_(own))
         with self._database.read() as connection:
             rows, has_more = keyset_rows(
                 connection, query, adapter_versions.c.id, limit, _version_id(after), _version_id(before)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from typing_extensions import TypedDict
 
 from loramux.adapter_store.digest_owners import DigestOwner, owners_of
+from loramux.adapter_store.tier_contents import MAX_LISTED
 from loramux.admin.rest.access import Caller, Reader, Services, tenant_filter
 from loramux.admin.rest.engine_state import engine_stats
 from loramux.admin.rest.listing import ListDocument, TenantParam
@@ -92,30 +93,34 @@ async def get_residency(
     caller: Reader,
     tier: Annotated[Tier, Query(description="The tier whose adapters are listed.")] = "pool",
     tenant: TenantParam = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Adapters, those used last.")] = 200,
 ) -> ResidencyDocument:
     """The adapters of one tier, the one used last first, and the fill of all of them.
 
-    A snapshot that comes whole: of host and disk tier it names the 2,000 adapters used last, and `has_more` says that
-    there are others. Of a digest that several versions have, all are named; a tenant sees its own.
+    A snapshot, which changes too fast to be walked: `has_more` says that there are others than the `limit` used last.
+    Of a digest that several versions have, all are named; a tenant sees its own.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     stats = await engine_stats(services, with_tiers=True)
     held = _held(stats, tier)
+    if tenant_id is None:
+        held = held[:limit]
     owners = await services.call(owners_of, services.database, [one["digest"] for one in held], tenant_id)
     now_s = services.database.now_us() / 1e6
     data = [
         _describe(one, owners.get(one["digest"], ()), tier, now_s, caller)
         for one in held
         if tenant_id is None or one["digest"] in owners
-    ]
+    ][:limit]
     is_whole = caller.principal.tenant_id is None
     num_adapters = {fill["tier"]: fill["num_adapters"] for fill in _fills(stats)}
+    num_here = num_adapters.get(tier, 0) if tenant_id is None else len(owners)
     return {
         "object": "list",
         "data": data,
         "first_id": None,
         "last_id": None,
-        "has_more": len(held) < num_adapters.get(tier, 0),
+        "has_more": len(data) < num_here,
         "pages": _pages(stats) if is_whole else None,
         "tiers": _fills(stats) if is_whole else None,
     }

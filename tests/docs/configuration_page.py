@@ -75,6 +75,9 @@ MEANINGS = {
     "num_threads": "Threads of the engine on a CPU; by default one a core.",
     "disk_tier_bytes": "Its size at most.",
     "host_tier_bytes": "Host memory for packed adapters at most.",
+    "engine": "The socket of a running server's engine, which the server prints; for `loramux gateway` only.",
+    "reuse_port": "Share `port` with other gateways of this host, each of which must say so.",
+    "spool_bytes": "How much may wait on the disk to be settled while the database is away.",
     "drain_s": "How long running requests may take to end after the first Ctrl-C or SIGTERM.",
     "engine_step_timeout_s": "A step that takes longer is a hung engine, which is restarted.",
 }

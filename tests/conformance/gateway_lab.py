@@ -1,0 +1,195 @@
+"""Several gateway processes on one PostgreSQL and one engine process, and clients that are cheap enough to be many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from sqlalchemy import func, select
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.platform.api_keys import ApiKeys
+from loramux.platform.tenants import Tenant, Tenants
+from tests.conformance.served import free_port
+
+PATIENCE_S = 60.0
+
+
+@dataclass(slots=True)
+class LabGateway:
+    """One gateway process and where it listens."""
+
+    settings: dict[str, Any]
+    pid: int = 0
+
+    @property
+    def port(self) -> int:
+        return int(self.settings["port"])
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What the engine committed of one request, by its own word."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class GatewayLab:
+    """Starts, kills and asks gateways; `truths` is what their engine says."""
+
+    def __init__(self, directory: Path, database_url: str, model: Path, num_gateways: int) -> None:
+        self.database = Database(database_url)
+        self.database.upgrade()
+        self._ends = directory / "ends"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), *sys.path])
+        socket = directory / "engine.sock"
+        self._engine = subprocess.Popen(
+            [sys.executable, "-m", "tests.conformance.paced_engine", str(socket), str(model), str(self._ends)],
+            stdin=subprocess.PIPE,
+            env=environment,
+        )
+        self._maker = subprocess.Popen(
+            [sys.executable, "-m", "tests.conformance.gateway_maker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        _until(socket.exists)
+        self.gateways = [
+            LabGateway(
+                {
+                    "model": str(model),
+                    "engine": str(socket),
+                    "data_dir": str(directory / f"gateway-{number}"),
+                    "database_url": database_url,
+                    "served_name": "base",
+                    "port": free_port(),
+                    "admin_port": free_port(),
+                    "log": str(directory / f"gateway-{number}.log"),
+                }
+            )
+            for number in range(num_gateways)
+        ]
+        for gateway in self.gateways:
+            self.start(gateway)
+        for gateway in self.gateways:
+            self.wait_ready(gateway)
+
+    def close(self) -> None:
+        for gateway in self.gateways:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(gateway.pid, signal.SIGTERM)
+        _until(lambda: not any(Path(f"/proc/{gateway.pid}").exists() for gateway in self.gateways))
+        for process in (self._maker, self._engine):
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(20)
+        assert self._maker.stdout is not None
+        self._maker.stdout.close()
+        self.database.close()
+
+    def start(self, gateway: LabGateway) -> None:
+        assert self._maker.stdin is not None
+        assert self._maker.stdout is not None
+        self._maker.stdin.write(json.dumps(gateway.settings) + "\n")
+        self._maker.stdin.flush()
+        gateway.pid = int(self._maker.stdout.readline())
+
+    def wait_ready(self, gateway: LabGateway) -> None:
+        def is_ready() -> bool:
+            try:
+                return httpx.get(f"http://127.0.0.1:{gateway.port}/health/ready", trust_env=False).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        _until(is_ready, lambda: Path(gateway.settings["log"]).read_text()[-2000:])
+
+    def kill(self, gateway: LabGateway) -> None:
+        os.kill(gateway.pid, signal.SIGKILL)
+        _until(lambda: not Path(f"/proc/{gateway.pid}").exists())
+
+    def account(self, slug: str) -> tuple[Tenant, str]:
+        tenant = Tenants(self.database).create(slug)
+        return tenant, ApiKeys(self.database).create(tenant.id, "key").secret
+
+    def truths(self) -> defaultdict[str, Truth]:
+        """By request, which has one sequence; one that never reached the engine cost nothing."""
+        found = defaultdict(lambda: Truth(0, 0))
+        for line in self._ends.read_text().splitlines():
+            sequence_id, num_prompt, num_completion, _ = json.loads(line)
+            found[sequence_id.rpartition("-")[0]] = Truth(num_prompt, num_completion)
+        return {name: Truth(max(end[1] for end in ends), sum(end[2] for end in ends)) for name, ends in found.items()}
+
+    def num_open(self) -> int:
+        table = schema.reservations
+        with self.database.read() as connection:
+            query = select(func.count()).select_from(table).where(table.c.state == "open")
+            return int(connection.execute(query).scalar_one())
+
+    def wait_settled(self, patience_s: float = PATIENCE_S) -> None:
+        _until(lambda: self.num_open() == 0, lambda: f"{self.num_open()} reservations are open", patience_s)
+
+    def check_nothing_held(self) -> None:
+        with self.database.read() as connection:
+            held = connection.execute(select(schema.quota_counters.c.reserved)).scalars().all()
+        assert set(held) <= {0}, held
+
+
+async def ask(port: int, key: str, max_tokens: int, cut_after: int | None = None) -> tuple[int, bytes]:
+    """A streamed completion over a socket of its own, left after so many bytes' reads where `cut_after` is given."""
+    body = json.dumps(
+        {"model": "base", "prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    ).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    received = b""
+    try:
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            + f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        num_reads = 0
+        while cut_after is None or num_reads < cut_after:
+            data = await reader.read(65536)
+            if not data:
+                break
+            received += data
+            num_reads += 1
+    except ConnectionError:
+        return 0, received
+    finally:
+        writer.transport.abort()
+    return (int(received[9:12]) if received else 0), received
+
+
+def _until(is_so: Any, why: Any = lambda: "", patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.05)
+
+
+@contextmanager
+def gateway_lab(directory: Path, database_url: str, model: Path, num_gateways: int) -> Iterator[GatewayLab]:
+    lab = GatewayLab(directory, database_url, model, num_gateways)
+    try:
+        yield lab
+    finally:
+        lab.close()

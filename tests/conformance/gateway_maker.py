@@ -1,0 +1,44 @@
+"""Forks gateway processes that have everything imported: `python -m tests.conformance.gateway_maker`.
+
+Each line on standard input is the settings of one as JSON; the answer is its process number. Only this process collects
+its children, so that a killed one is truly gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import loramux.admin.gateway_assembly
+import loramux.admin.http_servers  # noqa: F401
+from loramux.admin.gateway import run
+from loramux.admin.settings import Settings, load_settings
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        settings = json.loads(line)
+        log = settings.pop("log")
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            for name in ("model", "engine", "data_dir"):
+                settings[name] = Path(settings[name])
+            code = 1
+            try:
+                run(load_settings(Settings, settings))
+                code = 0
+            finally:
+                os._exit(code)
+        print(child, flush=True)
+
+
+if __name__ == "__main__":
+    main()

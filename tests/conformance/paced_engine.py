@@ -1,0 +1,99 @@
+"""An engine's process without a model: the real loop, engine and scheduler over the simulated device, at a set pace.
+
+`python -m tests.conformance.paced_engine SOCKET MODEL_DIR ENDS`: every end of a sequence is appended to the file ENDS,
+with what the engine committed: the truth that a ledger is held against.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+import zmq
+
+from loramux.engine.engine import Engine, Outbound
+from loramux.engine.messages import EngineReady, Finished
+from loramux.engine.model_files import model_sha256
+from loramux.engine.process import EngineServer
+from loramux.engine.step_record import StepRecord
+from tests.engine.conftest import simulate_engine
+
+STEP_S = 0.01
+
+
+class NotedEngine:
+    """The engine, with its ends written down as it tells them."""
+
+    def __init__(self, engine: Engine, ends: TextIO) -> None:
+        self._engine = engine
+        self._ends = ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> bool:
+        ran = self._engine.step()
+        if ran:
+            time.sleep(STEP_S)
+        return ran
+
+    def take_outbox(self) -> list[Outbound]:
+        outbox = self._engine.take_outbox()
+        for outbound in outbox:
+            end = outbound.message
+            if isinstance(end, Finished):
+                noted = [end.sequence_id, end.prompt_tokens, end.completion_tokens, end.reason]
+                self._ends.write(json.dumps(noted) + "\n")
+        self._ends.flush()
+        return outbox
+
+
+def main() -> None:
+    path, model, ends = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    simulation = simulate_engine(num_pages=8192, max_batch_tokens=2048, max_sequences=256)
+    ready = EngineReady(
+        max_model_len=512,
+        num_pages=8192,
+        page_tokens=16,
+        device="cpu",
+        dtype="float32",
+        model_sha256=model_sha256(model),
+    )
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.bind(f"ipc://{path}")
+    wake, wake_write = os.pipe()
+    ended = threading.Event()
+
+    def follow_parent() -> None:
+        sys.stdin.buffer.read()
+        ended.set()
+        os.write(wake_write, b"\0")
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+    with open(ends, "a", encoding="utf-8") as file:
+        engine = NotedEngine(simulation.engine, file)
+        # The device keeps what it was given, which a test looks at and a server must not.
+        simulation.executor.batches = _Nothing()  # type: ignore[assignment]
+        record = StepRecord(StepRecord.new_file(256))
+        assembled = SimpleNamespace(engine=engine, ready=ready)
+        EngineServer(assembled, socket, wake, record, ended).serve()  # type: ignore[arg-type]
+    context.destroy(linger=0)
+
+
+class _Nothing(list[Any]):
+    def append(self, item: Any) -> None:
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Gateway processes that race, whose clients leave, and that are killed: quotas exact, each request settled once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, select, text, update
+
+from loramux.migrations import schema
+from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.running import CHECKPOINT_INTERVAL_S
+from tests.conformance.gateway_lab import GatewayLab, LabGateway, Truth, ask, gateway_lab
+from tests.conformance.paced_engine import STEP_S
+
+NUM_RACERS = int(os.environ.get("LORAMUX_GATEWAY_RACERS", "1000"))
+NUM_CUTS = int(os.environ.get("LORAMUX_GATEWAY_CUTS", "10000"))
+NUM_KILLS = int(os.environ.get("LORAMUX_GATEWAY_KILLS", "200"))
+MAX_TOKENS = 10
+
+campaign = pytest.mark.campaign
+
+
+@pytest.fixture(scope="module")
+def lab(request: pytest.FixtureRequest, postgres_server: str, demo_base: Path) -> Iterator[GatewayLab]:
+    """Four gateways; two where only the small tests run."""
+    num_gateways = 4 if "campaign" in (request.config.getoption("-m") or "").replace("not campaign", "") else 2
+    admin = create_engine(
+        postgres_server.replace("postgresql://", "postgresql+psycopg://", 1), isolation_level="AUTOCOMMIT"
+    )
+    with admin.connect() as connection:
+        connection.execute(text("CREATE DATABASE gateways"))
+    admin.dispose()
+    url = postgres_server.replace("/postgres?", "/gateways?", 1)
+    with (
+        tempfile.TemporaryDirectory(prefix="loramux-lab-") as directory,
+        gateway_lab(Path(directory), url, demo_base, num_gateways) as lab,
+    ):
+        yield lab
+
+
+def events_of(lab: GatewayLab, tenant_id: str) -> list[Any]:
+    events = schema.usage_events
+    with lab.database.read() as connection:
+        return list(connection.execute(select(events).where(events.c.tenant_id == tenant_id)))
+
+
+@pytest.mark.parametrize("num_racers", [40, pytest.param(NUM_RACERS, marks=campaign)], ids=["few", "many"])
+def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, num_racers: int) -> None:
+    tenant, key = lab.account(f"race-{num_racers}")
+    # Room for a little under half of them, and next to no refill while they race.
+    burst = num_racers * (MAX_TOKENS + 1) * 4 // 9
+    QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 1, burst)
+    QuotaPolicies(lab.database).set(tenant.id, "concurrent_requests", 200)
+
+    async def race() -> list[int]:
+        async def one(number: int) -> int:
+            while True:
+                status, answer = await ask(lab.gateways[number % len(lab.gateways)].port, key, MAX_TOKENS)
+                # A crowd on a slow machine may be told to come back; only an answer about tokens is the end of it.
+                if status != 503 and b"concurrent_requests" not in answer:
+                    return status
+                await asyncio.sleep(random.uniform(0.05, 0.5))
+
+        return await asyncio.gather(*(one(number) for number in range(num_racers)))
+
+    started = time.monotonic()
+    statuses = asyncio.run(race())
+    lab.wait_settled()
+    minutes = (time.monotonic() - started) / 60
+    used = sum(event.prompt_tokens + event.completion_tokens for event in events_of(lab, tenant.id))
+    num_admitted = statuses.count(200)
+    print(
+        f"\n{num_racers} clients, {len(lab.gateways)} gateways: {num_admitted} admitted, {used} of {burst} tokens used"
+    )
+    assert statuses.count(429) == num_racers - num_admitted
+    assert used == num_admitted * (MAX_TOKENS + 1)
+    assert used <= burst + minutes + 1, "overspent"
+    assert used > burst - (MAX_TOKENS + 1), "the last tokens were given away too"
+    lab.check_nothing_held()
+
+
+@pytest.mark.parametrize("num_streams", [60, pytest.param(NUM_CUTS, marks=campaign)], ids=["few", "many"])
+def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab: GatewayLab, num_streams: int) -> None:
+    tenant, key = lab.account(f"cuts-{num_streams}")
+    QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 10**9)
+    dice = random.Random(num_streams)
+
+    async def cut_all() -> int:
+        places = asyncio.Semaphore(64)
+        num_cut = 0
+
+        async def one(number: int) -> None:
+            nonlocal num_cut
+            async with places:
+                port = lab.gateways[number % len(lab.gateways)].port
+                _, answer = await ask(port, key, 12, cut_after=dice.randrange(16))
+                num_cut += b"[DONE]" not in answer
+
+        await asyncio.gather(*(one(number) for number in range(num_streams)))
+        return num_cut
+
+    num_cut = asyncio.run(cut_all())
+    lab.wait_settled(120)
+    truths = lab.truths()
+    events = events_of(lab, tenant.id)
+    wrong = [
+        event for event in events if Truth(event.prompt_tokens, event.completion_tokens) != truths[event.request_id]
+    ]
+    total = sum(event.completion_tokens for event in events)
+    print(f"\n{num_streams} streams, {num_cut} cut, {len(events)} in the ledger, {total} tokens, {len(wrong)} wrong")
+    assert wrong == []
+    assert num_cut > num_streams / 2
+    assert total == sum(truths[event.request_id].completion_tokens for event in events)
+    lab.check_nothing_held()
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(NUM_KILLS, marks=campaign)], ids=["few", "many"])
+def test_gateways_killed_at_random_moments_settle_each_request_once(lab: GatewayLab, num_kills: int) -> None:
+    tenant, key = lab.account(f"kills-{num_kills}")
+    QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 10**9)
+    dice = random.Random(num_kills)
+    # One of them stays, to recover what the others leave.
+    victims = lab.gateways[1:]
+
+    async def stream_and_kill(together: list[LabGateway]) -> None:
+        streams = [
+            asyncio.create_task(ask(gateway.port, key, dice.choice((20, 400))))
+            for gateway in together
+            for _ in range(6)
+        ]
+
+        async def kill(gateway: LabGateway) -> None:
+            await asyncio.sleep(dice.uniform(0.0, 1.5) if dice.random() < 0.9 else 6.0)
+            await asyncio.to_thread(lab.kill, gateway)
+
+        await asyncio.gather(*map(kill, together))
+        await asyncio.gather(*streams)
+
+    num_done = 0
+    while num_done < num_kills:
+        together = victims[: num_kills - num_done]
+        asyncio.run(stream_and_kill(together))
+        for gateway in together:
+            lab.start(gateway)
+        for gateway in together:
+            lab.wait_ready(gateway)
+        num_done += len(together)
+    if num_kills < 50:
+        # As if the leases of the dead had run out.
+        with lab.database.write() as connection:
+            connection.execute(update(schema.reservations).values(lease_expires_us=0))
+    lab.wait_settled(120)
+    truths = lab.truths()
+    events = {event.request_id: event for event in events_of(lab, tenant.id)}
+    table = schema.reservations
+    with lab.database.read() as connection:
+        reservations = list(connection.execute(select(table).where(table.c.tenant_id == tenant.id)))
+    assert {reservation.id for reservation in reservations} == set(events), "each settled once"
+    most_under, num_recovered = 0, 0
+    for reservation in reservations:
+        event, committed = events[reservation.id], truths[reservation.id].completion_tokens
+        assert event.prompt_tokens + event.completion_tokens <= reservation.reserved_tokens
+        assert event.completion_tokens <= committed
+        most_under = max(most_under, committed - event.completion_tokens)
+        num_recovered += event.status == "recovered"
+    print(f"\n{num_done} kills, {len(reservations)} requests, {num_recovered} recovered, at most {most_under} under")
+    # A token a step at most; the engine notices a death within a second, and a checkpoint takes its time to be written.
+    assert most_under <= (CHECKPOINT_INTERVAL_S + 2.0) / STEP_S
+    lab.check_nothing_held()
