@@ -18,6 +18,7 @@ from loramux.adapter_store.blobs import BlobStore
 from loramux.adapter_store.errors import StoreError
 from loramux.admin.findings import Finding, Grade
 from loramux.migrations.database import Database, DatabaseError
+from loramux.platform.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
 
 PYTHONS = ((3, 11), (3, 14))
 """The versions `[first, last)` that this loramux is tested with."""
@@ -25,9 +26,8 @@ LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
 """Windows of quotas and the expiry of keys are judged by one clock and read by people with another."""
 SLOW_DATABASE_S = 0.1
-MAX_SOCKET_PATH = 107
-"""Bytes of a unix socket's path (Linux, sun_path)."""
-SOCKET_PART = "/loramux-xxxxxxxx/engine.sock"
+SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
+"""What the engine makes below the directory for temporary files."""
 
 
 def check_python(running: tuple[int, int, int]) -> Finding:
@@ -168,9 +168,29 @@ def check_data_directory(directory: Path) -> Finding:
     return Finding(check="data directory", grade=Grade.OK, message=f"{directory} is its owner's alone")
 
 
-def check_socket_directory(directory: Path | None = None) -> Finding:
-    """The directory where the engine's socket is made: writable, a short path, and safe among other users."""
-    directory = Path(tempfile.gettempdir()) if directory is None else directory
+def check_engine_socket(run: Path) -> Finding:
+    """Where the engine listens: `run` in the data directory where its path is short enough, else a temporary one."""
+    check = "socket directory"
+    if len(os.fsencode(run.absolute() / SOCKET_NAME)) > MAX_SOCKET_PATH:
+        return check_socket_directory(Path(tempfile.gettempdir()))
+    for path in (run, run / SOCKET_NAME):
+        try:
+            mode = stat.S_IMODE(path.stat().st_mode)
+        except OSError:
+            # No server has run here yet, or none runs now.
+            continue
+        if mode & 0o077:
+            return Finding(
+                check=check,
+                grade=Grade.WARNING,
+                message=f"other users of this machine may reach {path} (mode {mode:04o})",
+                mend=f"chmod go= {path}",
+            )
+    return Finding(check=check, grade=Grade.OK, message=f"the engine's socket is its owner's alone in {run}")
+
+
+def check_socket_directory(directory: Path) -> Finding:
+    """A directory for temporary files where the engine's socket is made: writable, short, and safe among others."""
     check = "socket directory"
     if len(os.fsencode(directory)) + len(SOCKET_PART) > MAX_SOCKET_PATH:
         return Finding(

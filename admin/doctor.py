@@ -15,13 +15,14 @@ from loramux.admin.checks import (
     check_data_directory,
     check_database,
     check_disk,
+    check_engine_socket,
     check_package,
     check_python,
     check_skew,
-    check_socket_directory,
     check_store,
 )
 from loramux.admin.client import AdminClient, AdminError, Document, ServerUnreachable
+from loramux.admin.data_directory import DataDirectory
 from loramux.admin.findings import Finding, Grade
 from loramux.admin.settings import DataSettings
 from loramux.migrations.database import Database, DatabaseError
@@ -45,7 +46,7 @@ def check_here() -> Iterator[Finding]:
 
 def check_host(settings: HostSettings) -> Iterator[Finding]:
     """What a server with these settings would stand on; changes nothing but for the store's probe."""
-    yield check_socket_directory()
+    yield check_engine_socket(DataDirectory(settings.data_dir).run)
     yield check_data_directory(settings.data_dir)
     yield check_disk(settings.data_dir)
     if settings.model is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,18 @@ def test_a_machine_without_torch_can_call_but_not_serve() -> None:
 def test_a_data_directory_that_others_read_is_noticed(host: Path) -> None:
     host.chmod(0o755)
     assert checks.check_data_directory(host).mend == f"chmod 700 {host}"
+
+
+def test_an_engines_socket_that_others_reach_is_noticed(tmp_path: Path) -> None:
+    assert checks.check_engine_socket(Path("/run/loramux/none")).grade is Grade.OK
+    with tempfile.TemporaryDirectory() as short:
+        run = Path(short) / "run"
+        run.mkdir(mode=0o755)
+        assert checks.check_engine_socket(run).mend == f"chmod go= {run}"
+        run.chmod(0o700)
+        assert checks.check_engine_socket(run).grade is Grade.OK
+    deep = checks.check_engine_socket(tmp_path / ("d" * 100) / "run")
+    assert (deep.grade, "/run" in deep.message) == (Grade.OK, False), "a temporary directory takes its place"
 
 
 def test_the_directory_of_the_sockets_is_judged(tmp_path: Path) -> None:

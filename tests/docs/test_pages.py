@@ -16,7 +16,7 @@ from tests.docs.write import DOCS, PAGES
 
 ROOT = DOCS.parent
 DEMO = ROOT / "admin" / "demo"
-PAGES_WITH_LINKS = [ROOT / "README.md", *sorted(path for path in DOCS.glob("*.md") if path.name != "metrics.md")]
+PAGES_WITH_LINKS = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TYPED_PAGES = sorted(path for path in DOCS.glob("*.md") if script_of(path))
 
 
