@@ -287,6 +287,8 @@ usage_events = Table(
     Column("batch_id", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_events_tenant_finished", "tenant_id", "finished_us"),
     Index("ix_usage_events_finished", "finished_us"),
+    # A page of a tenant's list is found without its other requests.
+    Index("ix_usage_events_tenant_request", "tenant_id", "request_id"),
 )
 
 usage_adjustments = Table(

@@ -1,24 +1,33 @@
-"""Usage as CSV (RFC 4180) that a spreadsheet cannot mistake for formulas."""
+"""Rows as CSV (RFC 4180) that a spreadsheet cannot mistake for formulas, and as JSON a line."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from loramux.platform.usage_report import GROUPS, UsageRow
+import msgspec
 
 # A cell that begins with one of these may be run as a formula by Excel or LibreOffice (OWASP, CSV injection).
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
-def usage_csv(rows: Sequence[UsageRow], group_by: Sequence[str]) -> Iterator[str]:
-    """The header, then one line a row; only the groups that were asked for have a column."""
-    columns = [field.name for field in fields(UsageRow) if field.name not in GROUPS or field.name in group_by]
-    yield _line(columns)
-    for row in rows:
-        yield _line([_cell(getattr(row, name)) for name in columns])
+def csv_line(cells: Sequence[str | int | None]) -> str:
+    """One line of what may be hostile text."""
+    buffer = io.StringIO()
+    csv.writer(buffer).writerow([_cell(cell) for cell in cells])
+    return buffer.getvalue()
+
+
+def csv_lines(documents: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Iterator[str]:
+    """The lines of flat documents that have these fields."""
+    for document in documents:
+        yield csv_line([document[name] for name in columns])
+
+
+def ndjson_line(document: Mapping[str, Any]) -> str:
+    return msgspec.json.encode(document).decode() + "\n"
 
 
 def _cell(value: str | int | None) -> str:
@@ -27,9 +36,3 @@ def _cell(value: str | int | None) -> str:
     if isinstance(value, str) and value.startswith(_FORMULA_STARTS):
         return f"'{value}"
     return str(value)
-
-
-def _line(cells: Sequence[str]) -> str:
-    buffer = io.StringIO()
-    csv.writer(buffer).writerow(cells)
-    return buffer.getvalue()

@@ -1,105 +1,50 @@
-"""`/usage`: what was used, as sums (JSON in pages of buckets, or CSV) and as single requests."""
+"""`/usage`: what was used, as sums, as single requests, and as an export of any length."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import groupby
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
-from typing_extensions import TypedDict
+from starlette.responses import StreamingResponse
 
 from loramux.admin.rest.access import Reader, Services, tenant_filter
 from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
-from loramux.platform.error_responses import json_response
+from loramux.admin.rest.usage_documents import UsageEventDocument, UsagePage
+from loramux.admin.rest.usage_question import (
+    DEFAULT_RANGE_US,
+    MEDIA_TYPES,
+    Report,
+    Time,
+    attachment,
+    groups_of,
+    report_response,
+    rows_of,
+)
+from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger import UsageEvent
 from loramux.platform.openapi import answers_rows
-from loramux.platform.usage_csv import usage_csv
+from loramux.platform.usage_csv import csv_line, csv_lines, ndjson_line
 from loramux.platform.usage_report import UsageRow
 
 router = APIRouter(prefix="/usage", tags=["usage"])
 
-DEFAULT_RANGE_US = 30 * 86_400_000_000
-
-Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Seconds since 1970.")]
-
-
-class UsageResult(TypedDict):
-    """A sum, beside the fields that it is grouped by."""
-
-    object: Literal["usage.result"]
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-class UsageBucket(TypedDict):
-    """The sums of one span of time, [start_time, end_time)."""
-
-    object: Literal["bucket"]
-    start_time: int
-    end_time: int
-    results: list[UsageResult]
-
-
-class UsagePage(TypedDict):
-    """A report, bucket by bucket."""
-
-    object: Literal["page"]
-    data: list[UsageBucket]
-    has_more: bool
-    next_page: str | None
-
-
-class UsageEventDocument(TypedDict):
-    """One settled request."""
-
-    id: str
-    object: Literal["usage.event"]
-    tenant_id: str
-    tenant: str
-    api_key_id: str
-    adapter_id: str | None
-    adapter_version_id: str | None
-    model: str
-    endpoint: str
-    status: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    started_at: int
-    finished_at: int
-    time_to_first_token_us: int | None
-    duration_us: int
+AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 
 
 @router.get("", responses=answers_rows(UsagePage))
-async def get_usage(
-    services: Services,
-    caller: Reader,
-    tenant: TenantParam = None,
-    start: Time = None,
-    end: Time = None,
-    bucket: Annotated[Literal["1m", "1h", "1d"] | None, Query()] = None,
-    group_by: Annotated[str, Query(max_length=200, description="Comma-separated.")] = "tenant,model",
-    format: Annotated[Literal["json", "csv"], Query()] = "json",  # noqa: A002 - DESIGN names the parameter so
-) -> Response:
-    """Sums of what finished in [start, end); by default the last 30 days until now."""
-    tenant_id = await tenant_filter(services, caller, tenant)
-    # What finished in this very microsecond is part of "until now".
-    end_us = services.database.now_us() + 1 if end is None else end * 1_000_000
-    start_us = max(0, end_us - DEFAULT_RANGE_US) if start is None else start * 1_000_000
-    groups = tuple(name for name in group_by.split(",") if name)
-    rows = await services.call(services.ledger.report, tenant_id, start_us, end_us, bucket, groups)
-    if format == "csv":
-        return Response(
-            "".join(usage_csv(rows, groups)),
-            media_type="text/csv",
-            headers={"content-disposition": 'attachment; filename="usage.csv"'},
-        )
-    return json_response({"object": "page", "data": _buckets(rows, groups), "has_more": False, "next_page": None})
+async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
+    """Sums of what finished in [start, end); by default the last 30 days until now.
+
+    Cached tokens are part of the prompt's. An adjustment of a request counts when it was made.
+    """
+
+    def describe(row: UsageRow) -> Document:
+        amounts = {name: getattr(row, name) for name in AMOUNTS}
+        return {"object": "usage.result", **groups_of(row, wanted.group_by), **amounts}
+
+    rows = await rows_of(services, caller, wanted)
+    return await report_response(services, "usage", wanted, rows, describe, AMOUNTS, {})
 
 
 @router.get("/events")
@@ -121,28 +66,72 @@ async def list_events(
     return list_document(page, _describe_event)
 
 
-def _buckets(rows: Sequence[UsageRow], groups: Sequence[str]) -> list[Document]:
-    return [
-        {
-            "object": "bucket",
-            "start_time": start_us // 1_000_000,
-            "end_time": -(-end_us // 1_000_000),
-            "results": [_describe_row(row, groups) for row in bucket],
-        }
-        for (start_us, end_us), bucket in groupby(rows, lambda row: (row.start_us, row.end_us))
-    ]
+@router.get("/events/export")
+async def export_events(
+    services: Services,
+    caller: Reader,
+    tenant: TenantParam = None,
+    start: Time = None,
+    end: Time = None,
+    format: Annotated[Literal["csv", "ndjson"], Query()] = "ndjson",  # noqa: A002 - as at /usage
+) -> Response:
+    """Every settled request of [start, end), in the order they finished; by default of the last 30 days.
+
+    It is streamed as it is read, however long it is.
+    """
+    tenant_id = await tenant_filter(services, caller, tenant)
+    end_us = services.database.now_us() + 1 if end is None else end * 1_000_000
+    start_us = max(0, end_us - DEFAULT_RANGE_US) if start is None else start * 1_000_000
+    if start_us >= end_us:
+        raise InvalidRequest("end must lie after start", param="end")
+
+    async def read(after: UsageEvent | None) -> tuple[UsageEvent | None, str]:
+        """A part of the export, and the event that it ends with."""
+
+        def spelled() -> tuple[UsageEvent | None, str]:
+            events = services.ledger.export(tenant_id, start_us, end_us, after)
+            return (events[-1] if events else None), "".join(_lines(events, format))
+
+        return await services.call(spelled)
+
+    async def body(last: UsageEvent | None, part: str) -> AsyncIterator[str]:
+        yield csv_line(_EVENT_COLUMNS) if format == "csv" else ""
+        while last is not None:
+            yield part
+            last, part = await read(last)
+
+    # A database that does not answer is told as an error, not as an export that ends early.
+    first = await read(None)
+    return StreamingResponse(body(*first), 200, attachment("usage-events", format), MEDIA_TYPES[format])
 
 
-def _describe_row(row: UsageRow, groups: Sequence[str]) -> Document:
-    fields = asdict(row)
-    return {
-        "object": "usage.result",
-        **{name: fields[name] for name in groups},
-        "requests": row.requests,
-        "prompt_tokens": row.prompt_tokens,
-        "cached_tokens": row.cached_tokens,
-        "completion_tokens": row.completion_tokens,
-    }
+def _lines(events: Sequence[UsageEvent], kind: str) -> list[str]:
+    documents = [_describe_event(event) for event in events]
+    return list(csv_lines(documents, _EVENT_COLUMNS)) if kind == "csv" else [ndjson_line(item) for item in documents]
+
+
+_EVENT_COLUMNS = (
+    "id",
+    "tenant_id",
+    "tenant",
+    "api_key_id",
+    "adapter_id",
+    "adapter_version_id",
+    "model",
+    "base",
+    "endpoint",
+    "end_user",
+    "status",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "cost_nanos",
+    "price_id",
+    "started_at",
+    "finished_at",
+    "time_to_first_token_us",
+    "duration_us",
+)
 
 
 def _describe_event(event: UsageEvent) -> UsageEventDocument:
@@ -155,11 +144,15 @@ def _describe_event(event: UsageEvent) -> UsageEventDocument:
         "adapter_id": event.adapter_id,
         "adapter_version_id": event.adapter_version_id,
         "model": event.model,
+        "base": event.base,
         "endpoint": event.endpoint,
+        "end_user": event.end_user,
         "status": event.status,
         "prompt_tokens": event.prompt_tokens,
         "cached_tokens": event.cached_tokens,
         "completion_tokens": event.completion_tokens,
+        "cost_nanos": event.cost_nanos,
+        "price_id": event.price_id,
         "started_at": seconds(event.started_us),
         "finished_at": seconds(event.finished_us),
         "time_to_first_token_us": None if event.first_token_us is None else event.first_token_us - event.started_us,

@@ -286,7 +286,7 @@ async def test_usage_is_reported_as_buckets_csv_and_events(http: httpx.AsyncClie
     report = (await http.get("/admin/v1/usage")).json()
     assert (report["object"], report["has_more"], report["next_page"]) == ("page", False, None)
     (bucket,) = report["data"]
-    sums = {"object": "usage.result", "model": "=base", "cached_tokens": 0}
+    sums = {"object": "usage.result", "model": "=base", "cached_tokens": 0, "cost_nanos": 0}
     assert bucket["results"] == [
         {**sums, "tenant": "acme", "requests": 2, "prompt_tokens": 30, "completion_tokens": 60},
         {**sums, "tenant": "globex", "requests": 1, "prompt_tokens": 5, "completion_tokens": 10},
@@ -296,7 +296,8 @@ async def test_usage_is_reported_as_buckets_csv_and_events(http: httpx.AsyncClie
     table = await http.get("/admin/v1/usage", params={"format": "csv", "tenant": "acme"})
     assert table.headers["content-type"].startswith("text/csv")
     header, row = table.text.splitlines()
-    assert header == "start_us,end_us,tenant,model,requests,prompt_tokens,cached_tokens,completion_tokens,cost_nanos"
+    amounts = "requests,prompt_tokens,cached_tokens,completion_tokens,cost_nanos"
+    assert header == f"start_time,end_time,tenant,model,{amounts}"
     assert row.split(",")[2:] == ["acme", "'=base", "2", "30", "0", "60", "0"]
     events = (await http.get("/admin/v1/usage/events", params={"tenant": "acme", "limit": 1})).json()
     assert events["has_more"]

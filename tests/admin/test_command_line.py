@@ -30,7 +30,7 @@ def test_the_fixed_calls_of_the_design(loramux: Run, make_adapter: Callable[...,
     usage = answer(loramux("usage", "--tenant", "acme", "--format", "json"))
     assert usage["object"] == "page"
     table = loramux("usage", "--tenant", "acme", "--format", "csv")
-    assert table.stdout.startswith("start_us,end_us,tenant,model,requests")
+    assert table.stdout.startswith("start_time,end_time,tenant,model,requests")
 
 
 def test_lists_are_tables_or_json(loramux: Run, make_adapter: Callable[..., Path]) -> None:

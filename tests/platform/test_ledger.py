@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
+import io
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger import Ledger
 from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.tenants import Tenants
-from loramux.platform.usage_csv import usage_csv
+from loramux.platform.usage_csv import csv_line, csv_lines
 from loramux.platform.usage_report import UsageRow
 
 HOUR_US = 3_600_000_000
@@ -139,23 +139,15 @@ def test_a_bad_question_is_refused_with_the_fields_name(clocked: Database, argum
     assert caught.value.param == param
 
 
-def test_csv_reads_back_and_holds_no_formula() -> None:
-    row = UsageRow(
-        start_us=0,
-        end_us=1,
-        model='=HYPERLINK("x")',
-        tenant="a,b",
-        requests=1,
-        prompt_tokens=2,
-        cached_tokens=0,
-        completion_tokens=3,
-        cost_nanos=0,
-    )
-    text = "".join(usage_csv([row, replace(row, model=None)], ["tenant", "model"]))
-    header, first, second = csv.reader(text.splitlines())
-    assert header == [
-        "start_us", "end_us", "tenant", "model", "requests", "prompt_tokens", "cached_tokens", "completion_tokens",
-        "cost_nanos",
-    ]  # fmt: skip
-    assert first == ["0", "1", "a,b", '\'=HYPERLINK("x")', "1", "2", "0", "3", "0"]
-    assert second[3] == ""
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
+def test_csv_reads_back_and_holds_no_formula(start: str) -> None:
+    documents = [
+        {"model": f'{start}HYPERLINK("x")', "tenant": "a,b\nc", "requests": 1},
+        {"model": None, "tenant": "", "requests": -2},
+    ]
+    text = csv_line(["tenant", "model", "requests"]) + "".join(csv_lines(documents, ["tenant", "model", "requests"]))
+    header, first, second = csv.reader(io.StringIO(text, newline=""))
+    assert header == ["tenant", "model", "requests"]
+    assert first == ["a,b\nc", f'\'{start}HYPERLINK("x")', "1"]
+    # A number is no text of a stranger's: it stays one.
+    assert second == ["", "", "-2"]

@@ -1,0 +1,91 @@
+"""The shapes of reports and of the ledger's entries, for the REST's own description."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+
+class UsageResult(TypedDict):
+    """A sum, beside the fields that it is grouped by. Costs are in billionths of the currency."""
+
+    object: Literal["usage.result"]
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+
+
+class UsageBucket(TypedDict):
+    """The sums of one span of time, [start_time, end_time)."""
+
+    object: Literal["bucket"]
+    start_time: int
+    end_time: int
+    results: list[UsageResult]
+
+
+class UsagePage(TypedDict):
+    """A report, bucket by bucket."""
+
+    object: Literal["page"]
+    data: list[UsageBucket]
+    has_more: bool
+    next_page: str | None
+
+
+class CostsResult(TypedDict):
+    """A sum in money, beside the fields that it is grouped by."""
+
+    object: Literal["costs.result"]
+    requests: int
+    amount_nanos: int
+    amount: str
+    currency: str | None
+
+
+class CostsBucket(TypedDict):
+    """The sums of one span of time, [start_time, end_time)."""
+
+    object: Literal["bucket"]
+    start_time: int
+    end_time: int
+    results: list[CostsResult]
+
+
+class CostsPage(TypedDict):
+    """A report in money, bucket by bucket."""
+
+    object: Literal["page"]
+    data: list[CostsBucket]
+    has_more: bool
+    next_page: str | None
+    currency: str | None
+
+
+class UsageEventDocument(TypedDict):
+    """One settled request."""
+
+    id: str
+    object: Literal["usage.event"]
+    tenant_id: str
+    tenant: str
+    api_key_id: str
+    adapter_id: str | None
+    adapter_version_id: str | None
+    model: str
+    base: str
+    endpoint: str
+    end_user: str | None
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+    price_id: str | None
+    started_at: int
+    finished_at: int
+    time_to_first_token_us: int | None
+    duration_us: int
