@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admin-lists bench-simulation bench-admission bench-peers clean test-prometheus docs test-clients test-docs campaign-gateways bench-first-token test-package test-oidc
+.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-quotas campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admin-lists bench-simulation bench-admission bench-peers clean test-prometheus docs test-clients test-docs campaign-gateways bench-first-token test-package test-oidc
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ campaign-simulation: $(WARM) ## Long random lives of the engine on a simulated d
 
 campaign-life: $(WARM) ## A long random life of the engine with real weights (LORAMUX_LIFE_EVENTS=10000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_long_life.py -m campaign --timeout 3600 $(ARGS)
+
+campaign-quotas: $(WARM) ## Admission beside plain dictionaries for long, on both databases (LORAMUX_QUOTA_STEPS=20000)
+	$(VENV)/bin/python -m pytest tests/platform/test_quota_machine.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-validation: $(WARM) ## The whole hostile catalogue in its process, 20,000 headers, 300 peft configurations
 	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
