@@ -17,15 +17,6 @@ from tests.browser.conftest import Demo, NewTab, Tab
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 
-SCREENSHOTS = Path(__file__).parents[2] / "docs" / "screenshots"
-KEPT = {
-    "overview": ("light-1440", "dark-1440", "light-360"),
-    "adapter": ("light-1440", "dark-360"),
-    "residency": ("dark-1440",),
-    "playground": ("light-1440",),
-}
-"""The screenshots that the documentation shows; all others are looked at and thrown away."""
-
 PAGES = {
     "overview": ("/", "harbour"),
     "adapters": ("/adapters", "harbour/pirate"),

@@ -19,14 +19,21 @@ GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
 MAX_ROWS = 200
 MAX_CHARTED = 30
+FRESH_S = 10.0
+"""How old sums may be: those of a month of many requests cost the database something."""
 
 
 async def show(visit: Visit) -> Response:
     params = _params(visit)
     bucket, length_s = RANGES[params["days"]]
     asked = {key: params[key] for key in ("start", "end", "tenant")}
+    chosen = (params["days"], params["group_by"], params["tenant"], visit.sees)
     sums, events, prices = await asyncio.gather(
-        panel(visit.rest.get("/usage", **asked, group_by=params["group_by"])),
+        visit.site.recent.get(
+            ("usage", *chosen),
+            FRESH_S,
+            lambda: panel(visit.rest.get("/usage", **asked, group_by=params["group_by"])),
+        ),
         panel(visit.rest.get("/usage/events", tenant=params["tenant"], limit=20)),
         panel(visit.rest.get("/prices", tenant=params["tenant"], limit=20)),
     )
@@ -35,7 +42,11 @@ async def show(visit: Visit) -> Response:
     )
     # A line for each of a thousand would be neither read nor quick: of so many, all together.
     charted = params["group_by"] if len(rows) <= MAX_CHARTED else ""
-    series = await panel(visit.rest.get("/usage", **asked, group_by=charted, bucket=bucket))
+    series = await visit.site.recent.get(
+        ("usage series", charted, *chosen),
+        FRESH_S,
+        lambda: panel(visit.rest.get("/usage", **asked, group_by=charted, bucket=bucket)),
+    )
     return visit.page(
         "usage.html",
         sums=sums,
