@@ -106,7 +106,7 @@ class QuotaPolicies:
         if policy is None:
             raise NotFound("there is no such quota", code="quota_not_found")
         new_limit = policy.limit if limit is None else limit
-        if burst is None and policy.burst != policy.limit:
+        if burst is None and policy.burst != policy.limit and new_limit:
             burst = policy.burst
         return self.set(policy.subject_id, policy.metric, new_limit, burst, mode)
 
@@ -218,6 +218,8 @@ def check_policy(metric: str, limit: int, burst: int | None, mode: str | None) -
         raise InvalidRequest(f"a burst lies in 0 to {known.max_limit}", param="burst")
     if burst < 1 <= limit:
         raise InvalidRequest("a burst of 0 would admit nothing: use a limit of 0", param="burst")
+    if limit < 1 <= burst:
+        raise InvalidRequest("a burst above a limit of 0 would be admitted once and never come back", param="burst")
 
 
 def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:

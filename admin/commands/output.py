@@ -6,6 +6,7 @@ Ctrl-C ends with 130.
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,6 +72,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
         # A name is a tenant's text: it is shown as it is, never read as markup.
         table.add_row(*(Text("-" if value is None else str(value)) for value in row))
     console.print(table)
+
+
+def print_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """CSV (RFC 4180) of numbers and of names that are ours; an absent value is an empty cell."""
+    writer = csv.writer(sys.stdout)
+    writer.writerow(columns)
+    writer.writerows(rows)
 
 
 def shown_time(seconds: int | None) -> str | None:

@@ -1,54 +1,110 @@
-"""`loramux quotas`: what a tenant may use."""
+"""`loramux quotas`: what tenants, keys and adapters may use, how far it is used, and what a request would meet."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from loramux.admin.commands.options import AnyTenant, AsJson, Tenant
-from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+from loramux.admin.commands.options import AnyTenant, AsJson
+from loramux.admin.commands.output import connected, print_csv, print_json, print_table, shown_time
+from loramux.admin.commands.quota_plot import print_plot
 
-app = typer.Typer(no_args_is_help=True, help="Set and list quotas.")
+app = typer.Typer(no_args_is_help=True, help="Set, list, plot and try quotas.")
+
+METRICS = (
+    "requests_per_minute, tokens_per_minute, concurrent_requests, tokens_per_day, tokens_per_month, cost_per_day, "
+    "cost_per_month (nanos), cold_loads_per_minute, adapters or adapter_bytes."
+)
+LISTED = ("id", "scope", "subject_id", "tenant_id", "metric", "unit", "mode", "limit", "burst", "updated_at")
+SHOWN = (
+    "metric",
+    "unit",
+    "scope",
+    "mode",
+    "limit",
+    "used",
+    "reserved",
+    "remaining",
+    "num_exceeded",
+    "is_inherited",
+    "window_start",
+    "window_end",
+    "reset_at",
+    "id",
+)
+
+Key = Annotated[str | None, typer.Option(help="A key's identifier, key_...", show_default=False)]
+Adapter = Annotated[
+    str | None, typer.Option(help="An adapter's identifier; with --tenant its name.", show_default=False)
+]
+AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")]
+
+
+class Mode(StrEnum):
+    """What a quota does with a request beyond it."""
+
+    HARD = "hard"
+    SOFT = "soft"
+    SHADOW = "shadow"
 
 
 @app.command("set")
 def set_quota(
-    tenant: Tenant,
-    metric: Annotated[
-        str,
-        typer.Option(help="requests_per_minute, tokens_per_minute or concurrent_requests.", show_default=False),
-    ],
+    metric: Annotated[str, typer.Option(help=METRICS, show_default=False)],
     limit: Annotated[int, typer.Option(help="The most that is allowed.", show_default=False)],
+    tenant: AnyTenant = None,
+    key: Key = None,
+    adapter: Adapter = None,
+    platform: Annotated[bool, typer.Option("--platform", help="For every tenant without one of its own.")] = False,
     burst: Annotated[
-        int | None, typer.Option(help="The most at once (default: the limit).", show_default=False)
+        int | None, typer.Option(help="The most at once of a rate (default: the limit).", show_default=False)
+    ] = None,
+    mode: Annotated[
+        Mode | None,
+        typer.Option(help="hard refuses, soft admits and reports, shadow only counts (default: hard, or as it was)."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Set or change one limit; it holds from the next request on."""
-    body = {"tenant": tenant, "metric": metric, "limit": limit}
-    if burst is not None:
-        body["burst"] = burst
+    body = {
+        "scope": "platform" if platform else None,
+        "tenant": tenant,
+        "key": key,
+        "adapter": adapter,
+        "metric": metric,
+        "limit": limit,
+        "burst": burst,
+        "mode": None if mode is None else mode.value,
+    }
     with connected(as_json) as client:
-        quota = client.post("quotas", body)
+        quota = client.post("quotas", {name: value for name, value in body.items() if value is not None})
     if as_json:
         print_json(quota)
-    else:
-        print(f"{tenant}: {quota['metric']} is limited to {quota['limit']} (burst {quota['burst']})")
+        return
+    burst_shown = f" (burst {quota['burst']})" if quota["burst"] != quota["limit"] else ""
+    whom = "every tenant" if platform else key or adapter or tenant
+    print(f"{whom}: {quota['metric']} is limited to {quota['limit']}{burst_shown}, {quota['mode']}")
 
 
 @app.command("list")
-def list_quotas(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
+def list_quotas(tenant: AnyTenant = None, as_csv: AsCsv = False, as_json: AsJson = False) -> None:
     """List the limits."""
     with connected(as_json) as client:
         quotas = list(client.items("quotas", tenant=tenant))
     if as_json:
         print_json({"object": "list", "data": quotas})
-        return
-    print_table(
-        ("tenant", "metric", "limit", "burst", "id", "changed"),
-        [(q["tenant_id"], q["metric"], q["limit"], q["burst"], q["id"], shown_time(q["updated_at"])) for q in quotas],
-    )
+    elif as_csv:
+        print_csv(LISTED, [[quota[name] for name in LISTED] for quota in quotas])
+    else:
+        print_table(
+            ("scope", "of", "metric", "mode", "limit", "burst", "id", "changed"),
+            [
+                (q["scope"], q["subject_id"], q["metric"], q["mode"], q["limit"], q["burst"], q["id"], _changed(q))
+                for q in quotas
+            ],
+        )
 
 
 @app.command()
@@ -64,3 +120,74 @@ def delete(
         print_json(quota)
     else:
         print(f"deleted quota {quota['id']}")
+
+
+@app.command()
+def effective(
+    tenant: AnyTenant = None, key: Key = None, adapter: Adapter = None, as_csv: AsCsv = False, as_json: AsJson = False
+) -> None:
+    """Plot what holds for a tenant, a key or the calls of an adapter, and how far it is used."""
+    with connected(as_json) as client:
+        found = client.get("quotas/effective", tenant=tenant, key=key, adapter=adapter)
+    if as_json:
+        print_json(found)
+    elif as_csv:
+        print_csv(SHOWN, [[limit[name] for name in SHOWN] for limit in found["data"]])
+    elif not found["data"]:
+        print("nothing is limited")
+    else:
+        print_plot(found["data"])
+
+
+@app.command()
+def check(
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", show_default=False)],
+    max_tokens: Annotated[int, typer.Option(help="The most tokens of the answer.", show_default=False)],
+    n: Annotated[int, typer.Option(help="How many answers.")] = 1,
+    tenant: AnyTenant = None,
+    key: Key = None,
+    adapter: Adapter = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Try the tenant's (or --key's) quota for this metric...", show_default=False)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="...as if it were this.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a request would be admitted now, and what would bind; nothing is used. Exit 1: it would not be."""
+    if (metric is None) != (limit is None):
+        raise typer.BadParameter("--metric and --limit go together")
+    whom = {"tenant": tenant, "key": key, "adapter": adapter}
+    body: dict[str, object] = {name: value for name, value in whom.items() if value is not None}
+    body.update(prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
+    if metric is not None:
+        subject = {"key": key} if key is not None else {"tenant": tenant}
+        body["quota"] = {**subject, "metric": metric, "limit": limit}
+    with connected(as_json) as client:
+        answer = client.post("quotas/check", body)
+    if as_json:
+        print_json(answer)
+    else:
+        print_table(
+            ("metric", "of", "mode", "limit", "remaining", "cost", "admits"),
+            [
+                (v["metric"], v["scope"], v["mode"], v["limit"], v["remaining"], v["cost"], _admits(v))
+                for v in answer["verdicts"]
+            ],
+        )
+        error = answer["error"]
+        print("it would be admitted" if error is None else f"{answer['status']} {error['code']}: {error['message']}")
+    if not answer["is_admitted"]:
+        raise typer.Exit(1)
+
+
+def _changed(quota: dict[str, object]) -> str | None:
+    changed = quota["updated_at"]
+    return shown_time(changed if isinstance(changed, int) else None)
+
+
+def _admits(verdict: dict[str, object]) -> str:
+    if verdict["admits"]:
+        return "yes"
+    if verdict["is_too_large"]:
+        return "never"
+    return f"in {verdict['wait_s']:.0f} s" if verdict["mode"] == "hard" else "reported only"

@@ -1,0 +1,64 @@
+"""Quotas as bars in a terminal: used, reserved and free of each limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+BAR_WIDTH = 40
+USED, RESERVED, FREE = "█", "▒", "·"
+
+
+def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
+    """One line for each limit of the effective view."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 250
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("metric", "of", "mode", f"used {USED} reserved {RESERVED} free {FREE}"):
+        table.add_column(column, no_wrap=True)
+    for column in ("used", "reserved", "limit", "free again"):
+        table.add_column(column, no_wrap=True, justify="right")
+    for limit in limits:
+        whose = f"{limit['scope']} (inherited)" if limit["is_inherited"] else limit["scope"]
+        color = "red" if limit["is_exceeded"] else "yellow" if limit["num_exceeded"] else "green"
+        amounts = [shown_amount(limit[name], limit["unit"]) for name in ("used", "reserved", "limit")]
+        texts = (limit["metric"], whose, limit["mode"])
+        table.add_row(*(Text(str(text)) for text in texts), Text(bar(limit), style=color), *amounts, _reset(limit))
+    console.print(table)
+
+
+def bar(limit: Mapping[str, Any]) -> str:
+    """`BAR_WIDTH` characters; whatever is used or reserved shows, and what lies beyond the limit fills the bar."""
+    # The size of a bucket is its burst; everything else repeats its limit there.
+    size = limit["burst"]
+    if size <= 0:
+        return USED * BAR_WIDTH
+    used = _cells(limit["used"], size)
+    reserved = min(_cells(limit["reserved"], size), BAR_WIDTH - used)
+    return USED * used + RESERVED * reserved + FREE * (BAR_WIDTH - used - reserved)
+
+
+def shown_amount(amount: int, unit: str) -> str:
+    """Whole numbers with separators; money in the currency of the prices, bytes in MiB."""
+    if unit == "nanos":
+        return f"{amount / 1e9:,.4f}"
+    return f"{amount / 2**20:,.1f} MiB" if unit == "bytes" else f"{amount:,}"
+
+
+def _cells(amount: int, size: int) -> int:
+    return min(BAR_WIDTH, -(-amount * BAR_WIDTH // size))
+
+
+def _reset(limit: Mapping[str, Any]) -> str:
+    if limit["reset_at"] is None or limit["used"] == 0:
+        return "-"
+    seconds = max(0, limit["reset_at"] - int(time.time()))
+    if seconds < 120:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"

@@ -1,0 +1,240 @@
+"""Quotas in plain dictionaries: what admission on a database must agree with after every step.
+
+Nothing of the platform's code is used: windows are local dates, and sums are made anew from the requests each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from zoneinfo import ZoneInfo
+
+MINUTE_US = 60_000_000
+LEASE_US = 30_000_000
+PROMPT, CACHED, COMPLETION = 1_234_567, 345_678, 7_654_321
+"""Nanos for a million tokens; odd, so that rounding shows."""
+
+
+def cost(prompt: int, cached: int, completion: int) -> int:
+    nanos = (prompt - cached) * PROMPT + cached * CACHED + completion * COMPLETION
+    return -(-nanos // 1_000_000)
+
+
+@dataclass
+class Policy:
+    """One limit, and whether it was changed so that what is held may lie above it."""
+
+    id: str
+    subject: str
+    metric: str
+    limit: int
+    burst: int
+    mode: str
+    has_changed: bool = False
+
+    @property
+    def is_rate(self) -> bool:
+        return self.metric.endswith("_per_minute")
+
+    @property
+    def is_budget(self) -> bool:
+        return self.metric.endswith(("_per_day", "_per_month"))
+
+
+@dataclass
+class Bucket:
+    """A rate's fill in 1/60,000,000, when that was, and what is held of it."""
+
+    level: int
+    at_us: int
+
+    def now(self, policy: Policy, now_us: int) -> Bucket:
+        at_us = max(self.at_us, now_us)
+        return Bucket(min(policy.burst * MINUTE_US, self.level + policy.limit * (at_us - self.at_us)), at_us)
+
+
+Count = tuple[str, str, tuple[int, ...]]
+"""Policy, subject, and the local date or month; () for what has no window."""
+
+
+@dataclass
+class Request:
+    """An admitted request: what it holds of each count, and what became of it."""
+
+    id: str
+    tenant: str
+    prompt: int
+    completion: int
+    """Tokens granted beyond the prompt."""
+    lease_us: int
+    held: dict[Count, int] = field(default_factory=dict)
+    state: str = "open"
+    checkpoint: int = 0
+    charged: tuple[int, int, int] = (0, 0, 0)
+    """Prompt, cached and completion tokens that the ledger must add up to."""
+    corrected: int = 0
+    """By how many tokens a late settlement raised it."""
+    corrected_nanos: int = 0
+
+
+class QuotaOracle:
+    """Every rule of DESIGN section 7, as simply as it can be said."""
+
+    def __init__(self, zones: dict[str, str], owners: dict[str, str]) -> None:
+        self.zones = {tenant: ZoneInfo(zone) for tenant, zone in zones.items()}
+        self.owners = owners
+        """The tenant of each subject."""
+        self.policies: dict[tuple[str, str], Policy] = {}
+        self.buckets: dict[Count, Bucket] = {}
+        self.exceeded: dict[Count, int] = {}
+        self.requests: dict[str, Request] = {}
+
+    # Policies
+
+    def set_policy(self, policy: Policy, now_us: int) -> None:
+        old = self.policies.get((policy.subject, policy.metric))
+        self.policies[policy.subject, policy.metric] = policy
+        if old is None:
+            if policy.is_rate and policy.subject != "platform":
+                self.buckets[policy.id, policy.subject, ()] = Bucket(policy.burst * MINUTE_US, now_us)
+            return
+        policy.has_changed = True
+        if policy.is_rate and policy.subject != "platform":
+            count = (policy.id, policy.subject, ())
+            earned = self.buckets[count].now(old, now_us)
+            self.buckets[count] = Bucket(min(earned.level, policy.burst * MINUTE_US), earned.at_us)
+
+    def delete_policy(self, subject: str, metric: str) -> None:
+        policy = self.policies.pop((subject, metric))
+        for counts in (self.buckets, self.exceeded):
+            for count in [count for count in counts if count[0] == policy.id]:
+                del counts[count]
+
+    # Requests
+
+    def binding(self, tenant: str, key: str, adapter: str | None, now_us: int) -> list[tuple[Policy, Count]]:
+        own = {
+            metric
+            for (subject, metric), policy in self.policies.items()
+            if subject == tenant and policy.mode != "shadow"
+        }
+        found = []
+        for (subject, metric), policy in self.policies.items():
+            is_inherited = subject == "platform" and metric not in own
+            if subject in (tenant, key, adapter) or is_inherited:
+                counted = tenant if subject == "platform" else subject
+                found.append((policy, (policy.id, counted, self.window(policy, counted, now_us))))
+        return found
+
+    def window(self, policy: Policy, subject: str, now_us: int) -> tuple[int, ...]:
+        if not policy.is_budget:
+            return ()
+        zone = self.zones[self.owners.get(subject, subject)]
+        local = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone)
+        return (local.year, local.month, local.day) if policy.metric.endswith("_day") else (local.year, local.month)
+
+    def price(self, policy: Policy, prompt: int, completion: int) -> int:
+        if policy.metric.startswith("tokens"):
+            return prompt + completion
+        return cost(prompt, 0, completion) if policy.metric.startswith("cost") else 1
+
+    def fits(self, policy: Policy, count: Count, wanted: int, now_us: int) -> bool:
+        if policy.is_rate:
+            return self.bucket(policy, count, now_us).level >= (self.reserved(count) + wanted) * MINUTE_US
+        return self.used(policy, count) + self.reserved(count) + wanted <= policy.limit
+
+    def admit(self, request: Request, bound: list[tuple[Policy, Count]], now_us: int) -> set[str]:
+        """Take what an admitted request holds; the policies that it goes beyond."""
+        beyond = set()
+        for policy, count in bound:
+            wanted = self.price(policy, request.prompt, request.completion)
+            is_exceeded = not self.fits(policy, count, wanted, now_us)
+            self.touch(policy, count, now_us)
+            if is_exceeded:
+                beyond.add(policy.id)
+                self.exceeded[count] = self.exceeded.get(count, 0) + 1
+            if policy.is_budget or not is_exceeded:
+                request.held[count] = wanted
+                if policy.metric == "requests_per_minute":
+                    self.buckets[count].level -= MINUTE_US
+        self.requests[request.id] = request
+        return beyond
+
+    def extend(self, request: Request, tokens: int, now_us: int) -> bool:
+        wanted = [
+            (
+                policy,
+                count,
+                self.price(policy, 0, tokens),
+                self.fits(policy, count, self.price(policy, 0, tokens), now_us),
+            )
+            for policy, count in self.holding(request)
+            if policy.metric.startswith(("tokens", "cost"))
+        ]
+        if any(not fits and policy.mode == "hard" for policy, _, _, fits in wanted):
+            return False
+        for policy, count, more, fits in wanted:
+            self.touch(policy, count, now_us)
+            if not fits:
+                self.exceeded[count] = self.exceeded.get(count, 0) + 1
+            if fits or policy.is_budget:
+                request.held[count] += more
+        request.completion += tokens
+        return True
+
+    def close(self, request: Request, state: str, charged: tuple[int, int, int], has_run: bool, now_us: int) -> None:
+        """Charge a request, or correct what it was charged when it was recovered."""
+        was_recovered, before = request.state == "recovered", request.charged
+        for policy, count in self.holding(request):
+            self.touch(policy, count, now_us)
+            if not policy.is_rate:
+                continue
+            bucket = self.buckets[count]
+            if policy.metric == "requests_per_minute" and not has_run:
+                bucket.level += MINUTE_US
+            elif policy.metric == "tokens_per_minute":
+                bucket.level -= (charged[0] + charged[2] - before[0] - before[2]) * MINUTE_US
+            bucket.level = min(bucket.level, policy.burst * MINUTE_US)
+        request.state, request.charged = state, charged
+        if was_recovered:
+            request.corrected = charged[0] + charged[2] - before[0] - before[2]
+            request.corrected_nanos = cost(*charged) - cost(*before)
+
+    def expired(self, now_us: int) -> list[Request]:
+        return [request for request in self.requests.values() if request.state == "open" and request.lease_us < now_us]
+
+    # Sums
+
+    def holding(self, request: Request) -> list[tuple[Policy, Count]]:
+        by_id = {policy.id: policy for policy in self.policies.values()}
+        return [(by_id[count[0]], count) for count in request.held if count[0] in by_id]
+
+    def reserved(self, count: Count) -> int:
+        policy = next(policy for policy in self.policies.values() if policy.id == count[0])
+        if policy.metric == "requests_per_minute":
+            return 0
+        return sum(request.held.get(count, 0) for request in self.requests.values() if request.state == "open")
+
+    def used(self, policy: Policy, count: Count) -> int:
+        if not policy.is_budget:
+            return 0
+        closed = [one for one in self.requests.values() if one.state != "open" and count in one.held]
+        if policy.metric.startswith("cost"):
+            return sum(cost(*request.charged) for request in closed)
+        return sum(request.charged[0] + request.charged[2] for request in closed)
+
+    def late(self, policy: Policy, count: Count) -> int:
+        """By how much late settlements may have passed a limit."""
+        requests = [request for request in self.requests.values() if count in request.held]
+        if policy.metric.startswith("cost"):
+            return sum(max(0, request.corrected_nanos) for request in requests)
+        return sum(max(0, request.corrected) for request in requests)
+
+    def bucket(self, policy: Policy, count: Count, now_us: int) -> Bucket:
+        known = self.buckets.get(count)
+        return Bucket(policy.burst * MINUTE_US, now_us) if known is None else known.now(policy, now_us)
+
+    def touch(self, policy: Policy, count: Count, now_us: int) -> None:
+        """A count that is written is first brought up to the time."""
+        if policy.is_rate:
+            self.buckets[count] = self.bucket(policy, count, now_us)
