@@ -11,6 +11,8 @@ import typer
 from loramux.admin.commands.options import AnyTenant, AsJson
 from loramux.admin.commands.output import connected, print_json, print_table, shown_time
 
+MAX_SHOWN = 100
+
 
 def audit(
     tenant: AnyTenant = None,
@@ -38,10 +40,14 @@ def audit(
                 entry["address"],
                 entry["action"],
                 entry["target"],
-                ", ".join(
-                    f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in entry["changes"].items()
-                ),
+                _shown(entry["changes"]),
             )
             for entry in entries
         ],
     )
+
+
+def _shown(changes: dict[str, list[object]]) -> str:
+    """What fits on a line; `--json` has all of it."""
+    text = ", ".join(f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes.items())
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
