@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-quotas campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admin-lists bench-simulation bench-admission bench-peers clean test-prometheus docs test-clients test-docs campaign-gateways bench-first-token test-package
+.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-quotas campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admin-lists bench-simulation bench-admission bench-peers clean test-prometheus docs test-clients test-docs campaign-gateways bench-first-token test-package test-oidc
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,11 @@ test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real rados
 	$(VENV)/bin/python -m pytest $(S3_TESTS) -m campaign --timeout 3600 $(ARGS)
 	LORAMUX_TEST_S3=radosgw $(VENV)/bin/python -m pytest $(S3_TESTS) \
 		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
+
+test-oidc: $(WARM) ## Single sign-on through a real OpenID provider (npm oidc-provider 8.8.1, needs node 18 or later)
+	npm install --no-audit --no-fund --ignore-scripts --prefix $(VENV)/oidc oidc-provider@8.8.1
+	LORAMUX_TEST_OIDC=$(VENV)/oidc/node_modules $(VENV)/bin/python -m pytest tests/admin/test_oidc.py \
+		-m 'campaign or not campaign' --timeout 600 $(ARGS)
 
 test-prometheus: $(WARM) ## Dashboard and alerts on a real Prometheus that scrapes a server under load (Debian's, installed where root may)
 	$(VENV)/bin/python -m tests.conformance.prometheus_server

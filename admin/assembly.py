@@ -168,6 +168,7 @@ def assemble(
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,
             executor=executor,
+            oidc=settings.oidc,
             trouble=gateway.trouble,
             gateway=gateway_app,
             api_url=_api_url(settings),

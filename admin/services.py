@@ -17,6 +17,7 @@ from loramux.adapter_store.ingest_jobs import IngestJobs
 from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.version_states import VersionStates
+from loramux.admin.console.oidc_settings import OidcSettings
 from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.places import Places
 from loramux.admin.self_check import SelfCheck
@@ -77,6 +78,8 @@ class AdminServices:
     is_loopback: bool
     """Whether only this machine reaches the admin listener."""
     executor: Executor
+    oidc: OidcSettings | None = None
+    """How people sign in to the console through a provider; None where they have keys only."""
     gateway: ASGIApp | None = None
     """The OpenAI API of this process, for the console's playground; None where there is none."""
     api_url: str = "http://127.0.0.1:8000/v1"

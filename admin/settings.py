@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from loramux.adapter_store.sources import is_source_url
+from loramux.admin.console.oidc_settings import OidcSettings, is_trusted_url, parse_rule
 from loramux.admin.suggestions import did_you_mean
 from loramux.engine.spans import TraceConfig
 
@@ -28,7 +29,7 @@ CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PR
 """Variables that the command line reads itself; they are no settings of the server."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-SECRETS = frozenset({"admin_key", "metrics_token"})
+SECRETS = frozenset({"admin_key", "metrics_token", "oidc_client_secret"})
 FLAGS = frozenset(
     {
         "model",
@@ -124,6 +125,13 @@ class Settings(DataSettings):
     """None: below the data directory. Servers on one host may name the same one, each with its own data directory."""
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
+    oidc_issuer: str | None = None
+    oidc_client_id: str | None = None
+    oidc_client_secret: SecretStr | None = None
+    oidc_scopes: str = "openid profile email"
+    oidc_roles_claim: str = "groups"
+    oidc_roles: Annotated[tuple[str, ...], NoDecode] = ()
+    oidc_redirect_url: str | None = None
     engine: Path | None = None
     """The socket of a running server's engine, for `loramux gateway`."""
     reuse_port: bool = False
@@ -197,7 +205,28 @@ class Settings(DataSettings):
             raise ValueError(f"{blob_url!r} is no blob store: use file://DIRECTORY or s3://BUCKET/PREFIX")
         return blob_url
 
-    @field_validator("adapter_sources", mode="before")
+    @field_validator("oidc_roles")
+    @classmethod
+    def _are_roles(cls, rules: tuple[str, ...]) -> tuple[str, ...]:
+        for rule in rules:
+            parse_rule(rule)
+        return rules
+
+    @field_validator("oidc_issuer", "oidc_redirect_url")
+    @classmethod
+    def _is_trusted(cls, url: str | None) -> str | None:
+        if url is not None and not is_trusted_url(url):
+            raise ValueError(f"{url!r} is no https URL, nor one of this machine")
+        return url
+
+    @field_validator("oidc_client_id")
+    @classmethod
+    def _has_a_provider(cls, client_id: str | None, info: ValidationInfo) -> str | None:
+        if client_id is not None and info.data.get("oidc_issuer") is None:
+            raise ValueError("single sign-on needs oidc_issuer too")
+        return client_id
+
+    @field_validator("adapter_sources", "oidc_roles", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
         """A variable holds them separated by commas, a file as a list."""
@@ -216,6 +245,21 @@ class Settings(DataSettings):
     @property
     def resolved_served_name(self) -> str:
         return self.served_name or self.model.name
+
+    @property
+    def oidc(self) -> OidcSettings | None:
+        if self.oidc_issuer is None or self.oidc_client_id is None:
+            return None
+        secret = self.oidc_client_secret
+        return OidcSettings(
+            issuer=self.oidc_issuer,
+            client_id=self.oidc_client_id,
+            client_secret=None if secret is None else secret.get_secret_value(),
+            scopes=self.oidc_scopes,
+            roles_claim=self.oidc_roles_claim,
+            rules=tuple(parse_rule(rule) for rule in self.oidc_roles),
+            redirect_url=self.oidc_redirect_url,
+        )
 
     @property
     def trace_config(self) -> TraceConfig | None:

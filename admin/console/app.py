@@ -14,6 +14,7 @@ from loramux.admin.console.browser_guard import SecurityHeaders
 from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import Form
 from loramux.admin.console.login import Login
+from loramux.admin.console.oidc_login import OidcLogin
 from loramux.admin.console.pages import (
     adapters,
     audit,
@@ -39,7 +40,8 @@ GET, POST = ["GET"], ["POST"]
 def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
     """All pages; `rest` is the admin app, whose routes they call."""
     site = Site(services=services, rest=rest)
-    login = Login(site)
+    oidc = None if services.oidc is None else OidcLogin(site, services.oidc)
+    login = Login(site, oidc)
     overview, requests, resident = Overview(), Requests(), residency.Residency()
 
     def shows(path: str, handler: Handler) -> Route:
@@ -55,11 +57,18 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
     async def answer(request: Request, error: Exception) -> Response:
         return await _unknown(site, request, error)
 
+    sign_on = []
+    if oidc is not None:
+        sign_on = [
+            Route("/oidc/login", oidc.begin, methods=GET),
+            Route("/oidc/callback", oidc.finish, methods=GET),
+        ]
     return Starlette(
         routes=[
             Route("/login", login.show, methods=GET),
             Route("/login", login.sign_in, methods=POST),
             does("/logout", login.sign_out),
+            *sign_on,
             Mount("/static", StaticFiles()),
             shows("/", overview.show),
             shows("/live/overview", overview.live),

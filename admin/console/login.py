@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from loramux.admin.console.browser_guard import CSRF_FIELD, is_from_elsewhere, is_token_right, local_path
 from loramux.admin.console.console_site import Site, key_refresh, may_enter
 from loramux.admin.console.forms import read_form
+from loramux.admin.console.oidc_login import OidcLogin
 from loramux.admin.console.rest_calls import RestError
 from loramux.admin.console.session_cookie import LOGIN, SESSION, delete_cookie, read_cookie, set_cookie
 from loramux.admin.console.sessions import LIFETIME_S
@@ -25,8 +26,9 @@ MAX_KEY = 500
 class Login:
     """The login form and what it does. Its token needs no session: it is made from a cookie of its own."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, oidc: OidcLogin | None = None) -> None:
         self._site = site
+        self._oidc = oidc
         self._secret = secrets.token_bytes(32)
 
     async def show(self, request: Request) -> Response:
@@ -84,7 +86,14 @@ class Login:
             # Who may no longer do this has no key left that works; each ends by itself soon anyway.
             with suppress(RestError):
                 await visit.rest.delete(f"/api_keys/{key.id}")
-        response = redirect(visit.request, visit.url("/login"))
+        response: Response
+        if self._oidc is not None and visit.session.id_token is not None:
+            # A link and not a redirect: our forms may lead nowhere else, and their policy says so to the browser.
+            sign_out_url = await self._oidc.sign_out_url(visit.session.id_token)
+            values = {**frame(visit.request, None), "sign_out_url": sign_out_url}
+            response = HTMLResponse(self._site.templates.render("signed_out.html", **values))
+        else:
+            response = redirect(visit.request, visit.url("/login"))
         delete_cookie(visit.request, response, SESSION)
         return response
 
@@ -96,6 +105,7 @@ class Login:
             **frame(request, None),
             error=error,
             token=self._token(cookie),
+            has_sign_on=self._oidc is not None,
             next=wanted if local_path(wanted) else "",
         )
         response = HTMLResponse(html, status)

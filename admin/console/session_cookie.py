@@ -8,6 +8,8 @@ from starlette.responses import Response
 SESSION = "loramux_console"
 LOGIN = "loramux_login"
 """Before anybody is signed in: what the login form's token is derived from."""
+OIDC = "loramux_oidc"
+"""Which browser began a sign-in through a provider."""
 
 
 def read_cookie(request: Request, name: str) -> str | None:

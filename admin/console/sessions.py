@@ -57,6 +57,8 @@ class Session:
     notices: list[Notice] = field(default_factory=list)
     playground_keys: dict[str, PlaygroundKey] = field(default_factory=dict)
     """By the tenant's slug."""
+    id_token: str | None = None
+    """What the provider of a single sign-on is shown when the person signs out there too."""
 
     def say(self, kind: str, text: str, detail: str = "") -> None:
         self.notices = [*self.notices, Notice(kind, text, detail)][-MAX_NOTICES:]

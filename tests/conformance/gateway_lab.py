@@ -131,11 +131,11 @@ class GatewayLab:
 
     def truths(self) -> defaultdict[str, Truth]:
         """By request, which has one sequence; one that never reached the engine cost nothing."""
-        found = defaultdict(lambda: Truth(0, 0))
+        found: defaultdict[str, Truth] = defaultdict(lambda: Truth(0, 0))
         for line in self._ends.read_text().splitlines():
             sequence_id, num_prompt, num_completion, _ = json.loads(line)
             found[sequence_id.rpartition("-")[0]] = Truth(num_prompt, num_completion)
-        return {name: Truth(max(end[1] for end in ends), sum(end[2] for end in ends)) for name, ends in found.items()}
+        return found
 
     def num_open(self) -> int:
         table = schema.reservations

@@ -153,7 +153,7 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
         for gateway in together:
             lab.wait_ready(gateway)
         num_done += len(together)
-    if num_kills < 50:
+    if num_kills < 20:
         # As if the leases of the dead had run out.
         with lab.database.write() as connection:
             connection.execute(update(schema.reservations).values(lease_expires_us=0))

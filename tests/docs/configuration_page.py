@@ -56,6 +56,21 @@ MEANINGS = {
     "makes one and prints it once.",
     "metrics_token": "What `/metrics` asks for as a bearer token (16 characters or more); needed where the admin "
     "listener is not on loopback.",
+    "oidc_issuer": "The OpenID provider that people sign in to the console through, by its issuer URL: see "
+    "[single sign-on](single-sign-on.md).",
+    "oidc_client_id": "The name that the provider knows this server by.",
+    "oidc_client_secret": "Its secret; without one it is a public client, which PKCE alone protects.",
+    "oidc_scopes": "What the provider is asked for.",
+    "oidc_roles_claim": "The claim, of the ID token or of userinfo, that holds a person's groups.",
+    "oidc_roles": "`GROUP=SCOPE` or `GROUP=SCOPE@TENANT`, separated by commas; the first that fits decides.",
+    "oidc_redirect_url": "Where the provider sends browsers back to; by default where they came from.",
+    "log_format": "`json` for machines: see [traces and logs](traces-and-logs.md).",
+    "log_answers": "Whether each answer of the OpenAI API is a line of the log.",
+    "traces": "Where spans of requests go: to a file, to a collector by OTLP/HTTP, or nowhere.",
+    "traces_target": "The file or URL; by default `traces.jsonl` in the data directory, or what `OTEL_EXPORTER_OTLP_*` "
+    "say.",
+    "traces_share": "The part of the requests that is traced, from 0 to 1.",
+    "traces_of_clients": "What a client's `traceparent` does: nothing, a link, or our trace goes on below it.",
     "dtype": "Of weights and arithmetic; `auto` is the one in the model's `config.json`.",
     "device": "`auto` takes an NVIDIA GPU of compute capability 8.0 or later where there is one.",
     "blob_url": "Where adapters' files are kept: `file://DIR` or `s3://BUCKET/PREFIX`; by default in the data "

@@ -1,0 +1,185 @@
+"""An OpenID provider as a relying party sees it (OpenID Connect Core 1.0, authorization code with PKCE)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from authlib.common.errors import AuthlibBaseError
+from authlib.integrations.httpx_client import AsyncOAuth2Client
+from authlib.oidc.core import CodeIDToken
+from joserfc import jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import KeySet
+
+from loramux.admin.console.oidc_settings import OidcSettings, is_trusted_url
+
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+"""What an ID token may be signed with: keys that the provider alone has. Neither `none` nor a shared secret."""
+
+TIMEOUT_S = 5.0
+METADATA_AGE_S = 3600.0
+KEYS_AGE_S = 30.0
+"""A token by an unknown key has the keys read again, but not more often than this."""
+LEEWAY_S = 60
+
+
+class ProviderUnavailable(Exception):
+    """The provider cannot be reached, or does not describe itself as OpenID Connect wants it."""
+
+
+class SignInRefused(Exception):
+    """What came back does not prove who is there; the message is for the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A sign-in under way: what the provider is told, and what must come back."""
+
+    state: str
+    nonce: str
+    code_verifier: str
+    redirect_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who signed in: the claims of the ID token with those of `userinfo`, and the token itself for the sign-out."""
+
+    claims: dict[str, Any]
+    id_token: str
+
+
+class OidcProvider:
+    """Talks to one provider. What it publishes about itself is kept for an hour."""
+
+    def __init__(self, settings: OidcSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._metadata: dict[str, Any] | None = None
+        self._metadata_s = 0.0
+        self._keys: KeySet | None = None
+        self._keys_s = 0.0
+
+    async def authorization_url(self, attempt: Attempt) -> str:
+        """Where to send the browser; raises ProviderUnavailable."""
+        metadata = await self._described()
+        async with self._client(attempt.redirect_url) as client:
+            url, _ = client.create_authorization_url(
+                metadata["authorization_endpoint"],
+                state=attempt.state,
+                nonce=attempt.nonce,
+                code_verifier=attempt.code_verifier,
+            )
+        return str(url)
+
+    async def redeem(self, attempt: Attempt, code: str, issuer: str | None) -> Identity:
+        """Who a code stands for; raises SignInRefused or ProviderUnavailable. `issuer` is what came with the code."""
+        metadata = await self._described()
+        if issuer is not None and issuer != self._settings.issuer:
+            # RFC 9207: the answer of another provider.
+            raise SignInRefused("the code is another issuer's")
+        try:
+            async with self._client(attempt.redirect_url) as client:
+                token = await client.fetch_token(
+                    metadata["token_endpoint"],
+                    grant_type="authorization_code",
+                    code=code,
+                    code_verifier=attempt.code_verifier,
+                )
+                claims = await self._verified(str(token.get("id_token", "")), str(token["access_token"]), attempt.nonce)
+                about = await self._about(client, metadata, str(claims["sub"]))
+        except httpx.HTTPError as error:
+            raise ProviderUnavailable(f"the provider does not answer: {type(error).__name__}") from error
+        except (AuthlibBaseError, JoseError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # What a provider sends is not ours, and may be of any shape.
+            raise SignInRefused(f"{type(error).__name__}: {getattr(error, 'error', '')}") from error
+        return Identity(about | claims, str(token["id_token"]))
+
+    async def sign_out_url(self, id_token: str) -> str | None:
+        """Where a browser ends its session at the provider too; None where the provider has no such place."""
+        endpoint = (await self._described()).get("end_session_endpoint")
+        if not isinstance(endpoint, str) or not is_trusted_url(endpoint):
+            return None
+        params = {"id_token_hint": id_token, "client_id": self._settings.client_id}
+        return str(httpx.URL(endpoint).copy_merge_params(params))
+
+    async def _about(self, client: AsyncOAuth2Client, metadata: dict[str, Any], subject: str) -> dict[str, Any]:
+        """What the provider says of this person beside the ID token."""
+        if "userinfo_endpoint" not in metadata:
+            return {}
+        answer = await client.get(metadata["userinfo_endpoint"])
+        answer.raise_for_status()
+        about = answer.json()
+        if about["sub"] != subject:
+            raise SignInRefused("userinfo is about somebody else")
+        return dict(about)
+
+    async def _verified(self, id_token: str, access_token: str, nonce: str) -> dict[str, Any]:
+        try:
+            token = jwt.decode(id_token, await self._signing_keys(), algorithms=ALGORITHMS)
+        except (JoseError, ValueError):
+            # The provider may have changed its keys.
+            token = jwt.decode(id_token, await self._signing_keys(anew=True), algorithms=ALGORITHMS)
+        wanted = {
+            "iss": {"essential": True, "value": self._settings.issuer},
+            "aud": {"essential": True, "value": self._settings.client_id},
+            "exp": {"essential": True},
+            "sub": {"essential": True},
+        }
+        params = {"nonce": nonce, "client_id": self._settings.client_id, "access_token": access_token}
+        claims = CodeIDToken(dict(token.claims), dict(token.header), wanted, params)
+        claims.validate(now=int(time.time()), leeway=LEEWAY_S)
+        return dict(claims)
+
+    async def _described(self) -> dict[str, Any]:
+        """The provider's own description (OpenID Connect Discovery 1.0)."""
+        async with self._lock:
+            if self._metadata is None or self._clock() - self._metadata_s > METADATA_AGE_S:
+                metadata = await _read(f"{self._settings.issuer.rstrip('/')}/.well-known/openid-configuration")
+                if metadata.get("issuer") != self._settings.issuer:
+                    raise ProviderUnavailable("the provider calls itself by another name than the setting oidc_issuer")
+                for name in ("authorization_endpoint", "token_endpoint", "jwks_uri"):
+                    if not is_trusted_url(str(metadata.get(name))):
+                        raise ProviderUnavailable(f"the provider's {name} is no https URL")
+                self._metadata, self._metadata_s = metadata, self._clock()
+            return self._metadata
+
+    async def _signing_keys(self, *, anew: bool = False) -> KeySet:
+        metadata = await self._described()
+        async with self._lock:
+            is_stale = anew and self._clock() - self._keys_s > KEYS_AGE_S
+            if self._keys is None or is_stale:
+                self._keys = KeySet.import_key_set(await _read(metadata["jwks_uri"]))  # type: ignore[arg-type]
+                self._keys_s = self._clock()
+            return self._keys
+
+    def _client(self, redirect_url: str) -> AsyncOAuth2Client:
+        return AsyncOAuth2Client(
+            self._settings.client_id,
+            self._settings.client_secret,
+            scope=self._settings.scopes,
+            redirect_uri=redirect_url,
+            code_challenge_method="S256",
+            token_endpoint_auth_method="none" if self._settings.client_secret is None else "client_secret_basic",
+            timeout=TIMEOUT_S,
+            trust_env=False,
+        )
+
+
+async def _read(url: str) -> dict[str, Any]:
+    try:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as http:
+            answer = await http.get(url)
+            answer.raise_for_status()
+            document = answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise ProviderUnavailable(f"the provider does not answer: {type(error).__name__}") from error
+    if not isinstance(document, dict):
+        raise ProviderUnavailable("the provider's answer is no JSON object")
+    return document

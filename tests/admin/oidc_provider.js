@@ -1,0 +1,17 @@
+// A certified OpenID provider (npm oidc-provider) on loopback for tests: node oidc_provider.js PORT CALLBACK_URL
+// Its development pages take any name and password; the name before "+" is the person, the one after it the group.
+const { Provider } = require('oidc-provider');
+const [port, callback] = process.argv.slice(2);
+const provider = new Provider(`http://127.0.0.1:${port}`, {
+  clients: [{
+    client_id: 'loramux', client_secret: 'a-client-secret-of-some-length', redirect_uris: [callback],
+    grant_types: ['authorization_code'], response_types: ['code'],
+  }],
+  claims: { openid: ['sub'], profile: ['name', 'groups'], email: ['email'] },
+  pkce: { required: () => true, methods: ['S256'] },
+  findAccount: (_, id) => ({
+    accountId: id,
+    claims: () => ({ sub: id, name: id.split('+')[0], groups: [id.split('+')[1] || 'nobody', 'everybody'] }),
+  }),
+});
+provider.listen(Number(port), '127.0.0.1', () => console.log('listening'));

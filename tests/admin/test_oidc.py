@@ -1,0 +1,320 @@
+"""Single sign-on to the console: by a provider that lies as it is told, and by a real one (`make test-oidc`)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urljoin, urlsplit
+
+import anyio
+import httpx
+import pytest
+from joserfc.jwk import ECKey
+from starlette.applications import Starlette
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp
+
+from loramux.admin.app import create_admin_app
+from loramux.admin.console.console_site import Site
+from loramux.admin.console.oidc_login import ATTEMPT_S, OidcLogin
+from loramux.admin.console.oidc_settings import OidcSettings, RoleRule, parse_rule
+from loramux.admin.console.sessions import RECHECK_S
+from loramux.platform.tenants import TenantChanges
+from tests.admin.conftest import CONSOLE_HOST, AdminSide, client_of
+from tests.admin.oidc_fake import FakeProvider, fake_provider, shared_secret
+from tests.conformance.served import free_port
+
+pytestmark = pytest.mark.anyio
+
+RULES = ("ops=platform:admin", "viewers=platform:read", "acme devs=tenant:develop@acme")
+SECRET = "a-client-secret-of-some-length"
+CALLBACK = "/console/oidc/callback"
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[FakeProvider]:
+    with fake_provider() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def truthful(provider: FakeProvider) -> None:
+    fresh = FakeProvider(url=provider.url, published=provider.published)
+    provider.__dict__.update(fresh.__dict__)
+
+
+def settings_of(issuer: str, **changes: Any) -> OidcSettings:
+    made = OidcSettings(
+        issuer=issuer,
+        client_id="loramux",
+        client_secret=SECRET,
+        scopes="openid profile",
+        roles_claim="groups",
+        rules=tuple(parse_rule(rule) for rule in RULES),
+        redirect_url=None,
+    )
+    return replace(made, **changes)
+
+
+@pytest.fixture(scope="module")
+def app(console_side: AdminSide, provider: FakeProvider) -> ASGIApp:
+    return create_admin_app(replace(console_side.services, oidc=settings_of(provider.url)))
+
+
+@pytest.fixture
+async def browser(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(app) as client:
+        yield client
+
+
+def sign_on_alone(side: AdminSide, settings: OidcSettings, clock: Callable[[], float] = time.monotonic) -> ASGIApp:
+    """The two routes of single sign-on without the pages around them."""
+    login = OidcLogin(Site(services=side.services, rest=Starlette()), settings, clock)
+    routes = [Route("/oidc/login", login.begin), Route("/oidc/callback", login.finish)]
+    return Starlette(routes=[Mount("/console", Starlette(routes=routes))])
+
+
+async def begin(browser: httpx.AsyncClient, provider: FakeProvider, next_path: str = "") -> dict[str, str]:
+    """Go to the provider; what it was asked."""
+    response = await browser.get("/console/oidc/login", params={"next": next_path} if next_path else {})
+    assert response.status_code == 303, response.text
+    asked = {name: values[0] for name, values in parse_qs(urlsplit(response.headers["location"]).query).items()}
+    provider.nonce = asked["nonce"]
+    return asked
+
+
+async def sign_in(browser: httpx.AsyncClient, provider: FakeProvider, **claims: Any) -> httpx.Response:
+    asked = await begin(browser, provider)
+    provider.claims |= claims
+    return await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+
+
+async def test_a_person_with_a_role_gets_a_session_and_signs_out_again(
+    browser: httpx.AsyncClient, provider: FakeProvider
+) -> None:
+    assert "/console/oidc/login" in (await browser.get("/console/login")).text
+    asked = await begin(browser, provider, "/keys")
+    assert asked["response_type"] == "code"
+    assert asked["code_challenge_method"] == "S256"
+    assert asked["redirect_uri"] == f"{CONSOLE_HOST}{CALLBACK}"
+    assert not {"code_verifier", "client_secret"} & asked.keys()
+    response = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+    assert (response.status_code, response.headers["location"]) == (303, "/console/keys")
+    (told,) = provider.received
+    assert (told["code"], told["redirect_uri"]) == ("a-code", asked["redirect_uri"])
+    assert len(told["code_verifier"]) >= 43
+    page = await browser.get("/console/keys")
+    assert page.status_code == 200
+    assert "id_token" not in page.text
+    csrf = re.search(r'name="csrf-token" content="([^"]+)"', page.text)[1]  # type: ignore[index]
+    out = await browser.post("/console/logout", data={"csrf": csrf})
+    assert f'href="{provider.url}/end?id_token_hint=' in out.text
+    assert (await browser.get("/console/keys")).status_code == 303
+
+
+@pytest.mark.parametrize(
+    ("groups", "status", "scopes"),
+    [
+        pytest.param(["ops"], 303, {"platform:admin", "platform:read"}, id="administrator"),
+        pytest.param("viewers", 303, {"platform:read"}, id="one group as a string"),
+        pytest.param(["viewers", "ops"], 303, {"platform:admin", "platform:read"}, id="the first rule decides"),
+        pytest.param(["acme devs"], 303, {"tenant:develop", "tenant:read"}, id="a tenant's"),
+        pytest.param(["others"], 403, None, id="no role"),
+        pytest.param([], 403, None, id="no group"),
+        pytest.param(None, 403, None, id="no claim"),
+        pytest.param({"ops": 1}, 403, None, id="an object"),
+        pytest.param([["ops"], 5], 403, None, id="a list of anything"),
+    ],
+)
+async def test_roles_come_from_the_claim(
+    browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, groups: Any, status: int, scopes: Any
+) -> None:
+    if console_side.services.tenants.get("acme") is None:
+        console_side.services.tenants.create("acme")
+    provider.about = {"sub": "alice", "groups": groups}
+    assert (await sign_in(browser, provider)).status_code == status
+    assert ("loramux_console" in browser.cookies) == (scopes is not None)
+
+
+async def test_a_tenants_person_sees_that_tenant_and_is_out_once_it_is_suspended(
+    provider: FakeProvider, console_side: AdminSide
+) -> None:
+    tenant = console_side.services.tenants.create("suspendable")
+    rules = (RoleRule("devs", "tenant:admin", "suspendable"),)
+    app = create_admin_app(replace(console_side.services, oidc=settings_of(provider.url, rules=rules)))
+    async with client_of(app) as browser:
+        provider.about["groups"] = ["devs"]
+        assert (await sign_in(browser, provider)).status_code == 303
+        assert (await browser.get("/console/keys")).status_code == 200
+        assert (await browser.get("/console/tenants")).status_code in (303, 403)
+        console_side.services.tenants.update(tenant.id, TenantChanges(state="suspended"), lambda _: None)
+        await anyio.sleep(RECHECK_S + 0.1)
+        assert (await browser.get("/console/keys")).headers["location"].startswith("/console/login")
+
+
+ANOTHER_KEY = ECKey.generate_key("P-256", {"kid": "one"})
+LIES: dict[str, dict[str, Any]] = {
+    "another nonce": {"claims": {"nonce": "another"}},
+    "no nonce": {"claims": {"nonce": None}},
+    "another issuer": {"claims": {"iss": "https://evil.example"}},
+    "another audience": {"claims": {"aud": "somebody-else"}},
+    "two audiences without azp": {"claims": {"aud": ["loramux", "somebody-else"]}},
+    "another authorised party": {"claims": {"azp": "somebody-else"}},
+    "expired": {"claims": {"exp": 1_600_000_000, "iat": 1_599_999_000}},
+    "no expiry": {"claims": {"exp": None}},
+    "no subject": {"claims": {"sub": None}},
+    "another key": {"key": ANOTHER_KEY},
+    "signed with the client's secret": {"key": shared_secret(), "header": {"alg": "HS256"}},
+    "not signed": {"header": {"alg": "none"}},
+    "userinfo of somebody else": {"about": {"sub": "mallory", "groups": ["ops"]}},
+    "userinfo of nobody": {"about": {"groups": ["ops"]}},
+    "userinfo that is a list": {"about": ["ops"]},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_an_answer_that_proves_nothing_opens_nothing(
+    browser: httpx.AsyncClient, provider: FakeProvider, lie: str
+) -> None:
+    provider.__dict__.update(LIES[lie])
+    response = await sign_in(browser, provider)
+    assert response.status_code == 403
+    assert "loramux_console" not in browser.cookies
+    assert "evil" not in response.text
+
+
+async def test_a_code_belongs_to_one_sign_in_of_one_browser(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
+    asked = await begin(browser, provider)
+    good = {"code": "a-code", "state": asked["state"]}
+    cookie = browser.cookies["loramux_oidc"]
+    browser.cookies.clear()
+    assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a link that somebody was sent"
+    browser.cookies.set("loramux_oidc", cookie, domain=urlsplit(CONSOLE_HOST).hostname or "")
+    assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a state is good once"
+    asked = await begin(browser, provider)
+    for fault in ({"state": "another"}, {"iss": "https://evil.example"}):
+        wrong = {"code": "a-code", "state": asked["state"], **fault}
+        assert (await browser.get(CALLBACK, params=wrong)).status_code == 403
+    asked = await begin(browser, provider)
+    refused = await browser.get(CALLBACK, params={"state": asked["state"], "error": "<script>alert(1)</script>"})
+    assert refused.status_code == 403
+    assert "alert(1)" not in refused.text
+    assert (await browser.get(CALLBACK)).status_code == 403
+    assert provider.received == []
+
+
+@pytest.mark.parametrize("wanted", ["https://evil.example", "//evil.example", "/\\evil.example", "javascript:1"])
+async def test_the_way_back_leads_nowhere_else(browser: httpx.AsyncClient, provider: FakeProvider, wanted: str) -> None:
+    asked = await begin(browser, provider, wanted)
+    response = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+    assert response.headers["location"] == "/console/"
+
+
+async def test_a_sign_in_that_takes_too_long_is_void(console_side: AdminSide, provider: FakeProvider) -> None:
+    now = [0.0]
+    alone = sign_on_alone(console_side, settings_of(provider.url), lambda: now[0])
+    async with client_of(alone) as browser:
+        for waited, status in ((ATTEMPT_S, 303), (ATTEMPT_S + 1, 403)):
+            asked = await begin(browser, provider)
+            now[0] += waited
+            response = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+            assert response.status_code == status
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        pytest.param({"issuer": "https://evil.example"}, id="another issuer"),
+        pytest.param({"token_endpoint": "http://evil.example/token"}, id="an endpoint without TLS"),
+        pytest.param({"jwks_uri": 7}, id="an endpoint that is none"),
+    ],
+)
+async def test_a_provider_that_is_not_what_was_set_is_not_used(
+    console_side: AdminSide, provider: FakeProvider, metadata: dict[str, Any]
+) -> None:
+    provider.metadata = metadata
+    async with client_of(sign_on_alone(console_side, settings_of(provider.url))) as browser:
+        assert (await browser.get("/console/oidc/login")).status_code == 503
+
+
+async def test_a_provider_that_is_away_is_said_and_keys_still_work(console_side: AdminSide) -> None:
+    async with client_of(sign_on_alone(console_side, settings_of("http://127.0.0.1:9"))) as browser:
+        response = await browser.get("/console/oidc/login")
+        assert response.status_code == 503
+        assert "sign in with a key" in response.text
+
+
+@pytest.mark.parametrize("rule", ["ops", "=platform:admin", "ops=root", "ops=tenant:admin", "ops=platform:read@acme"])
+def test_rules_that_cannot_be(rule: str) -> None:
+    with pytest.raises(ValueError, match="is no role"):
+        parse_rule(rule)
+
+
+# The real one
+
+NODE_MODULES = os.environ.get("LORAMUX_TEST_OIDC", "")
+
+
+@pytest.fixture
+def real_provider() -> Iterator[str]:
+    port = free_port()
+    script = Path(__file__).parent / "oidc_provider.js"
+    command = ["node", str(script), str(port), f"{CONSOLE_HOST}{CALLBACK}"]
+    environment = {**os.environ, "NODE_PATH": str(Path(NODE_MODULES).absolute())}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "listening"
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(not NODE_MODULES, reason="make test-oidc installs the provider")
+@pytest.mark.parametrize(
+    ("person", "status"), [("alice+ops", 200), ("bob+viewers", 200), ("carol+nobody", 403)], ids=str
+)
+async def test_a_real_provider_signs_people_in(
+    real_provider: str, console_side: AdminSide, person: str, status: int
+) -> None:
+    app = create_admin_app(replace(console_side.services, oidc=settings_of(real_provider)))
+    async with client_of(app) as browser, httpx.AsyncClient(trust_env=False) as outside:
+        location = (await browser.get("/console/oidc/login")).headers["location"]
+        back = await at_provider(outside, location, person)
+        response = await browser.get(back)
+        if status != 200:
+            assert response.status_code == status
+            assert "no role" in response.text
+            return
+        assert (response.status_code, response.headers["location"]) == (303, "/console/")
+        page = await browser.get("/console/")
+        assert page.status_code == 200
+        csrf = re.search(r'name="csrf-token" content="([^"]+)"', page.text)[1]  # type: ignore[index]
+        out = await browser.post("/console/logout", data={"csrf": csrf})
+        link = re.search(r'href="(http://127[^"]+)"', out.text)[1].replace("&amp;", "&")  # type: ignore[index]
+        assert (await outside.get(link)).status_code == 200, "the provider takes our word for who signs out"
+        assert (await browser.get(back)).status_code == 403, "nothing can be played again"
+
+
+async def at_provider(outside: httpx.AsyncClient, location: str, person: str) -> str:
+    """Do what a person does there: name, password, consent. The address that the browser is sent back to."""
+    for _ in range(12):
+        if location.startswith(CONSOLE_HOST):
+            return location
+        response = await outside.get(location)
+        if response.status_code == 200:
+            action = re.search(r'action="([^"]+)"', response.text)[1]  # type: ignore[index]
+            prompt = re.search(r'name="prompt" value="(\w+)"', response.text)[1]  # type: ignore[index]
+            form = {"prompt": prompt, "login": person, "password": "any"}
+            response = await outside.post(urljoin(location, action), data=form)
+        assert response.status_code in (302, 303), response.text
+        location = urljoin(location, response.headers["location"])
+    raise AssertionError("the provider does not let anybody through")
