@@ -75,10 +75,11 @@ def answers(document: type) -> Responses:
     return {200: {"model": document, "content": {"text/event-stream": stream}}}
 
 
-def answers_rows(document: type) -> Responses:
-    """The same of a report: JSON, or rows of CSV or of newline-delimited JSON."""
+def answers_rows(document: type | None = None) -> Responses:
+    """The same of a report: rows of CSV or of newline-delimited JSON, and where there is one a JSON document."""
     rows: Json = {"schema": {"type": "string"}, "example": "start_us,end_us,tenant,requests\n"}
-    return {200: {"model": document, "content": {"text/csv": rows, "application/x-ndjson": rows}}}
+    answer: Json = {"content": {"text/csv": rows, "application/x-ndjson": rows}}
+    return {200: answer if document is None else {**answer, "model": document}}
 
 
 def errors(*statuses: int) -> Responses:

@@ -66,7 +66,7 @@ async def list_events(
     return list_document(page, _describe_event)
 
 
-@router.get("/events/export")
+@router.get("/events/export", response_class=Response, responses=answers_rows())
 async def export_events(
     services: Services,
     caller: Reader,

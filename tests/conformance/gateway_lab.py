@@ -114,6 +114,9 @@ class GatewayLab:
 
     def wait_ready(self, gateway: LabGateway) -> None:
         def is_ready() -> bool:
+            if not Path(f"/proc/{gateway.pid}").exists():
+                # On a machine that is too busy an engine may not answer in time; an operator's init starts it again.
+                self.start(gateway)
             try:
                 return httpx.get(f"http://127.0.0.1:{gateway.port}/health/ready", trust_env=False).status_code == 200
             except httpx.TransportError:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import loramux.admin.gateway_assembly
@@ -35,6 +36,8 @@ def main() -> None:
             try:
                 run(load_settings(Settings, settings))
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         print(child, flush=True)

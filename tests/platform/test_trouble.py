@@ -11,6 +11,7 @@ import openai
 import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
+from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from loramux.migrations import schema
@@ -269,7 +270,7 @@ async def test_a_quota_that_binds_is_429_with_its_name_and_headers(gateway_on_ea
     await gateway.openai.completions.create(model="base", prompt=[5] * 10, max_tokens=80)
     assert [event.completion_tokens for event in gateway.usage()] == [10, 80]
     text = gateway.services.metrics.render().decode()
-    assert 'loramux_quota_refusals_total{metric="tokens_per_minute"} 2.0' in text
+    assert 'loramux_quota_refusals_total{metric="tokens_per_minute",mode="hard"} 2.0' in text
 
 
 async def test_concurrency_binds_only_while_requests_run(gateway: Any) -> None:
@@ -388,7 +389,7 @@ async def test_an_unforeseen_error_is_a_plain_500_with_its_id(gateway: Any, monk
         raise ZeroDivisionError("a secret detail")
 
     monkeypatch.setattr(gateway.services.commit._admission, "commit", broken)
-    with capture_logs() as logged:
+    with capture_logs(processors=[merge_contextvars]) as logged:
         response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
     [named] = [entry["request_id"] for entry in logged if "request_id" in entry]
     assert named == response.headers["x-request-id"]
