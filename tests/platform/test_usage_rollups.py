@@ -172,7 +172,7 @@ def question(ledgers: Ledgers, first_us: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_every_report_is_the_sum_of_the_ledger(
     clocked: Database, clock: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +180,7 @@ def test_every_report_is_the_sum_of_the_ledger(
     clock.now_us = 1_793_500_000_000_000
     first_us = clock.now_us
     ledgers = Ledgers(clocked, clock, seed)
-    for _ in range(8):
+    for _ in range(5):
         for _ in range(ledgers.random.randint(1, 4)):
             ledgers.settle()
         fate = ledgers.random.choice(("fold one", "fold all", "killed", "nothing"))
