@@ -65,7 +65,7 @@ class Ingest:
         is_presigning: bool = True,
         at_step: AtStep = pass_by,
     ) -> None:
-        self._intake = Intake(registry.database)
+        self._intake = Intake(registry.database, registry.limits)
         self._blobs = blobs
         self._scratch_dir = scratch_dir
         self._sources = sources or AdapterSources()

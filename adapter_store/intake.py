@@ -11,11 +11,18 @@ from sqlalchemy import Connection, Row, delete, func, insert, or_, select, updat
 
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
 from loramux.adapter_store.records import UPLOAD_FILES, AdapterVersion, Upload, UploadFile
-from loramux.adapter_store.registry import is_identifier, lock_adapter, owner_of, select_versions, version_of
+from loramux.adapter_store.registry import (
+    StockLimits,
+    is_identifier,
+    lock_adapter,
+    owner_of,
+    select_versions,
+    version_of,
+)
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import adapter_versions, uploads
+from loramux.migrations.schema import adapter_versions, adapters, uploads
 
 UNFINISHED = ("pending", "validating")
 _MAX_NAMES = 500
@@ -33,8 +40,9 @@ class AddedVersion:
 class Intake:
     """Every change of an upload's state is one transaction here, and so is a version's coming into being."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, limits: StockLimits | None = None) -> None:
         self._database = database
+        self._limits = limits
 
     def open_upload(self, adapter_id: str, files: Sequence[UploadFile], lifetime_us: int) -> Upload:
         """Raises AdapterNotFound."""
@@ -86,6 +94,10 @@ class Intake:
             if added is None:
                 now_us = self._database.now_us(connection)
                 _check_open(upload, now_us)
+                if self._limits is not None:
+                    owner = select(adapters.c.tenant_id).where(adapters.c.id == adapter_id)
+                    num_bytes = sum(file.size for file in upload.files)
+                    self._limits.admit(connection, connection.execute(owner).scalar_one(), "adapter_bytes", num_bytes)
                 added = _insert_version(connection, upload, now_us)
             if upload.state == "open":
                 connection.execute(update(uploads).where(uploads.c.id == upload_id).values(state="used"))

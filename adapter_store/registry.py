@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, Row, ScalarSelect, Select, delete, insert, select
 from sqlalchemy.exc import IntegrityError
@@ -31,14 +31,24 @@ MAX_VERSION = 2**31 - 1
 """The largest version number that the database holds."""
 
 
+class StockLimits(Protocol):
+    """Says whether a tenant may keep more, in the transaction that adds it."""
+
+    def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int) -> None:
+        """Raise where so many more `adapters` or `adapter_bytes` are too many."""
+
+
 class AdapterRegistry:
     """The SQL facts about adapters. Versions come into being through `Ingest`.
 
     `reserved_names` are names that no adapter may take: the served base model's.
     """
 
-    def __init__(self, database: Database, reserved_names: Collection[str] = ()) -> None:
+    def __init__(
+        self, database: Database, reserved_names: Collection[str] = (), limits: StockLimits | None = None
+    ) -> None:
         self.database = database
+        self.limits = limits
         self._reserved_names = frozenset(reserved_names)
 
     def create_adapter(self, tenant_id: str, name: str) -> Adapter:
@@ -55,6 +65,8 @@ class AdapterRegistry:
                 if slug is None:
                     raise TenantNotFound(f"no tenant {tenant_id!r}")
                 created_us = self.database.now_us(connection)
+                if self.limits is not None:
+                    self.limits.admit(connection, tenant_id, "adapters", 1)
                 connection.execute(
                     insert(adapters).values(id=adapter_id, tenant_id=tenant_id, name=name, created_us=created_us)
                 )

@@ -37,6 +37,7 @@ from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_l
 from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
+from loramux.platform.adapter_limits import AdapterLimits
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.app import create_openai_app
 from loramux.platform.audit_log import AuditLog
@@ -91,7 +92,7 @@ def assemble(
             blobs = open_blob_store(config.blob_url)
             blobs.check()
             tokenizer = ModelTokenizer.load(settings.model)
-            registry = AdapterRegistry(database, reserved_names=(served_name,))
+            registry = AdapterRegistry(database, reserved_names=(served_name,), limits=AdapterLimits())
             validator = SubprocessValidator()
             metrics = GatewayMetrics()
             metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")

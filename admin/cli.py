@@ -7,11 +7,13 @@ import typer
 from loramux.admin.commands import (
     adapters,
     aliases,
+    audit,
     database,
     doctor,
     grants,
     jobs,
     keys,
+    prices,
     profiles,
     quotas,
     requests,
@@ -41,6 +43,9 @@ app.add_typer(aliases.app, name="aliases")
 app.add_typer(grants.app, name="grants")
 app.add_typer(quotas.app, name="quotas")
 app.command("usage")(usage.usage)
+app.command("costs")(usage.costs)
+app.add_typer(prices.app, name="prices")
+app.command("audit")(audit.audit)
 app.command("residency")(residency.residency)
 app.add_typer(requests.app, name="requests")
 app.add_typer(jobs.app, name="jobs")

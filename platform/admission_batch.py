@@ -178,7 +178,6 @@ class AdmissionBatch:
         demand = Demand(
             tokens=request.reserved_tokens,
             cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
-            loads=request.num_loads,
         )
         decision = decide(self._bindings(request), self._quotas.counters, demand, self._now_us)
         self._quotas.change(decision.counters.items())

@@ -20,7 +20,7 @@ class CounterKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """What has been counted. `reserved`, `used` and `exceeded` are whole requests, tokens, loads or nanos."""
+    """What has been counted. `reserved`, `used` and `exceeded` are whole requests, tokens or nanos."""
 
     level: int
     """A bucket's fill in UNITS; may be negative after a settlement."""

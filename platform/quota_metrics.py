@@ -33,7 +33,6 @@ class Unit(StrEnum):
     TOKENS = "tokens"
     NANOS = "nanos"
     """A thousand-millionth of the currency of the prices."""
-    LOADS = "loads"
     ADAPTERS = "adapters"
     BYTES = "bytes"
 
@@ -71,7 +70,6 @@ TOKENS_PER_DAY = "tokens_per_day"
 TOKENS_PER_MONTH = "tokens_per_month"
 COST_PER_DAY = "cost_per_day"
 COST_PER_MONTH = "cost_per_month"
-COLD_LOADS_PER_MINUTE = "cold_loads_per_minute"
 ADAPTERS = "adapters"
 ADAPTER_BYTES = "adapter_bytes"
 
@@ -85,7 +83,6 @@ METRICS: Mapping[str, Metric] = {
         Metric(TOKENS_PER_MONTH, Kind.BUDGET, Unit.TOKENS, Period.MONTH),
         Metric(COST_PER_DAY, Kind.BUDGET, Unit.NANOS, Period.DAY),
         Metric(COST_PER_MONTH, Kind.BUDGET, Unit.NANOS, Period.MONTH),
-        Metric(COLD_LOADS_PER_MINUTE, Kind.RATE, Unit.LOADS),
         Metric(ADAPTERS, Kind.STOCK, Unit.ADAPTERS),
         Metric(ADAPTER_BYTES, Kind.STOCK, Unit.BYTES),
     )

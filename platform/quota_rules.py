@@ -22,7 +22,6 @@ class Demand:
 
     tokens: int
     cost_nanos: int = 0
-    loads: int = 0
 
     def of(self, metric: Metric) -> int:
         """What it would hold of a counter."""
@@ -30,7 +29,7 @@ class Demand:
             return self.tokens
         if metric.unit is Unit.NANOS:
             return self.cost_nanos
-        return self.loads if metric.unit is Unit.LOADS else 1
+        return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +81,6 @@ class Binding:
     def wait_us(self, counter: Counter, cost: int, now_us: int) -> int:
         """How long until the policy may admit `cost`: 0 when it does now."""
         limit = self.policy.limit
-        if cost == 0 and self.metric.unit is Unit.LOADS:
-            return 0
         if self.metric.kind is Kind.RATE:
             if counter.free_units >= cost * UNITS:
                 return 0
@@ -98,7 +95,7 @@ class Binding:
         return NEVER_US
 
     def remaining(self, counter: Counter) -> int:
-        """What is free now, in whole requests, tokens, loads or nanos."""
+        """What is free now, in whole requests, tokens or nanos."""
         if self.metric.kind is Kind.RATE:
             return max(0, counter.free_units // UNITS)
         return max(0, self.policy.limit - counter.used - counter.reserved)
@@ -118,7 +115,7 @@ class Binding:
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 
     def take(self, counter: Counter, cost: int) -> Counter:
-        """Hold `cost`. Requests and loads are used at once, what tokens and money will be is known at the end."""
+        """Hold `cost`. Requests are used at once, what tokens and money will be is known at the end."""
         if self.metric.kind is Kind.RATE and self.metric.unit is not Unit.TOKENS:
             return counter.changed(level=-cost * UNITS)
         return counter.changed(reserved=cost)

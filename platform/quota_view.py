@@ -81,7 +81,6 @@ class QuotaView:
         *,
         prompt_tokens: int,
         completion_tokens: int,
-        loads: int = 0,
         trial: QuotaPolicy | None = None,
     ) -> Admissibility:
         """Whether such a request would be admitted now; with `trial`, if that policy were set.
@@ -96,7 +95,7 @@ class QuotaView:
                 book = self._prices.book(connection, now_us)
                 price = book.price_of(caller.tenant_id, caller.adapter_id, now_us)
                 cost_nanos = cost_of(price, prompt_tokens, 0, completion_tokens)
-        demand = Demand(tokens=prompt_tokens + completion_tokens, cost_nanos=cost_nanos, loads=loads)
+        demand = Demand(tokens=prompt_tokens + completion_tokens, cost_nanos=cost_nanos)
         judged = verdicts(bindings, state.counters, demand, now_us)
         return Admissibility(refusal=refusal(judged, now_us), verdicts=tuple(judged))
 

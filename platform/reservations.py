@@ -27,8 +27,6 @@ class ReservationRequest:
     """Whom the tenant's client named, by `end_user_label`."""
     adapter_id: str | None = None
     """Whose limits hold for it besides the tenant's and the key's."""
-    num_loads: int = 0
-    """1 where its adapter must first be loaded."""
 
 
 @dataclass(frozen=True, slots=True)

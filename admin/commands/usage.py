@@ -1,70 +1,120 @@
-"""`loramux usage`: what tenants have used."""
+"""`loramux usage` and `loramux costs`: what tenants have used, in tokens and in money."""
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Any
-
-import typer
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from loramux.admin.commands.options import AnyTenant, AsJson
 from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+from loramux.admin.commands.usage_options import (
+    AsCsv,
+    AsNdjson,
+    BucketOption,
+    End,
+    Format,
+    GroupBy,
+    Last,
+    Output,
+    Start,
+    Timezone,
+    bar,
+    chosen_format,
+    groups_of,
+    start_of,
+)
+
+if TYPE_CHECKING:
+    from loramux.admin.client import Document
 
 DEFAULT_GROUPS = ["tenant", "model"]
 AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
-class Format(StrEnum):
-    """How the report is printed."""
-
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
-
-
-class Bucket(StrEnum):
-    """The length of one line's time."""
-
-    MINUTE = "1m"
-    HOUR = "1h"
-    DAY = "1d"
-
-
 def usage(
     tenant: AnyTenant = None,
-    start: Annotated[int | None, typer.Option(help="Seconds since 1970.", show_default=False)] = None,
-    end: Annotated[int | None, typer.Option(help="Seconds since 1970, not included.", show_default=False)] = None,
-    bucket: Annotated[Bucket | None, typer.Option(help="Split by time.", show_default=False)] = None,
-    group_by: Annotated[
-        list[str] | None,
-        typer.Option(help="tenant, key, adapter, version, model, endpoint or status; may be repeated."),
-    ] = None,
-    output: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TABLE,
+    start: Start = None,
+    end: End = None,
+    last: Last = None,
+    bucket: BucketOption = None,
+    group_by: GroupBy = None,
+    timezone: Timezone = None,
+    output: Output = Format.TABLE,
     as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_ndjson: AsNdjson = False,
 ) -> None:
-    """Report requests and tokens."""
-    chosen = Format.JSON if as_json else output
-    params: dict[str, Any] = {
-        "tenant": tenant,
-        "start": start,
-        "end": end,
-        "bucket": bucket.value if bucket else None,
-        "group_by": ",".join(group_by or DEFAULT_GROUPS),
-    }
+    """Report requests and tokens, with a bar for the tokens of each line."""
+    groups = groups_of(group_by, DEFAULT_GROUPS)
+    report = _report(
+        "usage",
+        chosen_format(output, as_json, as_csv, as_ndjson),
+        tenant=tenant,
+        start=start_of(start, end, last),
+        end=end,
+        bucket=bucket.value if bucket else None,
+        group_by=",".join(groups),
+        timezone=timezone,
+    )
+    if report is not None:
+        _print_lines(report, groups, AMOUNTS, ("prompt_tokens", "completion_tokens"))
+
+
+def costs(
+    tenant: AnyTenant = None,
+    start: Start = None,
+    end: End = None,
+    last: Last = None,
+    bucket: BucketOption = None,
+    group_by: GroupBy = None,
+    timezone: Timezone = None,
+    output: Output = Format.TABLE,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_ndjson: AsNdjson = False,
+) -> None:
+    """Report what requests cost, with a bar for each line."""
+    groups = groups_of(group_by, DEFAULT_GROUPS)
+    report = _report(
+        "costs",
+        chosen_format(output, as_json, as_csv, as_ndjson),
+        tenant=tenant,
+        start=start_of(start, end, last),
+        end=end,
+        bucket=bucket.value if bucket else None,
+        group_by=",".join(groups),
+        timezone=timezone,
+    )
+    if report is not None:
+        _print_lines(report, groups, ("requests", "amount", "currency"), ("amount_nanos",))
+
+
+def _report(path: str, chosen: Format, **params: Any) -> Document | None:
+    """The report, where it is to be shown as a table; else it is printed as it comes."""
     with connected(chosen is Format.JSON) as client:
-        if chosen is Format.CSV:
-            print(client.get_text("usage", **params, format="csv"), end="")
-            return
-        report = client.get("usage", **params)
+        if chosen in (Format.CSV, Format.NDJSON):
+            print(client.get_text(path, **params, format=chosen.value), end="")
+            return None
+        report = client.get(path, **params)
     if chosen is Format.JSON:
         print_json(report)
-        return
-    groups = group_by or DEFAULT_GROUPS
+        return None
+    return report
+
+
+def _print_lines(report: Document, groups: Sequence[str], amounts: Sequence[str], drawn: Sequence[str]) -> None:
+    lines = [(part, result) for part in report["data"] for result in part["results"]]
+    sizes = [sum(result[name] for name in drawn) for _, result in lines]
+    most = max(sizes, default=0)
     print_table(
-        ("from", *groups, *AMOUNTS),
+        ("from", *groups, *amounts, ""),
         [
-            (shown_time(bucket["start_time"]), *(result[name] for name in (*groups, *AMOUNTS)))
-            for bucket in report["data"]
-            for result in bucket["results"]
+            (
+                shown_time(part["start_time"]),
+                *(result[name] for name in groups),
+                *(result[name] for name in amounts),
+                bar(size, most),
+            )
+            for (part, result), size in zip(lines, sizes, strict=True)
         ],
     )

@@ -152,7 +152,6 @@ class QuotaQuestion(QuotaSubject):
     prompt_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
     max_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
     n: int = Field(default=1, ge=1, le=128)
-    loads_adapter: bool = False
     quota: QuotaLimit | None = None
 
 

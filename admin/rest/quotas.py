@@ -186,7 +186,6 @@ async def check_quotas(request: Request, services: Services, caller: Reader) -> 
         who,
         prompt_tokens=body.prompt_tokens,
         completion_tokens=body.n * body.max_tokens,
-        loads=int(body.loads_adapter),
         trial=trial,
     )
     refusal = answer.refusal

@@ -46,6 +46,7 @@ from loramux.admin.services import AdminServices
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
+from loramux.platform.adapter_limits import AdapterLimits
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.audit_log import AuditLog
@@ -112,7 +113,7 @@ def open_admin_side(
     """The services over an empty database in `directory`, where the blobs are too unless another store is given."""
     database = Database(f"sqlite:///{directory / 'loramux.db'}")
     database.upgrade()
-    registry = AdapterRegistry(database, reserved_names=("the-base",))
+    registry = AdapterRegistry(database, reserved_names=("the-base",), limits=AdapterLimits())
     blobs = blobs or LocalBlobStore(directory / "blobs")
     ingest = Ingest(
         registry, blobs, target, directory / "scratch", SubprocessValidator(), sources=sources or AdapterSources()

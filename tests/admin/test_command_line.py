@@ -91,6 +91,8 @@ def test_an_adapter_is_granted_and_taken_back(loramux: Run, make_adapter: Callab
     assert "guest" in loramux("grants", "list", "acme/support").stdout
     assert loramux("grants", "remove", *grant).exit_code == 0
     assert answer(loramux("grants", "list", "acme/support", "--json"))["data"] == []
+    mistyped = loramux("grants", "list", "acme/suport")
+    assert (mistyped.exit_code, "did you mean support?" in mistyped.stderr) == (1, True)
 
 
 def test_a_version_is_placed_and_seen_where_it_is(loramux: Run, make_adapter: Callable[..., Path]) -> None:

@@ -8,7 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from loramux.admin.cli import app
 from loramux.admin.profiles import Profile, ProfileError, ProfileFile
 from loramux.admin.server_address import NoServerNamed, find_server
 from tests.admin.conftest import ADMIN_KEY, Run, answer
@@ -163,8 +165,15 @@ def test_the_verbs_of_profiles(loramux: Run, admin_url: str, monkeypatch: pytest
     ],
 )
 def test_mistakes_with_profiles_are_explained(
-    loramux: Run, arguments: tuple[str, ...], given: str, exit_code: int, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    given: str,
+    exit_code: int,
+    said: str,
 ) -> None:
-    loramux("profiles", "add", "prod", input="some-key\n")
-    result = loramux(*arguments, input=given)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    runner = CliRunner()
+    assert runner.invoke(app, ["profiles", "add", "prod"], input="some-key\n").exit_code == 0
+    result = runner.invoke(app, arguments, input=given)
     assert (result.exit_code, said in result.stderr) == (exit_code, True), result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -233,6 +234,35 @@ async def test_a_dry_run_says_which_policy_would_bind_and_changes_nothing(
     assert (await http.get(PATH)).json()["data"] == [month]
     (limit,) = (await http.get(f"{PATH}/effective", params={"tenant": "acme"})).json()["data"]
     assert (limit["used"], limit["reserved"]) == (150, 0)
+
+
+async def test_adapters_and_their_bytes_are_limited_where_they_are_added(http: httpx.AsyncClient, acme: Acme) -> None:
+    async def add(name: str) -> httpx.Response:
+        return await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": name})
+
+    await made(http, tenant="acme", metric="adapters", limit=1)
+    refused = await add("second")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert refused.json()["error"]["param"] == "adapters"
+    await made(http, tenant="acme", metric="adapters", limit=1, mode="soft")
+    assert (await add("second")).status_code == 201
+    (limit,) = (await http.get(f"{PATH}/effective", params={"tenant": "acme"})).json()["data"]
+    assert (limit["used"], limit["is_exceeded"], limit["num_exceeded"]) == (2, True, 1)
+    await made(http, scope="platform", metric="adapter_bytes", limit=99)
+    contents = {"adapter_config.json": b"{" + b" " * 48 + b"}", "adapter_model.safetensors": b"x" * 50}
+    files = [
+        {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    ]
+    path = f"/admin/v1/adapters/{acme.adapter_id}"
+    upload = (await http.post(f"{path}/uploads", json={"files": files})).json()
+    for name, content in contents.items():
+        url = next(file["url"] for file in upload["files"] if file["name"] == name)
+        assert (await http.put(url, content=content)).status_code < 300
+    refused = await http.post(f"{path}/versions", json={"upload_id": upload["id"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (429, "adapter_bytes")
+    await made(http, tenant="acme", metric="adapter_bytes", limit=100)
+    assert (await http.post(f"{path}/versions", json={"upload_id": upload["id"]})).status_code == 202
 
 
 def test_quotas_are_set_plotted_tried_and_lifted_from_the_command_line(loramux: Callable[..., Any]) -> None:

@@ -14,7 +14,6 @@ import typer.main
 from typer.testing import CliRunner
 
 from loramux.admin.cli import app
-from tests.admin.conftest import MakeAdapter, Run
 
 WITHOUT_JSON = {"serve", "demo", "gateway"}
 """Programs that run until they are stopped, which print for people."""
@@ -52,13 +51,6 @@ def test_every_verb_says_what_it_does_and_speaks_json(words: tuple[str, ...]) ->
 def test_a_mistyped_word_gets_a_hint(arguments: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(app, list(arguments))
     assert (result.exit_code, said in result.stderr) == (2, True), result.output
-
-
-def test_a_mistyped_adapter_gets_a_hint(loramux: Run, make_adapter: MakeAdapter) -> None:
-    loramux("tenants", "create", "acme")
-    loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
-    result = loramux("adapters", "show", "acme/suport")
-    assert (result.exit_code, "did you mean support?" in result.stderr) == (1, True)
 
 
 def test_a_pipe_that_ends_early_is_no_fault() -> None:

@@ -1,0 +1,53 @@
+"""`loramux audit`: who changed what."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import Annotated
+
+import typer
+
+from loramux.admin.commands.options import AnyTenant, AsJson
+from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+
+MAX_SHOWN = 100
+
+
+def audit(
+    tenant: AnyTenant = None,
+    actor: Annotated[str | None, typer.Option(help="A key's identifier, or operator.", show_default=False)] = None,
+    action: Annotated[str | None, typer.Option(help="Such as alias.set, or alias.*.", show_default=False)] = None,
+    target: Annotated[str | None, typer.Option(help="What was changed, by identifier.", show_default=False)] = None,
+    start: Annotated[int | None, typer.Option(help="Seconds since 1970.", show_default=False)] = None,
+    end: Annotated[int | None, typer.Option(help="Seconds since 1970, not included.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="The most entries.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """List administrative changes, newest first."""
+    wanted = {"tenant": tenant, "actor": actor, "action": action, "target": target, "start": start, "end": end}
+    with connected(as_json) as client:
+        entries = list(islice(client.items("audit_log", **wanted), limit))
+    if as_json:
+        print_json({"object": "list", "data": entries})
+        return
+    print_table(
+        ("when", "who", "from", "action", "target", "change"),
+        [
+            (
+                shown_time(entry["created_at"]),
+                entry["actor"],
+                entry["address"],
+                entry["action"],
+                entry["target"],
+                _shown(entry["changes"]),
+            )
+            for entry in entries
+        ],
+    )
+
+
+def _shown(changes: dict[str, list[object]]) -> str:
+    """What fits on a line; `--json` has all of it."""
+    text = ", ".join(f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes.items())
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
