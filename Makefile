@@ -14,7 +14,8 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-browser test-s3 campaign-kernels campaign-parity campaign-simulation campaign-life campaign-quotas campaign-api campaign-ingest campaign-store-faults campaign-validation campaign-benchmarks check format bench bench-gpu bench-s-lora bench-flood bench-cold-storm bench-hot-load bench-registry bench-admin-lists bench-simulation bench-admission bench-peers clean test-prometheus docs test-clients test-docs campaign-gateways bench-first-token test-package test-oidc
+# Whatever `make help` lists is no file.
+.PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
