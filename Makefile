@@ -69,7 +69,8 @@ campaign-store-faults: $(WARM) ## A running server while its S3 store fails in e
 	$(VENV)/bin/python -m pytest tests/conformance/test_store_faults.py -m campaign -s $(ARGS)
 
 campaign-gateways: $(WARM) ## Gateways raced, cut and killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _KILLS=200)
-	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py -m campaign -s --timeout 3600 $(ARGS)
+	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py tests/admin/test_gateway.py \
+		tests/platform/test_database_trouble.py -m campaign -s --timeout 3600 $(ARGS)
 
 bench-first-token: $(WARM) ## Measure what quotas add to the time to first token (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.first_token $(ARGS)

@@ -22,6 +22,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 DEMO_BASE = Path(__file__).parent.parent / "admin" / "demo" / "base"
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty directory whose path leaves room for a unix socket's, which has 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="lmx-") as directory:
+        yield Path(directory)
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
     """The URL of a real PostgreSQL server that lives as long as the test run."""

@@ -182,14 +182,14 @@ def test_an_engines_socket_that_others_reach_is_noticed(tmp_path: Path) -> None:
     assert (deep.grade, "/run" in deep.message) == (Grade.OK, False), "a temporary directory takes its place"
 
 
-def test_the_directory_of_the_sockets_is_judged(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
+def test_the_directory_of_the_sockets_is_judged(short_path: Path) -> None:
+    shared = short_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
     assert checks.check_socket_directory(shared).grade is Grade.WARNING
     shared.chmod(0o1777)
     assert checks.check_socket_directory(shared).grade is Grade.OK
-    deep = tmp_path / ("d" * 100)
+    deep = short_path / ("d" * 100)
     deep.mkdir()
     assert checks.check_socket_directory(deep).grade is Grade.FAILED
     if os.geteuid() != 0:

@@ -58,13 +58,14 @@ def ask(url: str, key: str, max_tokens: int) -> Any:
     return answer.status_code, answer.text
 
 
+@pytest.mark.campaign
 def test_two_gateways_share_an_engine_a_database_and_a_limit(
     processes: list[subprocess.Popen[str]], demo_base: Path, tmp_path: Path
 ) -> None:
     ports = ("--port", 0, "--admin-port", 0)
     served = start("serve", "--model", demo_base, "--data-dir", tmp_path / "data", *ports)
     processes.append(served)
-    _, openai, admin, engine = words(served, 4)
+    _, openai, admin, _, engine = words(served, 5)
     server_url, admin_url = openai[-1].removesuffix("/v1"), admin[-1]
     assert engine[1] == str(tmp_path / "data" / "run" / "engine.sock")
 

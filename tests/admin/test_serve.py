@@ -43,7 +43,7 @@ class Server:
         assert process.stdout is not None
         for line in process.stdout:
             self.lines.append(line.rstrip())
-            if len(self.lines) >= 3:
+            if len(self.lines) >= 4:
                 break
         else:
             raise AssertionError(process.stderr.read() if process.stderr else "")

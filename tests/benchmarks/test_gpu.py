@@ -126,6 +126,7 @@ needs_loops = pytest.mark.skipif(
 )
 
 
+@pytest.mark.campaign
 @needs_loops
 def test_checks_pass_and_find_what_is_wrong(tmp_path: Path) -> None:
     done = run_interpreted(TWO_RUNS, tmp_path)

@@ -55,6 +55,7 @@ def type_in_place(page: Path, directory: Path) -> Typed:
     return type_page(page, directory, ports, environment)
 
 
+@pytest.mark.campaign
 def test_a_newcomers_path_is_typed_from_the_readme(tmp_path: Path) -> None:
     """Serve one's own base, make tenant, key and quota, push an adapter, call it, and read the report."""
     typed = type_in_place(ROOT / "README.md", tmp_path)

@@ -420,6 +420,7 @@ class CompiledForHopper:
         self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter accepts what the compiler does not. The vocabularies are Llama 3's and an odd one."""

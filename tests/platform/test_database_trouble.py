@@ -163,7 +163,14 @@ async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end
     assert set(held) == {0}
 
 
-@pytest.mark.parametrize("trouble", [away, silent, overrun], ids=["killed", "paused", "out of connections"])
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        pytest.param(away, id="killed"),
+        pytest.param(silent, id="paused", marks=pytest.mark.campaign),
+        pytest.param(overrun, id="out of connections", marks=pytest.mark.campaign),
+    ],
+)
 async def test_postgres_in_trouble_under_streams(
     postgres: FaultyPostgres,
     trouble: Callable[[FaultyPostgres], Fault],
@@ -183,7 +190,7 @@ async def test_postgres_in_trouble_under_streams(
     database.close()
 
 
-@pytest.mark.parametrize("trouble", ["locked", "full"])
+@pytest.mark.parametrize("trouble", [pytest.param("locked", marks=pytest.mark.campaign), "full"])
 async def test_sqlite_in_trouble_under_streams(
     trouble: str, accounts: Database, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str
 ) -> None:

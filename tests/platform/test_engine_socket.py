@@ -12,17 +12,17 @@ from loramux.platform.engine_socket import EngineSocketDirectory, SocketUnusable
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def temporary(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    return short_path
 
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_the_preferred_place_is_private_and_the_same_each_time(tmp_path: Path) -> None:
-    preferred = tmp_path / "data" / "run"
+def test_the_preferred_place_is_private_and_the_same_each_time(short_path: Path) -> None:
+    preferred = short_path / "data" / "run"
     first = EngineSocketDirectory(preferred)
     assert preferred.stat().st_mode & 0o777 == 0o700
     with pytest.raises(SocketUnusable, match="another server"):
