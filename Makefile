@@ -55,6 +55,10 @@ campaign-life: $(WARM) ## A long random life of the engine with real weights (LO
 campaign-quotas: $(WARM) ## Admission beside plain dictionaries for long, on both databases (LORAMUX_QUOTA_STEPS=20000)
 	$(VENV)/bin/python -m pytest tests/platform/test_quota_machine.py -m campaign --timeout 3600 $(ARGS)
 
+campaign-processes: $(WARM) ## Servers and engines that hang, die, are joined, restarted and stopped in a hurry
+	$(VENV)/bin/python -m pytest tests/platform/test_supervision.py tests/platform/test_joined_engine.py \
+		tests/admin/test_serve.py -m 'campaign or not campaign' --timeout 3600 $(ARGS)
+
 campaign-validation: $(WARM) ## The whole hostile catalogue in its process, 20,000 headers, 300 peft configurations
 	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
 		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)

@@ -82,6 +82,7 @@ def ask(http: httpx.Client, server: Server, secret: str, prompts: list[str], max
     return http.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers)
 
 
+@pytest.mark.campaign
 def test_two_lives_of_a_server(start: Start, demo_base: Path, tmp_path: Path) -> None:
     first = start()
     assert first.lines[0].startswith("loramux serves base (cpu, ")

@@ -68,6 +68,7 @@ async def kill_while_it_runs(local: LocalEngine, *engines: EngineClient) -> list
     return [end for end in ends if isinstance(end, Finished)]
 
 
+@pytest.mark.campaign
 def test_a_joined_engine_lives_and_dies_with_its_supervisors(demo_base: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(demo_base, tmp_path) as local:

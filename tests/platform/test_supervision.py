@@ -62,6 +62,7 @@ async def running(engine: LocalEngine) -> AsyncIterator[LocalEngine]:
 # The real engine
 
 
+@pytest.mark.campaign
 def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Path, tmp_path: Path) -> None:
     config = EngineConfig(
         model_dir=str(demo_base),
