@@ -8,7 +8,6 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, insert, select, update
@@ -21,6 +20,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.key_adapters import find_adapter_ids
+from loramux.platform.key_records import ApiKey, CreatedKey, KeyChanges, key_of, principal_of, shown_key
 from loramux.platform.key_scopes import DEFAULT_PLATFORM_SCOPES, check_limit, checked_scopes
 from loramux.platform.principal_cache import PrincipalCache
 from loramux.platform.principals import Principal
@@ -35,34 +35,6 @@ _PRESENTED = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _NO_KEY = bytes(32)
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """One key as it may be shown: never its secret. `tenant_id` is None for a platform key."""
-
-    id: str
-    tenant_id: str | None
-    public_id: str
-    name: str
-    scopes: frozenset[str]
-    adapter_ids: frozenset[str] | None
-    """The adapters that it is limited to; None: all that its tenant may call."""
-    created_us: int
-    expires_us: int | None
-    revoked_us: int | None
-    previous_until_us: int | None
-    """Until when the secret before the last rotation still opens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyChanges:
-    """What of a key is to change; None leaves it. `adapters` are names as in `create`, and () lifts the limit."""
-
-    name: str | None = None
-    scopes: tuple[str, ...] | None = None
-    adapters: tuple[str, ...] | None = None
-    expires_us: int | None = None
-
-
 class KeyRevoked(Conflict):
     """A revoked key stays as it is."""
 
@@ -73,14 +45,6 @@ class LastAdminKey(Conflict):
     """Without this key nobody could administer the platform."""
 
     code = "last_admin_key"
-
-
-@dataclass(frozen=True, slots=True)
-class CreatedKey:
-    """A key with its new secret, which is shown this once."""
-
-    key: ApiKey
-    secret: str
 
 
 class ApiKeys:
@@ -140,7 +104,7 @@ class ApiKeys:
                 connection.execute(insert(schema.api_keys).values(**values))
             except IntegrityError:
                 raise NotFound(f"there is no tenant {tenant_id!r}", param="tenant_id") from None
-            audit(connection, now_us, "api_key.create", key.id, tenant_id=tenant_id, after=_shown(key))
+            audit(connection, now_us, "api_key.create", key.id, tenant_id=tenant_id, after=shown_key(key))
         return CreatedKey(key=key, secret=secret)
 
     def list(
@@ -152,12 +116,12 @@ class ApiKeys:
         query = select(table).where(table.c.tenant_id == tenant_id)
         with self._database.read() as connection:
             rows, has_more = keyset_rows(connection, query, table.c.id, limit, after, before)
-        return Page(tuple(_api_key(row) for row in rows), has_more)
+        return Page(tuple(key_of(row) for row in rows), has_more)
 
     def get(self, key_id: str) -> ApiKey | None:
         with self._database.read() as connection:
             row = connection.execute(select(schema.api_keys).where(schema.api_keys.c.id == key_id)).one_or_none()
-        return _api_key(row) if row is not None else None
+        return key_of(row) if row is not None else None
 
     def revoke(self, key_id: str) -> ApiKey | None:
         """End a key for good; revoking again keeps the first time. None where there is no such key.
@@ -176,7 +140,7 @@ class ApiKeys:
                 after = {"revoked_us": now_us}
                 audit(connection, now_us, "api_key.revoke", key_id, tenant_id=row.tenant_id, after=after)
         self._cache.forget(key_id)
-        return _api_key(row) if row is not None else None
+        return key_of(row) if row is not None else None
 
     def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
         """Change a key once `check`, which may raise, has seen it as it is; None where there is no such key.
@@ -208,10 +172,10 @@ class ApiKeys:
                 check_limit(scopes)
             connection.execute(update(table).where(table.c.id == key_id).values(**values))
             row = connection.execute(select(table).where(table.c.id == key_id)).one()
-            shown = {"before": _shown(key), "after": _shown(_api_key(row))}
+            shown = {"before": shown_key(key), "after": shown_key(key_of(row))}
             audit(connection, now_us, "api_key.change", key_id, tenant_id=key.tenant_id, **shown)
         self._cache.forget(key_id)
-        return _api_key(row)
+        return key_of(row)
 
     def rotate(self, key_id: str, grace_us: int) -> CreatedKey | None:
         """Give a key a new secret; the one that it had opens for `grace_us` more, and one before that no longer.
@@ -236,7 +200,7 @@ class ApiKeys:
             after = {"grace_s": grace_us // 1_000_000}
             audit(connection, now_us, "api_key.rotate", key_id, tenant_id=key.tenant_id, after=after)
         self._cache.forget(key_id)
-        return CreatedKey(key=_api_key(row), secret=secret)
+        return CreatedKey(key=key_of(row), secret=secret)
 
     def forget_recent(self) -> None:
         """Read every key anew: one of them, or a tenant, may have changed."""
@@ -270,7 +234,7 @@ class ApiKeys:
             if not is_previous or row.previous_until_us is None or row.previous_until_us <= now_us:
                 return None
             good_until_us = min(row.previous_until_us, row.expires_us or row.previous_until_us)
-        principal = _principal(row)
+        principal = principal_of(row)
         self._cache.put(sha256, principal, now_us, good_until_us)
         return principal
 
@@ -284,7 +248,7 @@ class ApiKeys:
         row = self._find(schema.api_keys.c.id == principal.key_id)
         if row is None or not _is_usable(row, self._database.now_us()):
             return None
-        return _principal(row)
+        return principal_of(row)
 
     def has_platform_admin(self) -> bool:
         """Whether somebody can administer: the operator's key is set, or a usable platform:admin key exists."""
@@ -305,20 +269,6 @@ class ApiKeys:
             return connection.execute(query).one_or_none()
 
 
-def _principal(row: Row[Any]) -> Principal:
-    return Principal(
-        key_id=row.id,
-        tenant_id=row.tenant_id,
-        tenant_slug=row.slug,
-        scopes=frozenset(row.scopes),
-        adapter_ids=_ids(row),
-    )
-
-
-def _ids(row: Row[Any]) -> frozenset[str] | None:
-    return None if row.adapter_ids is None else frozenset(row.adapter_ids)
-
-
 def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> list[str]:
     """The usable platform:admin keys; held, they stay as they are until the transaction ends."""
     table = schema.api_keys
@@ -335,7 +285,7 @@ def _locked(connection: Connection, key_id: str) -> ApiKey | None:
     """A key, held until the transaction ends."""
     table = schema.api_keys
     row = connection.execute(select(table).where(table.c.id == key_id).with_for_update()).one_or_none()
-    return None if row is None else _api_key(row)
+    return None if row is None else key_of(row)
 
 
 def _limit(
@@ -379,29 +329,3 @@ def _random_base62(length: int) -> str:
 
 def _sha256(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-
-
-def _shown(key: ApiKey) -> dict[str, object]:
-    """For the audit log."""
-    return {
-        "name": key.name,
-        "scopes": sorted(key.scopes),
-        "adapters": None if key.adapter_ids is None else sorted(key.adapter_ids),
-        "expires_us": key.expires_us,
-        "revoked_us": key.revoked_us,
-    }
-
-
-def _api_key(row: Row[Any]) -> ApiKey:
-    return ApiKey(
-        id=row.id,
-        tenant_id=row.tenant_id,
-        public_id=row.public_id,
-        name=row.name,
-        scopes=frozenset(row.scopes),
-        created_us=row.created_us,
-        adapter_ids=_ids(row),
-        expires_us=row.expires_us,
-        revoked_us=row.revoked_us,
-        previous_until_us=row.previous_until_us,
-    )

@@ -21,8 +21,8 @@ from loramux.admin.rest.listing import (
     seconds,
 )
 from loramux.admin.services import AdminServices
-from loramux.platform.api_keys import ApiKey, CreatedKey, KeyChanges
 from loramux.platform.errors import NotFound, PermissionDenied
+from loramux.platform.key_records import ApiKey, CreatedKey, KeyChanges
 from loramux.platform.openapi import errors, takes
 
 router = APIRouter(prefix="/api_keys", tags=["api_keys"])

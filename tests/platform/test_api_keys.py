@@ -10,8 +10,9 @@ from sqlalchemy import select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform.api_keys import ApiKeys, KeyChanges, KeyRevoked, LastAdminKey
+from loramux.platform.api_keys import ApiKeys, KeyRevoked, LastAdminKey
 from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.key_records import KeyChanges
 from loramux.platform.principals import Principal
 from loramux.platform.tenants import Tenant
 
