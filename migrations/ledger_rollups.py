@@ -1,4 +1,4 @@
-"""All rollups of a ledger, made anew by the database itself: what step 0010 does.
+"""All rollups of a ledger, made anew by the database itself: what step 0011 does.
 
 Nothing else may write meanwhile. A later step that keeps other sums brings statements of its own: these are released.
 """

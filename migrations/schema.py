@@ -430,6 +430,31 @@ idempotency_keys = Table(
     Index("ix_idempotency_keys_expires", "expires_us"),
 )
 
+console_sessions = Table(
+    "console_sessions",
+    metadata,
+    # SHA-256 of the session's cookie, which is kept nowhere.
+    Column("id_sha256", LargeBinary(32), primary_key=True),
+    # Who signed in: a key, the operator, or a person of the single sign-on.
+    Column("key_id", String(64), nullable=False),
+    # What the session holds, sealed with a key that is made from the cookie: of no use without the browser.
+    Column("sealed", LargeBinary, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    Index("ix_console_sessions_key_created", "key_id", "created_us"),
+    Index("ix_console_sessions_expires", "expires_us"),
+)
+
+login_failures = Table(
+    "login_failures",
+    metadata,
+    # An address, or of IPv6 a network.
+    Column("origin", String(64), primary_key=True),
+    # When all its failures are forgiven: each moves this on.
+    Column("forgiven_us", BigInteger, nullable=False),
+    Index("ix_login_failures_forgiven", "forgiven_us"),
+)
+
 signals = Table(
     "signals",
     metadata,

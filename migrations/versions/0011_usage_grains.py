@@ -9,8 +9,8 @@ from alembic import op
 
 from loramux.migrations.ledger_rollups import roll_up_ledger
 
-revision = "0010"
-down_revision = "0009"
+revision = "0011"
+down_revision = "0010"
 branch_labels = None
 depends_on = None
 
