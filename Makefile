@@ -154,6 +154,12 @@ bench-registry: $(READY) ## Measure what a name costs among 100,000 versions, on
 bench-admin-lists: $(READY) ## Measure the admin API's lists over 100,000 versions, on both databases (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.admin_lists $(ARGS)
 
+bench-usage-report: $(READY) ## Measure reports over 10 million requests, on both databases (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.usage_report $(ARGS)
+
+bench-console-pages: $(READY) ## Measure the console's pages over 10 million requests (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.console_pages $(ARGS)
+
 bench-admission: $(READY) ## Measure quota reserved and settled, one by one and by group commit, on both databases
 	$(VENV)/bin/python -m benchmarks.admission $(ARGS)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import String, bindparam, cast, func, select
+from sqlalchemy.dialects.postgresql import ARRAY
 
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_versions, adapters, tenants
-
-_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +37,22 @@ def owners_of(database: Database, digests: Sequence[str], tenant_id: str | None)
     )
     if tenant_id is not None:
         query = query.where(adapters.c.tenant_id == tenant_id)
+    # One statement for any number of digests, which are one value of it.
+    if database.is_sqlite:
+        wanted = func.json_each(bindparam("digests")).table_valued("value")
+        query = query.where(columns.digest.in_(select(wanted.c.value)))
+        value: object = json.dumps(list(digests))
+    else:
+        query = query.where(columns.digest == func.any(cast(bindparam("digests"), ARRAY(String))))
+        value = list(digests)
     owners: dict[str, list[DigestOwner]] = {}
-    with database.read() as connection:
-        for start in range(0, len(digests), _AT_ONCE):
-            for row in connection.execute(query.where(columns.digest.in_(digests[start : start + _AT_ONCE]))):
-                owner = DigestOwner(
-                    tenant_id=row.tenant_id,
-                    tenant_slug=row.slug,
-                    adapter_id=row.adapter_id,
-                    adapter_name=row.name,
-                    version=row.number,
-                )
-                owners.setdefault(row.digest, []).append(owner)
+    for row in database.query(query, {"digests": value}):
+        owner = DigestOwner(
+            tenant_id=row.tenant_id,
+            tenant_slug=row.slug,
+            adapter_id=row.adapter_id,
+            adapter_name=row.name,
+            version=row.number,
+        )
+        owners.setdefault(row.digest, []).append(owner)
     return owners

@@ -1,13 +1,15 @@
 """How long does a report over a ledger of ten million requests take?
 
-A month of settled requests of a thousand tenants, few of which make most of them, is written with SQL of the database's
-own, folded into rollups by what a gateway runs, and asked what a console and an operator ask. Before anything is
-measured the reports must be equal, to the token and the nano, to sums over the events themselves.
+A month of settled requests of a thousand tenants (usage_world.py) is asked what a console and an operator ask. Before
+anything is measured the reports must be equal, to the token and the nano, to sums over the events themselves. How fast
+a gateway folds settlements into the rollups is measured over a smaller ledger, and its sums must be those that the
+database makes of the same ledger by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,141 +18,130 @@ from typing import Any
 import msgspec
 import numpy as np
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
-from sqlalchemy import func, insert, select, text
+from sqlalchemy import func, select, text
 
 from benchmarks.databases import KINDS, open_database
 from benchmarks.gpu_bench import CheckError
-from benchmarks.machine import add_allow_busy, describe, require_idle
+from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.registry_world import World
+from benchmarks.usage_world import MONTH_US, PER_BATCH, UsageWorld, add_folder, make_usage_world, open_usage_world
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.migrations.ledger_rollups import roll_up_ledger
 from loramux.platform.ledger import Ledger
 from loramux.platform.usage_grains import AMOUNTS, DAY_US, HOUR_US
 from loramux.platform.usage_report import UsageQuestion, answer
 from loramux.platform.usage_rollups import UsageRollups
 
-FIRST_US = 1_790_812_800_000_000
-MONTH_US = 30 * DAY_US
-PER_BATCH = 100
-INSERTED_AT_ONCE = 500_000
-FOLDED_AT_ONCE = 1000
-
-# u is spread evenly over [0, 1) and its square picks the tenant, so that the first tenth makes a third of the requests.
-_INSERT = """
-INSERT INTO usage_events (request_id, tenant_id, api_key_id, adapter_id, adapter_version_id, model, endpoint, status,
-    prompt_tokens, cached_tokens, completion_tokens, started_us, finished_us, first_token_us, base, end_user,
-    cost_nanos, batch_id)
-SELECT {request_id}, 'ten_' || tenant, 'key_' || tenant || '_' || (i % 2),
-    CASE WHEN i % 4 = 0 THEN NULL ELSE 'ada_' || tenant || '_' || (i % 4) END,
-    CASE WHEN i % 4 = 0 THEN NULL ELSE 'adv_' || tenant || '_' || (i % 4) END,
-    CASE WHEN i % 4 = 0 THEN 'base' ELSE 'tenant-' || tenant || '/adapter-' || (i % 4) || '@1' END,
-    'chat.completions', CASE WHEN i % 41 = 0 THEN 'aborted' ELSE 'completed' END,
-    100 + i % 900, i % 100, 1 + i % 300, at_us - 1500000, at_us, at_us - 1000000, 'base', 'user-' || (i % 50),
-    (100 + i % 900) * 150 + (1 + i % 300) * 600, 1 + i / {per_batch}
-FROM (SELECT i, {first} + (i / {per_batch}) * {step} AS at_us,
-      {tenants} * u * u / (1048576 * CAST(1048576 AS bigint)) AS tenant
-      FROM (SELECT i, (i * 7919) % 1048576 AS u FROM {numbers}) AS spread) AS made
-"""
-_NUMBERS = {
-    "sqlite": "(WITH RECURSIVE n(i) AS (SELECT {low} UNION ALL SELECT i + 1 FROM n WHERE i + 1 < {high})"
-    " SELECT i FROM n)",
-    "postgresql": "generate_series(CAST({low} AS bigint), {high} - 1) AS n(i)",
-}
-_REQUEST_ID = {"sqlite": "printf('req_%032x', i)", "postgresql": "'req_' || lpad(to_hex(i), 32, '0')"}
+TARGET_MS = 200.0
+ASKED_US = MONTH_US - 17 * HOUR_US
+"""What is called a month: nearly all that is there, begun and ended in the middle of a day."""
+FOLDED_WORLD = World(50, 4, 2)
 
 
 def main() -> None:
     arguments = _arguments()
-    require_idle(arguments.allow_busy)
+    before = require_idle(arguments.allow_busy)
+    world = World(arguments.tenants, arguments.adapters_each, 10)
     results = []
-    for kind in arguments.databases:
-        with open_database(kind) as database:
-            results.append({"database": kind, **_measure(kind, database, arguments)})
-            _print(results[-1])
-    document = {"machine": describe(), "events": arguments.events, "tenants": arguments.tenants, "results": results}
+    with Progress() as progress:
+        for kind in arguments.databases:
+            with open_usage_world(kind, arguments.folder, arguments.events, world, progress) as (database, made):
+                figures = _measure(kind, database, made, arguments.repeats, progress)
+            with open_database(kind) as database:
+                figures["folded_events_s"] = _fold(kind, database, arguments.fold, progress)
+            results.append({"database": kind, **figures})
+    document = {
+        "machine": describe(),
+        "busy_share_before": round(before, 2),
+        "load_1m_after": round(os.getloadavg()[0], 1),
+        "events": arguments.events,
+        "tenants": arguments.tenants,
+        "adapters": world.num_adapters,
+        "results": results,
+    }
+    for result in results:
+        _print(result)
     if arguments.out is not None:
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    slow = [
+        f"{result['database']}: {name}, {figures['p95_ms']} ms"
+        for result in results
+        for name, figures in result["reports"].items()
+        if figures["p95_ms"] > TARGET_MS
+    ]
+    if slow:
+        raise SystemExit(f"slower than {TARGET_MS:g} ms at p95: " + "; ".join(slow))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=10_000_000, help="about 0.9 KB of disk each while it runs")
+    parser.add_argument("--events", type=int, default=10_000_000)
     parser.add_argument("--tenants", type=int, default=1000)
+    parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--databases", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=20, help="of each report")
+    parser.add_argument("--fold", type=int, default=50_000, help="events of the ledger that a gateway's fold sums up")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    add_folder(parser)
     add_allow_busy(parser)
     return parser.parse_args()
 
 
-def _measure(kind: str, database: Database, arguments: argparse.Namespace) -> dict[str, Any]:
-    started = time.perf_counter()
-    _fill(kind, database, arguments.events, arguments.tenants)
-    filled = time.perf_counter()
-    rollups = UsageRollups(database)
-    while rollups.fold(FOLDED_AT_ONCE):
-        pass
-    folded = time.perf_counter()
-    _settle_down(kind, database)
+def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, progress: Progress) -> dict[str, Any]:
     with database.read() as connection:
         num_rollups = int(connection.execute(select(func.count()).select_from(schema.usage_rollups)).scalar_one())
-    _check(database)
-    figures = {name: _timed(ask, arguments.repeats) for name, ask in _reports(database).items()}
+    _check(database, made)
+    reports = _reports(database, made)
+    tracked = progress.track(reports.items(), description=f"{kind}: reports")
+    figures = {name: _timed(ask, repeats) for name, ask in tracked}
     return {
-        "write_s": round(filled - started, 1),
-        "fold_s": round(folded - filled, 1),
-        "folded_events_s": round(arguments.events / (folded - filled)),
+        "made_s": made.made_s,
         "rollup_rows": num_rollups,
         "database_bytes": _size(kind, database),
+        "busy_share": round(busy_share(), 2),
         "reports": figures,
     }
 
 
-def _fill(kind: str, database: Database, num_events: int, num_tenants: int) -> None:
-    tenants = [
-        {"id": f"ten_{number}", "slug": f"tenant-{number}", "display_name": f"{number}", "state": "active", "weight": 1}
-        for number in range(num_tenants)
-    ]
+def _fold(kind: str, database: Database, num_events: int, progress: Progress) -> int:
+    """How many events a second a gateway adds to the rollups; raises CheckError unless they are the ledger's sums."""
+    make_usage_world(kind, database, num_events, FOLDED_WORLD, progress, is_folded=False)
+    rollups, started = UsageRollups(database), time.perf_counter()
+    with_bar = progress.add_task(f"{kind}: fold", total=num_events)
+    while folded := rollups.fold():
+        progress.advance(with_bar, folded * PER_BATCH)
+    took_s = time.perf_counter() - started
+    by_gateway = _all_rollups(database)
     with database.write() as connection:
-        connection.execute(
-            insert(schema.tenants), [{**one, "isolation_secret": bytes(32), "created_us": 0} for one in tenants]
-        )
-    step = MONTH_US * PER_BATCH // num_events
-    for low in range(0, num_events, INSERTED_AT_ONCE):
-        high = min(num_events, low + INSERTED_AT_ONCE)
-        statement = _INSERT.format(
-            request_id=_REQUEST_ID[kind],
-            numbers=_NUMBERS[kind].format(low=low, high=high),
-            first=FIRST_US,
-            step=step,
-            per_batch=PER_BATCH,
-            tenants=num_tenants,
-        )
-        batches = [{"id": 1 + i, "at_us": FIRST_US + i * step} for i in range(low // PER_BATCH, -(-high // PER_BATCH))]
-        with database.write() as connection:
+        for statement in roll_up_ledger():
             connection.execute(text(statement))
-            connection.execute(insert(schema.usage_batches), batches)
+    if by_gateway != _all_rollups(database):
+        raise CheckError("the fold is not what the database sums up by itself")
+    return round(num_events / took_s)
 
 
-def _settle_down(kind: str, database: Database) -> None:
-    """What PostgreSQL does by itself in time: statistics. SQLite runs without any, as with us."""
-    if kind == "postgresql":
-        with database.write() as connection:
-            connection.execute(text("ANALYZE"))
+def _all_rollups(database: Database) -> set[tuple[Any, ...]]:
+    rollups, series = schema.usage_rollups.c, schema.usage_series.c
+    columns = [column for column in (*rollups, *series) if column.name not in ("id", "series_id")]
+    with database.read() as connection:
+        return {tuple(row) for row in connection.execute(select(*columns).where(series.id == rollups.series_id))}
 
 
-def _check(database: Database) -> None:
+def _check(database: Database, made: UsageWorld) -> None:
     """Reports must equal what the events sum up to."""
     events, tenants = schema.usage_events, schema.tenants
     sums = [func.count(), *(func.sum(events.c[name]) for name in AMOUNTS[1:])]
-    end_us = FIRST_US + MONTH_US
+    first_us, end_us = made.first_us, made.end_us
     day = (events.c.finished_us - events.c.finished_us % DAY_US).label("day")
-    cut = (FIRST_US + 3 * HOUR_US + 17, end_us - 5 * DAY_US - 1_234_567)
+    cut = (first_us + 3 * HOUR_US + 17, end_us - 5 * DAY_US - 1_234_567)
     in_cut = (events.c.finished_us >= cut[0]) & (events.c.finished_us < cut[1])
     cases = [
-        (("tenant", "status"), None, (FIRST_US, end_us), select(tenants.c.slug, events.c.status, *sums)
+        (("tenant", "status"), None, (first_us, end_us), select(tenants.c.slug, events.c.status, *sums)
          .join(tenants, tenants.c.id == events.c.tenant_id).group_by(tenants.c.slug, events.c.status)),
-        ((), "1d", (FIRST_US, end_us), select(day, *sums).group_by(day)),
+        ((), "1d", (first_us, end_us), select(day, *sums).group_by(day)),
         (("model",), None, cut, select(events.c.model, *sums).where(in_cut).group_by(events.c.model)),
     ]  # fmt: skip
     for group_by, bucket, (start_us, end), direct in cases:
@@ -169,10 +160,11 @@ def _check(database: Database) -> None:
             raise CheckError(f"the report by {group_by or bucket} is not the sum of the events")
 
 
-def _reports(database: Database) -> dict[str, Callable[[], Any]]:
-    """What is asked, in words; the ledger's newest request finished at the month's end."""
-    now_us, ledger = FIRST_US + MONTH_US, Ledger(database)
-    largest = "ten_0"
+def _reports(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
+    """What is asked, in words."""
+    ledger, largest = Ledger(database), made.tenant_ids[0]
+    # In the middle of a day and of an hour.
+    now_us = made.end_us - 11 * HOUR_US - 1_234_567_890
 
     def ask(length_us: int, **more: Any) -> Callable[[], Any]:
         fields: dict[str, Any] = {"tenant_id": None, **more}
@@ -180,26 +172,33 @@ def _reports(database: Database) -> dict[str, Callable[[], Any]]:
         return lambda: answer(database, UsageQuestion(start_us=start_us, end_us=now_us + 1, **fields))
 
     return {
-        "all tenants, 30 days": ask(MONTH_US),
-        "all tenants, 30 days by day": ask(MONTH_US, bucket="1d"),
-        "all tenants, 30 days by day in Berlin": ask(MONTH_US, bucket="1d", timezone="Europe/Berlin"),
-        "all tenants, 30 days by tenant": ask(MONTH_US, group_by=("tenant",)),
+        "all tenants, a month": ask(ASKED_US),
+        "all tenants, a month by day": ask(ASKED_US, bucket="1d"),
+        "all tenants, a month by day in Berlin": ask(ASKED_US, bucket="1d", timezone="Europe/Berlin"),
+        "all tenants, a month by day in Kolkata": ask(ASKED_US, bucket="1d", timezone="Asia/Kolkata"),
+        "all tenants, a month by tenant": ask(ASKED_US, group_by=("tenant",)),
+        "all tenants, a month by tenant and status": ask(ASKED_US, group_by=("tenant", "status")),
+        "all tenants, a month by key": ask(ASKED_US, group_by=("key",)),
+        "all tenants, a month by tenant and model": ask(ASKED_US, group_by=("tenant", "model")),
+        "all tenants, a month by adapter": ask(ASKED_US, group_by=("adapter",)),
         "all tenants, 7 days by hour": ask(7 * DAY_US, bucket="1h"),
         "all tenants, 24 hours by status": ask(DAY_US, group_by=("status",)),
         "all tenants, 24 hours by tenant": ask(DAY_US, group_by=("tenant",)),
         "all tenants, an hour by minute": ask(HOUR_US, bucket="1m"),
-        "a tenant, 30 days by day and model": ask(MONTH_US, tenant_id=largest, bucket="1d", group_by=("model",)),
-        "a tenant, 30 days by day in Berlin": ask(MONTH_US, tenant_id=largest, bucket="1d", timezone="Europe/Berlin"),
-        "a tenant, 30 days by day in Kolkata": ask(MONTH_US, tenant_id=largest, bucket="1d", timezone="Asia/Kolkata"),
+        "all tenants, a day by minute": ask(DAY_US, bucket="1m"),
+        "a tenant, a month by day and model": ask(ASKED_US, tenant_id=largest, bucket="1d", group_by=("model",)),
+        "a tenant, a month by day in Berlin": ask(ASKED_US, tenant_id=largest, bucket="1d", timezone="Europe/Berlin"),
+        "a tenant, a month by day in Kolkata": ask(ASKED_US, tenant_id=largest, bucket="1d", timezone="Asia/Kolkata"),
         "a tenant, 7 days by hour": ask(7 * DAY_US, tenant_id=largest, bucket="1h"),
-        "a tenant, 30 days by key, version and status": ask(
+        "a tenant, a month by key, version and status": ask(
             MONTH_US, tenant_id=largest, group_by=("key", "version", "status")
         ),
+        "a tenant, a month by end user": ask(ASKED_US, tenant_id=largest, group_by=("end_user",)),
         "a tenant, 24 hours by end user": ask(DAY_US, tenant_id=largest, group_by=("end_user",)),
         "a tenant, 24 hours by minute": ask(DAY_US, tenant_id=largest, bucket="1m"),
         "a page of all events": lambda: ledger.events(None, 100),
         "a page of a tenant's events": lambda: ledger.events(largest, 100),
-        "a part of a tenant's export": lambda: ledger.export(largest, FIRST_US + 9 * DAY_US, now_us),
+        "a part of a tenant's export": lambda: ledger.export(largest, made.first_us + 9 * DAY_US, now_us),
     }
 
 
@@ -232,7 +231,7 @@ def _print(result: dict[str, Any]) -> None:
         table.add_row(name, *(str(figures[column]) for column in columns))
     console = Console()
     console.print(table)
-    console.print(f"written in {result['write_s']} s, folded in {result['fold_s']} s")
+    console.print(f"made in {result['made_s']} s; a gateway folds {result['folded_events_s']} events/s")
 
 
 if __name__ == "__main__":

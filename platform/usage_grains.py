@@ -58,10 +58,16 @@ GRAINS = (
 
 
 def grains_for(columns: Collection[str]) -> dict[int, Grain]:
-    """For each span that can answer for sums by these columns, the coarsest grain that does."""
+    """The grains that answer for sums by these columns, by the length of their spans.
+
+    The coarsest does, and finer ones only for shorter spans than it has: a longer one of theirs has more rows than
+    several short ones of its own.
+    """
     found: dict[int, Grain] = {}
     for grain in GRAINS:
         if grain.keeps >= set(columns):
+            shortest_us = min(found, default=None)
             for span_us in grain.spans_us:
-                found.setdefault(span_us, grain)
+                if shortest_us is None or span_us < shortest_us:
+                    found[span_us] = grain
     return found

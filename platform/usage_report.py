@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from sqlalchemy import (
     ColumnElement,
     Row,
@@ -107,8 +108,7 @@ class UsageQuestion:
         return grains_for([*of_tenant, *(_COLUMNS[name] for name in self.group_by)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageRow:
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over `[start_us, end_us)`; a field that was not grouped by is None. `tenant` is the slug."""
 
     start_us: int
@@ -145,7 +145,7 @@ def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
             param="group_by",
         )
     ends = dict(zip(days, [*days[1:], question.end_us], strict=False))
-    return tuple(_row(row, question, ends) for row in rows)
+    return tuple(_rows(rows, question, ends))
 
 
 def _statement(question: UsageQuestion, days: Sequence[int]) -> Select[Any]:
@@ -188,7 +188,7 @@ def _rollup_facts(
     # Summed up by series first, so that what they are is looked up once for each.
     is_by_series = bool(set(question.group_by) - {"tenant"})
     facts = []
-    for span_us, ranges in parts.spans.items():
+    for span_us, ranges in _arms(parts, days):
         bucket: list[ColumnElement[Any]] = []
         if question.bucket is not None:
             bucket.append(_bucket(table.start_us, question.bucket, days).label("bucket_us"))
@@ -201,7 +201,10 @@ def _rollup_facts(
         sums = sums.where(table.grain == grains[span_us].number, table.span_us == span_us)
         sums = sums.where(_within(table.start_us, ranges))
         if question.tenant_id is not None:
-            sums = sums.where(table.tenant_id == question.tenant_id)
+            # Without statistics, SQLite would read the rows of all tenants.
+            sums = sums.where(table.tenant_id == question.tenant_id).with_hint(
+                _rollups, "INDEXED BY ix_usage_rollups_tenant_span_start", "sqlite"
+            )
         by_series = (sums.group_by(*keys) if keys else sums).subquery()
         columns: list[ColumnElement[Any]] = [by_series.c.bucket_us] if bucket else []
         for name in question.group_by:
@@ -211,6 +214,15 @@ def _rollup_facts(
             query = query.join_from(by_series, _series, _series.c.id == by_series.c.series_id)
         facts.append(query)
     return facts
+
+
+def _arms(parts: Cut, days: Sequence[int]) -> Iterator[tuple[int, Sequence[Range]]]:
+    """A part of the statement for each range, which SQLite finds by an index; a timezone has too many for that."""
+    for span_us, ranges in parts.spans.items():
+        if days:
+            yield span_us, ranges
+        else:
+            yield from ((span_us, (part,)) for part in ranges)
 
 
 def _event_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> list[Select[Any]]:
@@ -260,14 +272,26 @@ def _bucket(column: ColumnElement[int], bucket: str, days: Sequence[int]) -> Col
     return case((column < literal_column(str(days[middle])), before), else_=behind)
 
 
-def _row(row: Row[Any], question: UsageQuestion, ends: dict[int, int]) -> UsageRow:
+def _rows(rows: Sequence[Row[Any]], question: UsageQuestion, ends: Mapping[int, int]) -> Iterator[UsageRow]:
+    """Rows of the bucket, the groups and the amounts, in this order; there are thousands of them."""
     start_us, end_us = question.start_us, question.end_us
-    if question.bucket is not None:
-        bucket_us = int(row.bucket_us)
-        following_us = ends[bucket_us] if ends else bucket_us + BUCKET_US[question.bucket]
-        start_us, end_us = max(start_us, bucket_us), min(end_us, following_us)
-    fields: dict[str, Any] = {name: int(getattr(row, name)) for name in AMOUNTS}
-    for name in question.group_by:
-        value = getattr(row, name)
-        fields[name] = None if value == "" and name in _OPTIONAL else value
-    return UsageRow(start_us=start_us, end_us=end_us, **fields)
+    num_buckets, groups = int(question.bucket is not None), question.group_by
+    for row in rows:
+        if question.bucket is not None:
+            bucket_us = row[0]
+            following_us = ends[bucket_us] if ends else bucket_us + BUCKET_US[question.bucket]
+            start_us, end_us = max(question.start_us, bucket_us), min(question.end_us, following_us)
+        fields = dict(zip(groups, row[num_buckets:], strict=False))
+        for name in _OPTIONAL.intersection(groups):
+            fields[name] = fields[name] or None
+        requests, prompt, cached, completion, cost = map(int, row[num_buckets + len(groups) :])
+        yield UsageRow(
+            start_us=start_us,
+            end_us=end_us,
+            requests=requests,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            completion_tokens=completion,
+            cost_nanos=cost,
+            **fields,
+        )
