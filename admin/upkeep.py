@@ -1,4 +1,4 @@
-"""What the admin side does by itself: pins are told to an engine that has forgotten them, old keys are swept."""
+"""What the admin side does by itself: pins are told to an engine that has forgotten them, what is over is swept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from loramux.admin.console.login_throttle import sweep_login_failures
+from loramux.admin.console.sessions import sweep_sessions
 from loramux.admin.services import AdminServices
 from loramux.platform.engine_client import EngineUnavailable
 
@@ -34,11 +36,17 @@ class Upkeep:
             try:
                 await self.renew_pins()
                 if time.monotonic() - swept_s >= SWEEP_INTERVAL_S:
-                    await self._services.call(self._services.idempotency_keys.sweep)
+                    await self._sweep()
                     swept_s = time.monotonic()
             except SQLAlchemyError as error:
                 log.warning("upkeep failed; trying again", error=str(error))
             await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def _sweep(self) -> None:
+        services = self._services
+        await services.call(services.idempotency_keys.sweep)
+        await services.call(sweep_sessions, services.database)
+        await services.call(sweep_login_failures, services.database)
 
     async def renew_pins(self) -> None:
         """Pin what is to be pinned and is not, as after a restart of the engine."""

@@ -33,6 +33,8 @@ MAX_NAME = 200
 BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _PRESENTED = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _NO_KEY = bytes(32)
+_FOR_EVER_US = 1 << 62
+_OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
 
 
 class KeyRevoked(Conflict):
@@ -54,7 +56,7 @@ class ApiKeys:
         if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY:
             raise ValueError(f"the admin key must have at least {MIN_ADMIN_KEY} characters")
         self._database = database
-        self._admin_sha256 = _sha256(admin_key) if admin_key is not None else None
+        self._admin_sha256 = key_sha256(admin_key) if admin_key is not None else None
         self._cache = PrincipalCache()
 
     def create(
@@ -93,7 +95,7 @@ class ApiKeys:
                 "id": key.id,
                 "tenant_id": tenant_id,
                 "public_id": public_id,
-                "secret_sha256": _sha256(secret),
+                "secret_sha256": key_sha256(secret),
                 "name": name,
                 "scopes": sorted(granted),
                 "adapter_ids": adapter_ids,
@@ -191,7 +193,7 @@ class ApiKeys:
             now_us = self._database.now_us(connection)
             secret = _new_secret(key.public_id)
             values = {
-                "secret_sha256": _sha256(secret),
+                "secret_sha256": key_sha256(secret),
                 "previous_sha256": table.c.secret_sha256 if grace_us > 0 else None,
                 "previous_until_us": now_us + grace_us if grace_us > 0 else None,
             }
@@ -208,13 +210,13 @@ class ApiKeys:
 
     def recent(self, presented: str) -> Principal | None:
         """Who presents this key, where that was found out within the last five seconds. Does not block."""
-        return self._cache.get(_sha256(presented), self._database.now_us())
+        return self._cache.get(key_sha256(presented), self._database.now_us())
 
     def authenticate(self, presented: str) -> Principal | None:
         """Who presents this key; None for a key that is unknown, revoked, expired or of a suspended tenant."""
-        sha256 = _sha256(presented)
-        if self._admin_sha256 is not None and hmac.compare_digest(sha256, self._admin_sha256):
-            return Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
+        sha256 = key_sha256(presented)
+        if self._is_operators(sha256):
+            return _OPERATORS
         match = _PRESENTED.fullmatch(presented)
         if match is None:
             return None
@@ -223,32 +225,24 @@ class ApiKeys:
         if cached is not None:
             return cached
         row = self._find(schema.api_keys.c.public_id == match.group(1))
-        stored = row.secret_sha256 if row is not None else _NO_KEY
-        previous = _NO_KEY if row is None or row.previous_sha256 is None else row.previous_sha256
-        is_current = hmac.compare_digest(sha256, stored)
-        is_previous = hmac.compare_digest(sha256, previous)
-        if row is None or not _is_usable(row, now_us):
+        good_until_us = _good_until_us(row, sha256, now_us)
+        if row is None or good_until_us is None:
             return None
-        good_until_us = row.expires_us
-        if not is_current:
-            if not is_previous or row.previous_until_us is None or row.previous_until_us <= now_us:
-                return None
-            good_until_us = min(row.previous_until_us, row.expires_us or row.previous_until_us)
         principal = principal_of(row)
         self._cache.put(sha256, principal, now_us, good_until_us)
         return principal
 
-    def current(self, principal: Principal) -> Principal | None:
-        """What someone who authenticated earlier may do now; None once the key or its tenant is out of service.
+    def still_opens(self, key_id: str, sha256: bytes) -> Principal | None:
+        """What someone who authenticated earlier, with a key of this SHA-256, may do now. Always read anew.
 
-        The operator's own key stands for as long as this process runs.
+        None once that secret opens nothing: revoked, expired, rotated away, of a suspended tenant, or another
+        operator's key than this process has.
         """
-        if principal.key_id == OPERATOR:
-            return principal if self._admin_sha256 is not None else None
-        row = self._find(schema.api_keys.c.id == principal.key_id)
-        if row is None or not _is_usable(row, self._database.now_us()):
-            return None
-        return principal_of(row)
+        if key_id == OPERATOR:
+            return _OPERATORS if self._is_operators(sha256) else None
+        row = self._find(schema.api_keys.c.id == key_id)
+        is_good = _good_until_us(row, sha256, self._database.now_us()) is not None
+        return principal_of(row) if row is not None and is_good else None
 
     def has_platform_admin(self) -> bool:
         """Whether somebody can administer: the operator's key is set, or a usable platform:admin key exists."""
@@ -261,6 +255,9 @@ class ApiKeys:
         """Raises LastAdminKey where, without this key, there would be no platform administrator any more."""
         if self._admin_sha256 is None and _admin_key_ids(connection, now_us, is_held=True) == [key_id]:
             raise LastAdminKey("this is the platform's last administrator's key: make another one first")
+
+    def _is_operators(self, sha256: bytes) -> bool:
+        return self._admin_sha256 is not None and hmac.compare_digest(sha256, self._admin_sha256)
 
     def _find(self, is_it: ColumnElement[bool]) -> Row[Any] | None:
         keys, tenants = schema.api_keys, schema.tenants
@@ -318,14 +315,24 @@ def _new_secret(public_id: str) -> str:
     return f"sk-lmx-{public_id}-{_random_base62(43)}"
 
 
-def _is_usable(row: Row[Any], now_us: int) -> bool:
-    is_expired = row.expires_us is not None and row.expires_us <= now_us
-    return row.revoked_us is None and not is_expired and row.state in (None, "active")
+def _good_until_us(row: Row[Any] | None, sha256: bytes, now_us: int) -> int | None:
+    """Until when a secret opens what its key's row says; None where it opens nothing now."""
+    current = row.secret_sha256 if row is not None else _NO_KEY
+    previous = _NO_KEY if row is None or row.previous_sha256 is None else row.previous_sha256
+    # Both are compared whatever comes of it, so that the time taken says nothing.
+    is_current, is_previous = hmac.compare_digest(sha256, current), hmac.compare_digest(sha256, previous)
+    if row is None or row.revoked_us is not None or row.state not in (None, "active"):
+        return None
+    good_until_us = _FOR_EVER_US if row.expires_us is None else row.expires_us
+    if not is_current:
+        good_until_us = min(good_until_us, (row.previous_until_us or 0) if is_previous else 0)
+    return good_until_us if good_until_us > now_us else None
 
 
 def _random_base62(length: int) -> str:
     return "".join(secrets.choice(BASE62) for _ in range(length))
 
 
-def _sha256(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+def key_sha256(presented: str) -> bytes:
+    """What is stored of a key."""
+    return hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()

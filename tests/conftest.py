@@ -8,12 +8,14 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psycopg
 import pytest
-from sqlalchemy import create_engine, text
 
 from loramux.migrations.database import Database
+from tests.migrated import migrate, migrated_sqlite
 
 # Before torch is imported: idle OpenMP threads sleep after a moment, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -48,16 +50,8 @@ def postgres_server() -> Iterator[str]:
 @pytest.fixture
 def postgres_url(postgres_server: str) -> Iterator[str]:
     """A new, empty database on the PostgreSQL server."""
-    name = f"test_{uuid.uuid4().hex}"
-    admin = create_engine(
-        postgres_server.replace("postgresql://", "postgresql+psycopg://", 1), isolation_level="AUTOCOMMIT"
-    )
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    yield postgres_server.replace("/postgres?", f"/{name}?", 1)
-    with admin.connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
-    admin.dispose()
+    with _new_postgres(postgres_server, "template1") as url:
+        yield url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -68,13 +62,53 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue("postgres_url"))
 
 
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server: str) -> str:
+    """The name of a database with the current schema, for others to be copied from."""
+    name = "migrated"
+    _on_server(postgres_server, f"CREATE DATABASE {name}")
+    migrate(_url_of(postgres_server, name))
+    return name
+
+
 @pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    """A database with the current schema, once of each kind."""
-    database = Database(database_url)
-    database.upgrade()
+def migrated_postgres_url(postgres_server: str, postgres_template: str) -> Iterator[str]:
+    """The URL of a new database with the current schema, on the PostgreSQL server."""
+    with _new_postgres(postgres_server, postgres_template) as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a database with the current schema, once of each kind."""
+    if request.param == "sqlite":
+        return migrated_sqlite(tmp_path / "loramux.db")
+    return str(request.getfixturevalue("migrated_postgres_url"))
+
+
+@pytest.fixture
+def database(migrated_url: str) -> Iterator[Database]:
+    """The same, opened."""
+    database = Database(migrated_url)
     yield database
     database.close()
+
+
+@contextmanager
+def _new_postgres(server: str, template: str) -> Iterator[str]:
+    name = f"test_{uuid.uuid4().hex}"
+    _on_server(server, f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield _url_of(server, name)
+    _on_server(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def _url_of(server: str, name: str) -> str:
+    return server.replace("/postgres?", f"/{name}?", 1)
+
+
+def _on_server(server: str, statement: str) -> None:
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(statement.encode())
 
 
 @pytest.fixture(scope="session")

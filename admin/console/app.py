@@ -14,6 +14,7 @@ from loramux.admin.console.browser_guard import SecurityHeaders
 from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import Form
 from loramux.admin.console.login import Login
+from loramux.admin.console.oidc_confirmation import ConfirmInBrowser
 from loramux.admin.console.oidc_login import OidcLogin
 from loramux.admin.console.pages import (
     adapters,
@@ -39,8 +40,10 @@ GET, POST = ["GET"], ["POST"]
 
 def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
     """All pages; `rest` is the admin app, whose routes they call."""
-    site = Site(services=services, rest=rest)
-    oidc = None if services.oidc is None else OidcLogin(site, services.oidc)
+    site = Site.over(services, rest)
+    oidc = None
+    if services.oidc is not None and site.provider is not None:
+        oidc = OidcLogin(site, services.oidc, site.provider)
     login = Login(site, oidc)
     overview, requests, resident = Overview(), Requests(), residency.Residency()
 
@@ -128,7 +131,7 @@ async def _unknown(site: Site, request: Request, error: Exception) -> Response:
     message = "there is no such page" if error.status_code in (404, 405) else str(error.detail)
     try:
         session = await find_session(site, request, is_use=False)
-    except DATABASE_TROUBLE:
+    except (*DATABASE_TROUBLE, ConfirmInBrowser):
         session = None
     visit = None if session is None else Visit(request, site, session, Form(()))
     return problem(site, request, visit, error.status_code, message)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
 
 from loramux.admin.console.login_throttle import LoginThrottle
+from loramux.admin.console.oidc_confirmation import OidcConfirmation
+from loramux.admin.console.oidc_provider import OidcProvider
 from loramux.admin.console.panels import Recent
 from loramux.admin.console.rendering import Templates
+from loramux.admin.console.session_rights import SessionRights
 from loramux.admin.console.sessions import ConsoleSessions
 from loramux.admin.services import AdminServices
-from loramux.platform.api_keys import ApiKeys
-from loramux.platform.principals import Principal
-
-CONSOLE_SCOPES = frozenset({"platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read"})
-"""A key needs one of them to sign in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,22 +22,31 @@ class Site:
 
     services: AdminServices
     rest: ASGIApp
-    sessions: ConsoleSessions = field(default_factory=ConsoleSessions)
-    throttle: LoginThrottle = field(default_factory=LoginThrottle)
+    rights: SessionRights
+    sessions: ConsoleSessions
+    throttle: LoginThrottle
+    provider: OidcProvider | None = None
+    confirmation: OidcConfirmation | None = None
+    """Of single sign-on; None where there is none."""
     templates: Templates = field(default_factory=Templates)
     recent: Recent = field(default_factory=Recent)
     """Figures that cost something and may be a few seconds old."""
 
-
-def key_refresh(api_keys: ApiKeys, principal: Principal) -> Callable[[], Principal | None]:
-    """How a session that was opened with a key learns what it may do now."""
-
-    def refresh() -> Principal | None:
-        current = api_keys.current(principal)
-        return current if current is not None and may_enter(current) else None
-
-    return refresh
-
-
-def may_enter(principal: Principal) -> bool:
-    return not principal.scopes.isdisjoint(CONSOLE_SCOPES)
+    @classmethod
+    def over(cls, services: AdminServices, rest: ASGIApp) -> Site:
+        oidc = services.oidc
+        rights = SessionRights(services.api_keys, services.tenants, () if oidc is None else oidc.rules)
+        sessions = ConsoleSessions(services.database, rights)
+        provider = None if oidc is None else OidcProvider(oidc)
+        confirmation = None
+        if oidc is not None and provider is not None:
+            confirmation = OidcConfirmation(services, sessions, rights, provider, oidc.roles_claim)
+        return cls(
+            services=services,
+            rest=rest,
+            rights=rights,
+            sessions=sessions,
+            throttle=LoginThrottle(services.database),
+            provider=provider,
+            confirmation=confirmation,
+        )

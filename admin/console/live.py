@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from starlette.responses import Response, StreamingResponse
 
+from loramux.admin.console.oidc_confirmation import ConfirmInBrowser
 from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, find_session
 from loramux.platform.errors import Unavailable
 
@@ -31,6 +32,13 @@ class LiveParts:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self._events(visit, every_s, parts), media_type="text/event-stream", headers=headers)
 
+    async def _may_look(self, visit: Visit) -> bool:
+        try:
+            return await find_session(visit.site, visit.request, is_use=False) is not None
+        except ConfirmInBrowser:
+            # The page is then opened again, and goes to the provider by itself.
+            return False
+
     async def _events(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> AsyncIterator[bytes]:
         self._num_streams += 1
         try:
@@ -39,8 +47,7 @@ class LiveParts:
             end_s = loop.time() + LIFETIME_S
             while loop.time() < end_s:
                 try:
-                    session = await find_session(visit.site, visit.request, is_use=False)
-                    if session is None:
+                    if not await self._may_look(visit):
                         yield _event("signed-out", "")
                         return
                     now = {name: await render() for name, render in parts.items()}

@@ -11,14 +11,19 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from loramux.admin.console.browser_guard import CSRF_FIELD, is_from_elsewhere, is_token_right, local_path
-from loramux.admin.console.console_site import Site, key_refresh, may_enter
+from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import read_form
+from loramux.admin.console.oidc_confirmation import ConfirmInBrowser
 from loramux.admin.console.oidc_login import OidcLogin
 from loramux.admin.console.rest_calls import RestError
+from loramux.admin.console.session_content import SessionContent
 from loramux.admin.console.session_cookie import LOGIN, SESSION, delete_cookie, read_cookie, set_cookie
+from loramux.admin.console.session_rights import may_enter
 from loramux.admin.console.sessions import LIFETIME_S
 from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, console_url, find_session, frame, redirect
+from loramux.platform.api_keys import key_sha256
 from loramux.platform.errors import ApiError
+from loramux.platform.principals import Principal
 
 MAX_KEY = 500
 
@@ -29,7 +34,6 @@ class Login:
     def __init__(self, site: Site, oidc: OidcLogin | None = None) -> None:
         self._site = site
         self._oidc = oidc
-        self._secret = secrets.token_bytes(32)
 
     async def show(self, request: Request) -> Response:
         """The form; whoever is signed in already goes on."""
@@ -38,6 +42,8 @@ class Login:
                 return redirect(request, self._next(request, request.query_params.get("next", "")))
         except DATABASE_TROUBLE:
             return self._form(request, "The database cannot be reached: try again in a moment.", 503)
+        except ConfirmInBrowser:
+            return self._form(request)
         return self._form(request)
 
     async def sign_in(self, request: Request) -> Response:
@@ -47,49 +53,52 @@ class Login:
         except ApiError as error:
             return self._form(request, error.message, error.status)
         cookie = read_cookie(request, LOGIN) or ""
-        if is_from_elsewhere(request) or not cookie or not is_token_right(form.text(CSRF_FIELD), self._token(cookie)):
+        if is_from_elsewhere(request) or not cookie or not is_token_right(form.text(CSRF_FIELD), _token(cookie)):
             return self._form(request, "The form had expired. Sign in now.", 403)
         address = request.client.host if request.client is not None else ""
-        wait_s = self._site.throttle.wait_s(address)
-        if wait_s:
-            refusal = self._form(request, f"Too many wrong keys from here. Try again in {wait_s} s.", 429)
-            refusal.headers["retry-after"] = str(wait_s)
-            return refusal
         key = form.text("key")
-        services = self._site.services
         try:
+            wait_s = await self._site.services.call(self._site.throttle.begin, address)
+            if wait_s:
+                refusal = self._form(request, f"Too many wrong keys from here. Try again in {wait_s} s.", 429)
+                refusal.headers["retry-after"] = str(wait_s)
+                return refusal
             principal = None
             if 0 < len(key) <= MAX_KEY:
-                principal = await services.call(services.api_keys.authenticate, key)
+                principal = await self._site.services.call(self._site.services.api_keys.authenticate, key)
+            if principal is None:
+                return self._form(request, "This key is unknown, expired or revoked.", 401)
+            if not may_enter(principal):
+                return self._form(request, "This key may call models but not administer: use another one.", 403)
+            token = await self._site.services.call(self._begin, address, principal, key, read_cookie(request, SESSION))
         except DATABASE_TROUBLE:
             return self._form(request, "The database cannot be reached: try again in a moment.", 503)
-        if principal is None:
-            self._site.throttle.note_failure(address)
-            return self._form(request, "This key is unknown, expired or revoked.", 401)
-        if not may_enter(principal):
-            self._site.throttle.note_failure(address)
-            return self._form(request, "This key may call models but not administer: use another one.", 403)
-        if (old := read_cookie(request, SESSION)) is not None:
-            self._site.sessions.close(old)
-        token, _ = self._site.sessions.open(principal, key_refresh(services.api_keys, principal))
         response = redirect(request, self._next(request, form.text("next")))
-        set_cookie(request, response, SESSION, token, int(LIFETIME_S))
+        set_cookie(request, response, SESSION, token, LIFETIME_S)
         delete_cookie(request, response, LOGIN)
         return response
 
+    def _begin(self, address: str, principal: Principal, key: str, old: str | None) -> str:
+        """The token of a session in the place of the browser's old one. Blocking."""
+        self._site.throttle.forgive(address)
+        if old is not None:
+            self._site.sessions.close(old)
+        return self._site.sessions.open(principal.key_id, SessionContent(key_sha256=key_sha256(key)))
+
     async def sign_out(self, visit: Visit) -> Response:
         """End the session, and the keys that its playground made."""
-        token = read_cookie(visit.request, SESSION)
-        if token is not None:
-            self._site.sessions.close(token)
         for key in visit.session.playground_keys.values():
             # Who may no longer do this has no key left that works; each ends by itself soon anyway.
             with suppress(RestError):
                 await visit.rest.delete(f"/api_keys/{key.id}")
+        token = read_cookie(visit.request, SESSION)
+        if token is not None:
+            await self._site.services.call(self._site.sessions.close, token)
         response: Response
-        if self._oidc is not None and visit.session.id_token is not None:
+        sign_on = visit.session.content.sign_on
+        if self._oidc is not None and sign_on is not None:
             # A link and not a redirect: our forms may lead nowhere else, and their policy says so to the browser.
-            sign_out_url = await self._oidc.sign_out_url(visit.session.id_token)
+            sign_out_url = await self._oidc.sign_out_url(sign_on.id_token)
             values = {**frame(visit.request, None), "sign_out_url": sign_out_url}
             response = HTMLResponse(self._site.templates.render("signed_out.html", **values))
         else:
@@ -104,7 +113,7 @@ class Login:
             "login.html",
             **frame(request, None),
             error=error,
-            token=self._token(cookie),
+            token=_token(cookie),
             has_sign_on=self._oidc is not None,
             next=wanted if local_path(wanted) else "",
         )
@@ -112,9 +121,11 @@ class Login:
         set_cookie(request, response, LOGIN, cookie)
         return response
 
-    def _token(self, cookie: str) -> str:
-        return hmac.new(self._secret, cookie.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
-
     def _next(self, request: Request, wanted: str) -> str:
         # Always below the console, so that a path of ours is the worst that a link can choose.
         return console_url(request, "/") if local_path(wanted) is None else request.scope["root_path"] + wanted
+
+
+def _token(cookie: str) -> str:
+    # A value that only this browser knows and only we can have set; any server can say it again.
+    return hmac.new(cookie.encode("utf-8", "replace"), b"loramux login form", hashlib.sha256).hexdigest()

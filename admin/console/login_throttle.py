@@ -1,40 +1,80 @@
-"""Wrong keys are taken slowly: a few at once from one address, then one every so often."""
+"""Wrong keys are taken slowly: a few at once from one address, then one every so often, at all servers together."""
 
 from __future__ import annotations
 
 import ipaddress
 import math
-import time
-from collections import OrderedDict
-from collections.abc import Callable
+
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from loramux.migrations.database import Database
+from loramux.migrations.schema import login_failures
 
 BURST = 5
-REFILL_S = 12.0
-MAX_ADDRESSES = 10_000
+REFILL_S = 12
+_REFILL_US = REFILL_S * 1_000_000
+_SWEPT_AT_ONCE = 1000
 
 
 class LoginThrottle:
-    """Counts wrong keys by the client's address; of IPv6, by the /64, which is what one client has at least."""
+    """Counts by the client's address; of IPv6, by the /64, which is what one client has at least. Blocking.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._failures: OrderedDict[str, tuple[float, float]] = OrderedDict()
+    A key counts as wrong until it has turned out right, so that many at once cannot slip through together.
+    """
 
-    def wait_s(self, address: str) -> int:
-        """How long the address must wait before it may try again; 0 when it may now."""
-        excess = self._level(_origin(address)) - (BURST - 1)
-        return max(0, math.ceil(excess * REFILL_S)) if excess > 0 else 0
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
-    def note_failure(self, address: str) -> None:
-        origin = _origin(address)
-        self._failures[origin] = (self._level(origin) + 1, self._clock())
-        self._failures.move_to_end(origin)
-        if len(self._failures) > MAX_ADDRESSES:
-            self._failures.popitem(last=False)
+    def begin(self, address: str) -> int:
+        """Count one attempt; or how many seconds the address must wait before it may try, and nothing is counted."""
+        try:
+            return self._begin(_origin(address))
+        except IntegrityError:
+            # The first two of an address came together.
+            return self._begin(_origin(address))
 
-    def _level(self, origin: str) -> float:
-        level, noted_s = self._failures.get(origin, (0.0, 0.0))
-        return max(0.0, level - (self._clock() - noted_s) / REFILL_S) if level else 0.0
+    def _begin(self, origin: str) -> int:
+        table = login_failures
+        query = select(table.c.forgiven_us).where(table.c.origin == origin).with_for_update()
+        with self._database.write() as connection:
+            found = connection.execute(query).scalar_one_or_none()
+            now_us = self._database.now_us(connection)
+            owed_us = max(0, (found or 0) - now_us)
+            if owed_us > (BURST - 1) * _REFILL_US:
+                return math.ceil((owed_us - (BURST - 1) * _REFILL_US) / 1_000_000)
+            forgiven_us = now_us + owed_us + _REFILL_US
+            if found is None:
+                connection.execute(insert(table).values(origin=origin, forgiven_us=forgiven_us))
+            else:
+                connection.execute(update(table).where(table.c.origin == origin).values(forgiven_us=forgiven_us))
+        return 0
+
+    def forgive(self, address: str) -> None:
+        """The attempt was right: it does not count. Those before it do."""
+        table = login_failures
+        with self._database.write() as connection:
+            connection.execute(
+                update(table)
+                .where(table.c.origin == _origin(address))
+                .values(forgiven_us=table.c.forgiven_us - _REFILL_US)
+            )
+
+
+def sweep_login_failures(database: Database) -> int:
+    """Forget addresses that owe nothing any more; how many there were. Blocking."""
+    table = login_failures
+    num_swept = 0
+    while True:
+        with database.write() as connection:
+            is_forgiven = table.c.forgiven_us <= database.now_us(connection)
+            some = select(table.c.origin).where(is_forgiven).limit(_SWEPT_AT_ONCE)
+            found = connection.execute(some).scalars().all()
+            # Asked again, since one of them may have failed anew since it was read.
+            connection.execute(delete(table).where(table.c.origin.in_(found), is_forgiven))
+        num_swept += len(found)
+        if len(found) < _SWEPT_AT_ONCE:
+            return num_swept
 
 
 def _origin(address: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,12 @@ KEYS_AGE_S = 30.0
 """A token by an unknown key has the keys read again, but not more often than this."""
 LEEWAY_S = 60
 
+# Authlib calls through httpx2 where that is installed, whose errors are not httpx's.
+_base = next(base for base in AsyncOAuth2Client.__mro__ if base.__name__ == "AsyncClient")
+_transport: Any = importlib.import_module(_base.__module__.partition(".")[0])
+_HTTP_ERRORS: tuple[type[Exception], ...] = (httpx.HTTPError, _transport.HTTPError)
+_STATUS_ERRORS: tuple[type[Exception], ...] = (httpx.HTTPStatusError, _transport.HTTPStatusError)
+
 
 class ProviderUnavailable(Exception):
     """The provider cannot be reached, or does not describe itself as OpenID Connect wants it."""
@@ -46,12 +53,23 @@ class Attempt:
     redirect_url: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who signed in: the claims of the ID token with those of `userinfo`, and the token itself for the sign-out."""
+    """Who signed in: the claims of the ID token with those of `userinfo`, and what the provider is asked again with."""
 
     claims: dict[str, Any]
     id_token: str
+    access_token: str
+    refresh_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What `userinfo` says now, and the tokens to ask with the next time."""
+
+    claims: dict[str, Any]
+    access_token: str
+    refresh_token: str | None
 
 
 class OidcProvider:
@@ -94,12 +112,48 @@ class OidcProvider:
                 )
                 claims = await self._verified(str(token.get("id_token", "")), str(token["access_token"]), attempt.nonce)
                 about = await self._about(client, metadata, str(claims["sub"]))
-        except httpx.HTTPError as error:
+        except _HTTP_ERRORS as error:
             raise ProviderUnavailable(f"the provider does not answer: {type(error).__name__}") from error
         except (AuthlibBaseError, JoseError, ValueError, KeyError, TypeError, AttributeError) as error:
             # What a provider sends is not ours, and may be of any shape.
             raise SignInRefused(f"{type(error).__name__}: {getattr(error, 'error', '')}") from error
-        return Identity(about | claims, str(token["id_token"]))
+        return Identity(
+            claims=about | claims,
+            id_token=str(token["id_token"]),
+            access_token=str(token["access_token"]),
+            refresh_token=_text(token.get("refresh_token")),
+        )
+
+    async def ask_again(self, access_token: str, refresh_token: str | None, subject: str) -> Again:
+        """What the provider says of somebody now: at `userinfo`, with a new access token where the old one is over.
+
+        Raises SignInRefused where it says nothing any more, and ProviderUnavailable.
+        """
+        metadata = await self._described()
+        if "userinfo_endpoint" not in metadata:
+            raise SignInRefused("the provider has no userinfo")
+        try:
+            async with self._client(None) as client:
+                client.token = {"access_token": access_token, "token_type": "Bearer"}
+                try:
+                    about = await self._about(client, metadata, subject)
+                except _STATUS_ERRORS as error:
+                    if _status(error) not in (400, 401, 403) or refresh_token is None:
+                        raise
+                    token = await client.refresh_token(metadata["token_endpoint"], refresh_token=refresh_token)
+                    access_token = str(token["access_token"])
+                    refresh_token = _text(token.get("refresh_token")) or refresh_token
+                    client.token = {"access_token": access_token, "token_type": "Bearer"}
+                    about = await self._about(client, metadata, subject)
+        except _STATUS_ERRORS as error:
+            if _status(error) >= 500:
+                raise ProviderUnavailable(f"the provider answers {_status(error)}") from error
+            raise SignInRefused(f"userinfo answers {_status(error)}") from error
+        except _HTTP_ERRORS as error:
+            raise ProviderUnavailable(f"the provider does not answer: {type(error).__name__}") from error
+        except (AuthlibBaseError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SignInRefused(f"{type(error).__name__}: {getattr(error, 'error', '')}") from error
+        return Again(about, access_token, refresh_token)
 
     async def sign_out_url(self, id_token: str) -> str | None:
         """Where a browser ends its session at the provider too; None where the provider has no such place."""
@@ -159,7 +213,7 @@ class OidcProvider:
                 self._keys_s = self._clock()
             return self._keys
 
-    def _client(self, redirect_url: str) -> AsyncOAuth2Client:
+    def _client(self, redirect_url: str | None) -> AsyncOAuth2Client:
         return AsyncOAuth2Client(
             self._settings.client_id,
             self._settings.client_secret,
@@ -170,6 +224,14 @@ class OidcProvider:
             timeout=TIMEOUT_S,
             trust_env=False,
         )
+
+
+def _status(error: Any) -> int:
+    return int(error.response.status_code)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 async def _read(url: str) -> dict[str, Any]:

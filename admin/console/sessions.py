@@ -1,136 +1,210 @@
-"""Who is signed in to the console: sessions in this process's memory, found by the SHA-256 of their cookie.
-
-A restart ends them all. Behind several gateways a browser must keep to one of them.
-"""
+"""Who is signed in to the console: sessions in the database, which every server on it knows and a restart keeps."""
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+from cryptography.exceptions import InvalidTag
+from sqlalchemy import Connection, delete, insert, select, update
+
+from loramux.admin.console.session_content import Notice, PlaygroundKey, SessionContent, SessionSeal, SignOn
+from loramux.admin.console.session_rights import SessionRights
+from loramux.migrations.database import Database
+from loramux.migrations.schema import console_sessions
+from loramux.platform.api_keys import key_sha256
 from loramux.platform.principals import Principal
 
-IDLE_S = 3600.0
-LIFETIME_S = 12 * 3600.0
-RECHECK_S = 2.0
-"""How stale a session's rights may be; a revoked key or a suspended tenant ends it within this time."""
-MAX_SESSIONS = 10_000
+IDLE_S = 3600
+LIFETIME_S = 12 * 3600
+TOUCH_S = 60
+"""How much younger a session grows at once, so that not every page writes."""
+MAX_OF_ONE = 50
+"""Sessions of one key or person; the oldest gives way."""
 MAX_NOTICES = 5
+_SWEPT_AT_ONCE = 1000
 
-Refresh = Callable[[], Principal | None]
-"""What the principal of a session may do now, or None once it may do nothing. Blocking."""
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """What the next page tells its reader; `kind` is `done`, `error` or `secret`."""
-
-    kind: str
-    text: str
-    detail: str = ""
+Change = Callable[[SessionContent], SessionContent]
 
 
-@dataclass(frozen=True, slots=True)
-class PlaygroundKey:
-    """A key that the playground made for a tenant."""
-
-    id: str
-    secret: str
-    expires_s: int
-
-
-@dataclass(slots=True)
 class Session:
-    """One signed-in browser. `csrf` is what each of its forms must send along."""
+    """One signed-in browser during one request. What a page says into it is kept by `ConsoleSessions.keep`."""
 
-    principal: Principal
-    refresh: Refresh
-    csrf: str
-    opened_s: float
-    used_s: float
-    checked_s: float
-    notices: list[Notice] = field(default_factory=list)
-    playground_keys: dict[str, PlaygroundKey] = field(default_factory=dict)
-    """By the tenant's slug."""
-    id_token: str | None = None
-    """What the provider of a single sign-on is shown when the person signs out there too."""
+    def __init__(self, seal: SessionSeal, principal: Principal, content: SessionContent) -> None:
+        self.seal = seal
+        self.principal = principal
+        self.content = content
+        self._changes: list[Change] = []
+
+    @property
+    def csrf(self) -> str:
+        """What each of its forms must send along."""
+        return self.seal.csrf
+
+    @property
+    def playground_keys(self) -> dict[str, PlaygroundKey]:
+        return self.content.playground_keys
 
     def say(self, kind: str, text: str, detail: str = "") -> None:
-        self.notices = [*self.notices, Notice(kind, text, detail)][-MAX_NOTICES:]
+        """Tell it on the next page."""
+        notice = Notice(kind, text, detail)
+        self._change(lambda content: replace(content, notices=(*content.notices, notice)[-MAX_NOTICES:]))
+
+    def take_notices(self) -> tuple[Notice, ...]:
+        """What this page is to tell; no other page does."""
+        taken = self.content.notices
+        if taken:
+            self._change(
+                lambda content: replace(content, notices=tuple(one for one in content.notices if one not in taken))
+            )
+        return taken
 
     def keep_playground_key(self, slug: str, key_id: str, secret: str, expires_s: int) -> None:
-        self.playground_keys[slug] = PlaygroundKey(key_id, secret, expires_s)
+        key = PlaygroundKey(key_id, secret, expires_s)
+        self._change(lambda content: replace(content, playground_keys={**content.playground_keys, slug: key}))
 
-    def take_notices(self) -> list[Notice]:
-        notices, self.notices = self.notices, []
-        return notices
+    def now_holds(self, secret: str) -> None:
+        """Whoever rotates the key of their own session goes on with its new secret."""
+        self._change(lambda content: replace(content, key_sha256=key_sha256(secret)))
+
+    def now_signed_on(self, sign_on: SignOn) -> None:
+        self._change(lambda content: replace(content, sign_on=sign_on))
+
+    def take_changes(self) -> list[Change]:
+        """What is to be kept and was not yet."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _change(self, change: Change) -> None:
+        self.content = change(self.content)
+        self._changes.append(change)
 
 
 class ConsoleSessions:
-    """All sessions. Thread-safe; only `find` may block, where rights are read again."""
+    """The sessions of every server on the database, found by the SHA-256 of their cookie. Blocking."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+    def __init__(self, database: Database, rights: SessionRights) -> None:
+        self._database = database
+        self._rights = rights
 
-    def open(self, principal: Principal, refresh: Refresh) -> tuple[str, Session]:
-        """A new session and the secret for its cookie, which is kept nowhere else."""
-        token = secrets.token_urlsafe(32)
-        now_s = self._clock()
-        session = Session(principal, refresh, secrets.token_urlsafe(32), now_s, now_s, now_s)
-        with self._lock:
-            self._sessions[_sha256(token)] = session
-            while len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
-        return token, session
-
-    def recent(self, token: str, *, is_use: bool = True) -> Session | None:
-        """The session, if its rights were read a moment ago. Does not block; None says to ask `find`."""
-        session = self._alive(token, is_use)
-        return session if session is not None and self._clock() - session.checked_s < RECHECK_S else None
+    def open(self, key_id: str, content: SessionContent) -> str:
+        """A new session; the token for its cookie, which is kept nowhere else."""
+        token, seal = SessionSeal.new()
+        table = console_sessions
+        with self._database.write() as connection:
+            now_us = self._database.now_us(connection)
+            surplus = (
+                select(table.c.id_sha256)
+                .where(table.c.key_id == key_id)
+                .order_by(table.c.created_us.desc(), table.c.id_sha256)
+                .offset(MAX_OF_ONE - 1)
+            )
+            for id_sha256 in connection.execute(surplus.limit(_SWEPT_AT_ONCE)).scalars().all():
+                connection.execute(delete(table).where(table.c.id_sha256 == id_sha256))
+            values = {
+                "id_sha256": seal.id_sha256,
+                "key_id": key_id,
+                "sealed": seal.close(content),
+                "created_us": now_us,
+                "expires_us": _expires_us(now_us, now_us),
+            }
+            connection.execute(insert(table).values(**values))
+        return token
 
     def find(self, token: str, *, is_use: bool = True) -> Session | None:
-        """The session with the rights that it has now; None where there is none any more. Blocking.
+        """The session with the rights that it has now; None where there is none any more.
 
         With `is_use = False` it grows no younger, as when a page that nobody looks at is kept up to date.
         """
-        session = self._alive(token, is_use)
-        if session is None:
+        seal = SessionSeal(token)
+        table = console_sessions
+        with self._database.read() as connection:
+            row = connection.execute(select(table).where(table.c.id_sha256 == seal.id_sha256)).one_or_none()
+        now_us = self._database.now_us()
+        if row is None or row.expires_us <= now_us:
             return None
-        if self._clock() - session.checked_s >= RECHECK_S:
-            checked_s = self._clock()
-            principal = session.refresh()
-            if principal is None:
-                self.close(token)
-                return None
-            session.principal, session.checked_s = principal, checked_s
-        return session
+        try:
+            content = seal.open(row.sealed)
+        except InvalidTag:
+            # Somebody has written into the database by hand.
+            self.close(token)
+            return None
+        principal = self._rights.principal(row.key_id, content)
+        if principal is None:
+            self.close(token)
+            return None
+        if is_use and (expires_us := _expires_us(row.created_us, now_us)) >= row.expires_us + TOUCH_S * 1_000_000:
+            with self._database.write() as connection:
+                connection.execute(
+                    update(table).where(table.c.id_sha256 == seal.id_sha256).values(expires_us=expires_us)
+                )
+        return Session(seal, principal, content)
 
-    def close(self, token: str) -> Session | None:
-        with self._lock:
-            return self._sessions.pop(_sha256(token), None)
+    def keep(self, session: Session) -> None:
+        """Keep what the request has changed in its session, beside what others changed meanwhile."""
+        changes = session.take_changes()
+        if not changes:
+            return
+        with self._database.write() as connection:
+            content = _locked(connection, session.seal)
+            if content is None:
+                return
+            for change in changes:
+                content = change(content)
+            _put(connection, session.seal, content)
 
-    def _alive(self, token: str, is_use: bool) -> Session | None:
-        key = _sha256(token)
-        now_s = self._clock()
-        with self._lock:
-            session = self._sessions.get(key)
-            if session is None:
-                return None
-            if now_s - session.opened_s >= LIFETIME_S or now_s - session.used_s >= IDLE_S:
-                del self._sessions[key]
-                return None
-            if is_use:
-                session.used_s = now_s
-                self._sessions.move_to_end(key)
-            return session
+    def claim_asking(self, session: Session, due_us: int, retry_us: int, now_us: int) -> bool:
+        """Whether this server is the one that asks the provider now.
+
+        It is to be asked where it last confirmed the roles before `due_us`, and was not asked since `retry_us`.
+        """
+        with self._database.write() as connection:
+            content = _locked(connection, session.seal)
+            sign_on = None if content is None else content.sign_on
+            if content is None or sign_on is None or sign_on.confirmed_us > due_us or sign_on.asked_us > retry_us:
+                return False
+            asked = replace(sign_on, asked_us=now_us)
+            _put(connection, session.seal, replace(content, sign_on=asked))
+        session.content = replace(session.content, sign_on=asked)
+        return True
+
+    def close(self, token: str) -> None:
+        with self._database.write() as connection:
+            connection.execute(
+                delete(console_sessions).where(console_sessions.c.id_sha256 == SessionSeal(token).id_sha256)
+            )
 
 
-def _sha256(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+def sweep_sessions(database: Database) -> int:
+    """Forget sessions whose time is up; how many there were. Blocking."""
+    table = console_sessions
+    num_swept = 0
+    while True:
+        with database.write() as connection:
+            is_expired = table.c.expires_us <= database.now_us(connection)
+            some = select(table.c.id_sha256).where(is_expired).limit(_SWEPT_AT_ONCE)
+            found = connection.execute(some).scalars().all()
+            connection.execute(delete(table).where(table.c.id_sha256.in_(found), is_expired))
+        num_swept += len(found)
+        if len(found) < _SWEPT_AT_ONCE:
+            return num_swept
+
+
+def _expires_us(created_us: int, now_us: int) -> int:
+    return min(created_us + LIFETIME_S * 1_000_000, now_us + IDLE_S * 1_000_000)
+
+
+def _locked(connection: Connection, seal: SessionSeal) -> SessionContent | None:
+    """The content, held until the transaction ends; None where the session has ended meanwhile."""
+    table = console_sessions
+    query = select(table.c.sealed).where(table.c.id_sha256 == seal.id_sha256).with_for_update()
+    sealed = connection.execute(query).scalar_one_or_none()
+    try:
+        return None if sealed is None else seal.open(sealed)
+    except InvalidTag:
+        return None
+
+
+def _put(connection: Connection, seal: SessionSeal, content: SessionContent) -> None:
+    table = console_sessions
+    connection.execute(update(table).where(table.c.id_sha256 == seal.id_sha256).values(sealed=seal.close(content)))

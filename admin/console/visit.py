@@ -24,6 +24,7 @@ from loramux.admin.console.browser_guard import (
 )
 from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import Form, read_form
+from loramux.admin.console.oidc_confirmation import ConfirmInBrowser
 from loramux.admin.console.rest_calls import RestCalls, RestError
 from loramux.admin.console.session_cookie import SESSION, read_cookie
 from loramux.admin.console.sessions import Session
@@ -172,10 +173,10 @@ def page(site: Site, handler: Handler) -> Endpoint:
             if session is None:
                 return _to_login(request)
             visit = Visit(request, site, session, Form(()))
-            return await handler(visit)
-        except RestError as error:
-            return problem(site, request, visit, error.status, error.message)
-        except ApiError as error:
+            return await _kept(visit, await handler(visit))
+        except ConfirmInBrowser:
+            return _to_provider(request)
+        except (RestError, ApiError) as error:
             return problem(site, request, visit, error.status, error.message)
         except DATABASE_TROUBLE as error:
             log.warning("page refused", error=repr(error))
@@ -199,7 +200,7 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
         try:
             session = await find_session(site, request)
             if session is None:
-                return _to_login(request)
+                return _to_login(request) if reads_form else _json_refusal(401, "your session is over: sign in again")
             form = await read_form(request) if reads_form else Form(())
             presented = request.headers.get(CSRF_HEADER) or form.text(CSRF_FIELD)
             visit = Visit(request, site, session, form)
@@ -207,14 +208,16 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
                 return problem(
                     site, request, visit, 403, "this form is not from your session: open the page again and repeat it"
                 )
-            return await handler(visit)
+            return await _kept(visit, await handler(visit))
+        except ConfirmInBrowser:
+            told = "your sign-in has to be confirmed: open this page again"
+            return _to_provider(request) if reads_form else _json_refusal(401, told)
         except (RestError, ApiError) as error:
             if not reads_form:
-                return JSONResponse({"error": {"message": error.message}}, error.status)
+                return _json_refusal(error.status, error.message)
             if visit is None or visit.is_partial:
                 return problem(site, request, visit, error.status, error.message)
-            visit.session.say("error", error.message)
-            return visit.back()
+            return await _refused(visit, error.message)
         except DATABASE_TROUBLE as error:
             log.warning("action refused", error=repr(error))
             return problem(site, request, visit, 503, "the database cannot be reached; nothing was changed")
@@ -226,11 +229,14 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
 
 
 async def find_session(site: Site, request: Request, *, is_use: bool = True) -> Session | None:
+    """The session of a request, as it is now. Raises ConfirmInBrowser, and the database's errors."""
     token = read_cookie(request, SESSION)
     if not token:
         return None
-    recent = site.sessions.recent(token, is_use=is_use)
-    return recent or await site.services.call(site.sessions.find, token, is_use=is_use)
+    session = await site.services.call(site.sessions.find, token, is_use=is_use)
+    if session is None or site.confirmation is None:
+        return session
+    return await site.confirmation.confirmed(session, token)
 
 
 def problem(site: Site, request: Request, visit: Visit | None, status: int, message: str) -> Response:
@@ -244,6 +250,36 @@ def problem(site: Site, request: Request, visit: Visit | None, status: int, mess
         headers["hx-retarget"] = "#notices"
         headers["hx-reswap"] = "innerHTML"
     return HTMLResponse(html, status, headers)
+
+
+async def _kept(visit: Visit, response: Response) -> Response:
+    """The response, once what the request has put into its session is kept."""
+    try:
+        await visit.site.services.call(visit.site.sessions.keep, visit.session)
+    except DATABASE_TROUBLE as error:
+        log.warning("a session was not kept", error=repr(error))
+        if visit.request.method != "GET":
+            told = "it was done, but the database has gone since: look again before you repeat it"
+            return problem(visit.site, visit.request, None, 503, told)
+    return response
+
+
+async def _refused(visit: Visit, message: str) -> Response:
+    visit.session.say("error", message)
+    return await _kept(visit, visit.back())
+
+
+def _json_refusal(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, status)
+
+
+def _to_provider(request: Request) -> Response:
+    """To the sign-on service and back to the page, which it mostly does without a question."""
+    root = request.scope["root_path"]
+    address = urlsplit(str(request.url) if request.method == "GET" else request.headers.get("referer", ""))
+    path = address.path.removeprefix(root) or "/"
+    wanted = local_path(path + (f"?{address.query}" if address.query else ""))
+    return redirect(request, console_url(request, "/oidc/login", next=wanted))
 
 
 def _to_login(request: Request) -> Response:

@@ -42,9 +42,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def database(database_url: str, clock: Clock) -> Iterator[Database]:
-    database = FailingDatabase(database_url, clock=clock)
-    database.upgrade()
+def database(migrated_url: str, clock: Clock) -> Iterator[Database]:
+    database = FailingDatabase(migrated_url, clock=clock)
     yield database
     database.close()
 
@@ -75,7 +74,7 @@ def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
         dead.renew(version.id)
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_claim_that_is_renewed_does_not_expire(
     house: House, make_adapter: Any, database: Database, clock: Clock
 ) -> None:
@@ -116,7 +115,7 @@ def test_only_the_holder_changes_a_version(house: House, make_adapter: Any, data
         holder.reject(version.id, {})
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_version_that_is_given_back_for_a_while_waits_that_long(
     house: House, make_adapter: Any, database: Database, clock: Clock
 ) -> None:
@@ -133,7 +132,7 @@ def test_a_version_that_is_given_back_for_a_while_waits_that_long(
     assert house.ingest.waiting_versions() == [version.id], "and at once where nothing is said"
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("step", "is_valid"),
     [
@@ -166,7 +165,7 @@ def test_a_server_that_hung_at_a_step_leaves_the_verdict_to_the_one_that_took_ov
         house.assert_nothing_left_over()
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_version_that_could_not_be_given_back_waits_for_its_claim_to_expire(
     house: House, make_adapter: Any, database: FailingDatabase, clock: Clock
 ) -> None:
@@ -185,12 +184,12 @@ def test_a_version_that_could_not_be_given_back_waits_for_its_claim_to_expire(
     assert validator.num_calls == 2
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_long_validation_keeps_its_claim(
-    database_url: str, make_adapter: Any, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
+    migrated_url: str, make_adapter: Any, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
 ) -> None:
     # The host's own clock, and a lease that is shorter than what is done under it.
-    database = Database(database_url)
+    database = Database(migrated_url)
     registry = AdapterRegistry(database)
     house = House(
         registry,
@@ -215,7 +214,7 @@ def test_a_long_validation_keeps_its_claim(
     database.close()
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_weights_that_are_quarantined_while_they_are_published_again_stay_out(
     house: House, make_adapter: Any, database: Database, tmp_path: Path
 ) -> None:
@@ -237,7 +236,7 @@ def test_weights_that_are_quarantined_while_they_are_published_again_stay_out(
     house.assert_nothing_left_over(*(version for version in kept if version is not None))
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_an_equal_adapters_blobs_do_not_stand_in_for_the_files_that_a_version_keeps(
     house: House, make_adapter: Any, database: Database, clock: Clock
 ) -> None:

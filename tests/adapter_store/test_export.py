@@ -79,7 +79,7 @@ def with_older_names(files: Any) -> bytes:
     ],
 )
 @pytest.mark.parametrize("state", ["ready", "archived"])
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_the_uploaded_files_come_back_as_they_were(
     house: House,
     make_adapter: Any,
@@ -107,7 +107,7 @@ def test_the_uploaded_files_come_back_as_they_were(
     assert list(export.scratch_dir.iterdir()) == [], "what is copied has no name"
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_files_come_back_from_every_store(
     open_house: Callable[..., House], blobs: BlobStore, make_adapter: Any, database: Database, tmp_path: Path
 ) -> None:
@@ -119,7 +119,7 @@ def test_files_come_back_from_every_store(
     assert content(export, version, TENSORS_FILE) == files.tensor_bytes
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_only_what_can_be_served_again_is_exported(
     house: House, make_adapter: Any, export: VersionExport, database: Database
 ) -> None:
@@ -138,7 +138,7 @@ def test_only_what_can_be_served_again_is_exported(
         export.open(pending, TENSORS_FILE)
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_version_of_before_has_no_originals(house: House, make_adapter: Any, export: VersionExport) -> None:
     version = house.push(make_adapter())
     for key in (config_key(version.id), header_key(version.id)):
@@ -152,7 +152,7 @@ def changed(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("key", "name"),
     [

@@ -108,7 +108,7 @@ def file(name: str = CONFIG_FILE, size: int = 10, sha256: str = "0" * 64) -> Upl
     return UploadFile(name, size, sha256)
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("files", "code", "param"),
     [
@@ -131,7 +131,7 @@ def test_a_bad_announcement_is_refused(house: House, files: list[UploadFile], co
     assert (refused.value.code, refused.value.param) == (code, param)
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("data", "code"),
     [
@@ -199,7 +199,7 @@ def test_another_adapters_upload_is_not_found(
 
 
 def test_an_expired_upload_is_refused_and_cleared_away(
-    database_url: str,
+    migrated_url: str,
     memory_blobs: MemoryBlobStore,
     target: PackTarget,
     tmp_path: Path,
@@ -207,7 +207,7 @@ def test_an_expired_upload_is_refused_and_cleared_away(
     make_tenant: Callable[[str], str],
 ) -> None:
     now = [1_000 * SECOND_US]
-    database = Database(database_url, clock=lambda: now[0])
+    database = Database(migrated_url, clock=lambda: now[0])
     registry = AdapterRegistry(database)
     adapter = registry.create_adapter(make_tenant("acme"), "support")
     house = House(registry, memory_blobs, target, tmp_path / "scratch", DirectValidator(), adapter.id)
@@ -236,7 +236,7 @@ def test_an_expired_upload_is_refused_and_cleared_away(
     database.close()
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("num_calls", range(7))
 def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
     open_house: Callable[..., House], make_adapter: Any, num_calls: int
@@ -264,7 +264,7 @@ def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
     house.assert_nothing_left_over(found)
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("state", ["quarantined", "archived"])
 def test_bytes_that_were_taken_out_of_service_do_not_come_back(
     house: House, make_adapter: Any, state: str, database: Database
@@ -290,7 +290,7 @@ def test_bytes_that_were_taken_out_of_service_do_not_come_back(
         assert (other.number, other.state) == (3, "ready")
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_what_is_put_where_the_files_belong_is_not_taken_for_them(house: House, make_adapter: Any) -> None:
     files = make_adapter()
     upload = house.announce(files.config_bytes, files.tensor_bytes)
@@ -305,7 +305,7 @@ def test_what_is_put_where_the_files_belong_is_not_taken_for_them(house: House, 
     assert house.ingest.process(version.id).state == "ready"
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -333,7 +333,7 @@ def test_files_that_changed_after_the_version_was_made_are_not_validated(
     house.assert_nothing_left_over()
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_file_of_another_length_is_refused_before_it_is_read(house: House) -> None:
     upload = house.announce(b"x" * 10, b"t")
 
@@ -346,7 +346,7 @@ def test_a_file_of_another_length_is_refused_before_it_is_read(house: House) -> 
     assert refused.value.code == "size_mismatch"
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_file_that_comes_after_its_version_is_cleared_away(house: House, make_adapter: Any) -> None:
     files = make_adapter()
     upload = house.upload(files.config_bytes, files.tensor_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from loramux.adapter_store.version_claims import LEASE_S
 from loramux.migrations.database import Database
 from tests.adapter_store.house import add_tenant, wait_until
 from tests.adapter_store.process_lab import KILLED, STOPPED, Lab, ProcessMaker
+from tests.migrated import migrated_sqlite
 
 OpenLab = Callable[..., Lab]
 LIFETIME_S = 86_400.0
@@ -72,16 +72,6 @@ def makers() -> Iterator[ProcessMaker]:
         yield maker
 
 
-@pytest.fixture(scope="module")
-def empty_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with the current schema, to be copied: migrating takes longer than a crash."""
-    path = tmp_path_factory.mktemp("empty") / "loramux.db"
-    database = Database(f"sqlite:///{path}")
-    database.upgrade()
-    database.close()
-    return path
-
-
 @pytest.fixture
 def lab_directory() -> Iterator[Path]:
     """In memory where there is such a place: what a killed process wrote stays, flushed to a disk or not."""
@@ -93,7 +83,6 @@ def lab_directory() -> Iterator[Path]:
 @pytest.fixture
 def open_lab(
     makers: ProcessMaker,
-    empty_sqlite: Path,
     request: pytest.FixtureRequest,
     lab_directory: Path,
     target: PackTarget,
@@ -103,15 +92,13 @@ def open_lab(
 
     def open_one(database: str = "sqlite", store: str = "local", is_valid: bool = True, **details: Any) -> Lab:
         if database == "sqlite":
-            shutil.copyfile(empty_sqlite, lab_directory / "loramux.db")
-            database_url = f"sqlite:///{lab_directory / 'loramux.db'}"
+            database_url = migrated_sqlite(lab_directory / "loramux.db")
         else:
-            database_url = request.getfixturevalue("postgres_url")
+            database_url = request.getfixturevalue("migrated_postgres_url")
         blob_url = f"file://{lab_directory / 'blobs'}"
         if store == "s3":
             blob_url = f"s3://{request.getfixturevalue('s3_bucket')}/adapters"
         opened = Database(database_url)
-        opened.upgrade()
         registry = AdapterRegistry(opened)
         adapter_id = registry.create_adapter(add_tenant(opened, "acme"), "support").id
         opened.close()

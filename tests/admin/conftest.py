@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 import structlog
+import typer.testing
 from safetensors.numpy import save_file
 from starlette.types import ASGIApp
 from typer.testing import CliRunner
@@ -59,6 +61,10 @@ from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.tenants import Tenants
+from tests.migrated import migrated_sqlite
+
+# Typer makes the tree of commands anew for every call; one is enough for a test run.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 ADMIN_KEY = "a-key-of-more-than-thirty-two-characters"
 NUM_LAYERS = 2
@@ -111,8 +117,7 @@ def open_admin_side(
     directory: Path, target: PackTarget, blobs: BlobStore | None = None, sources: AdapterSources | None = None
 ) -> Iterator[AdminSide]:
     """The services over an empty database in `directory`, where the blobs are too unless another store is given."""
-    database = Database(f"sqlite:///{directory / 'loramux.db'}")
-    database.upgrade()
+    database = Database(migrated_sqlite(directory / "loramux.db"))
     registry = AdapterRegistry(database, reserved_names=("the-base",), limits=AdapterLimits())
     blobs = blobs or LocalBlobStore(directory / "blobs")
     ingest = Ingest(
@@ -194,7 +199,7 @@ def admin_server(admin_side: AdminSide) -> Iterator[RunningServer]:
     server = HttpServer(create_admin_app(admin_side.services), listener)
     thread = threading.Thread(target=lambda: asyncio.run(server.run_until_stopped()))
     thread.start()
-    with httpx.Client(base_url=url, trust_env=False) as client:
+    with httpx.Client(base_url=url, trust_env=False, verify=False) as client:
         for _ in range(200):
             with suppress(httpx.TransportError):
                 client.get("/health/live")

@@ -51,7 +51,7 @@ def served(make_app: Callable[[], FastAPI]) -> Iterator[str]:
     server = HttpServer(make_app(), listener)
     thread = threading.Thread(target=lambda: asyncio.run(server.run_until_stopped()))
     thread.start()
-    with httpx.Client(base_url=url, trust_env=False) as client:
+    with httpx.Client(base_url=url, trust_env=False, verify=False) as client:
         for _ in range(500):
             with suppress(httpx.TransportError):
                 client.get("/health/live")

@@ -30,23 +30,42 @@ class FakeProvider:
     published: Any = field(default_factory=lambda: ECKey.generate_key("P-256", {"kid": "one"}))
     metadata: dict[str, Any] = field(default_factory=dict)
     received: list[dict[str, str]] = field(default_factory=list)
+    access_token: str = "opaque"
+    refresh_token: str | None = None
+    refused_tokens: set[str] = field(default_factory=set)
+    """Access tokens whose time is over."""
+    is_broken: bool = False
+    num_asked: int = 0
+    """How often it was asked about somebody."""
+
+    def status(self, path: str, authorization: str) -> int:
+        if self.is_broken and path in ("/userinfo_endpoint", "/token_endpoint"):
+            self.num_asked += 1
+            return 502
+        if path == "/userinfo_endpoint":
+            self.num_asked += 1
+            if authorization.removeprefix("Bearer ") in self.refused_tokens:
+                return 401
+        return 200
 
     def answer(self, path: str, body: str) -> Any:
         match path:
             case "/.well-known/openid-configuration":
                 endpoints = {name: f"{self.url}/{name}" for name in ("token_endpoint", "userinfo_endpoint", "jwks_uri")}
-                return {
+                described = {
                     "issuer": self.url,
                     "authorization_endpoint": f"{self.url}/authorize",
                     "end_session_endpoint": f"{self.url}/end",
                     **endpoints,
                     **self.metadata,
                 }
+                return {name: value for name, value in described.items() if value is not None}
             case "/jwks_uri":
                 return {"keys": [self.published.as_dict(private=False)]}
             case "/token_endpoint":
                 self.received.append({name: values[0] for name, values in parse_qs(body).items()})
-                return {"access_token": "opaque", "token_type": "bearer", "id_token": self.id_token()}
+                made = {"access_token": self.access_token, "token_type": "bearer", "id_token": self.id_token()}
+                return made if self.refresh_token is None else {**made, "refresh_token": self.refresh_token}
             case "/userinfo_endpoint":
                 return self.about
         return None
@@ -84,7 +103,8 @@ def fake_provider() -> Iterator[FakeProvider]:
         def do_GET(self) -> None:
             length = int(self.headers.get("content-length") or 0)
             answer = made.answer(self.path, self.rfile.read(length).decode())
-            self.send_response(200 if answer is not None else 404)
+            status = made.status(self.path, self.headers.get("authorization", ""))
+            self.send_response(status if answer is not None else 404)
             self.send_header("content-type", "application/json")
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())

@@ -279,7 +279,6 @@ async def test_a_live_part_says_that_the_database_is_down_recovers_and_ends_with
     client = client_of(console_app)
     await Browser(client).sign_in(key.secret)
     monkeypatch.setattr("loramux.admin.console.pages.overview.EVERY_S", 0.01)
-    monkeypatch.setattr("loramux.admin.console.sessions.RECHECK_S", 0.0)
     async with Stream(console_app, client, "/console/live/overview") as stream:
         assert "event: figures" in await stream.until("Engine ready")
         with monkeypatch.context() as broken:

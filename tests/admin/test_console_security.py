@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import httpx
 import pytest
-from sqlalchemy import update
-from starlette.types import ASGIApp
+from sqlalchemy import delete, update
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.admin.app import create_admin_app
-from loramux.admin.console.login_throttle import BURST, REFILL_S, LoginThrottle
-from loramux.admin.console.sessions import IDLE_S, LIFETIME_S, RECHECK_S, ConsoleSessions
+from loramux.admin.console.app import create_console
+from loramux.admin.console.login_throttle import BURST, REFILL_S
+from loramux.admin.services import AdminServices
 from loramux.migrations import schema
-from loramux.platform.principals import Principal
+from loramux.platform.api_keys import ApiKeys
+from loramux.platform.key_records import KeyChanges
 from tests.admin.conftest import ADMIN_KEY, AdminSide, client_of
 
 pytestmark = pytest.mark.anyio
@@ -179,56 +185,133 @@ async def test_below_a_root_path_every_link_stays_below_it(console_side: AdminSi
         assert (await browser.get("/ops/admin/v1/tenants")).status_code == 401
 
 
-async def test_wrong_keys_are_throttled(console_side: AdminSide) -> None:
-    async with client_of(create_admin_app(console_side.services)) as browser:
-        statuses = [(await sign_in(browser, f"{n}" * 40)).status_code for n in range(BURST + 1)]
-        # The right key has to wait as well, or guesses would not be slowed down.
-        refused = await sign_in(browser)
+def forgive_all(side: AdminSide) -> None:
+    with side.services.database.write() as connection:
+        connection.execute(delete(schema.login_failures))
+
+
+async def test_wrong_keys_are_throttled(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
+    forgive_all(console_side)
+    statuses = [(await sign_in(browser, f"{n}" * 40)).status_code for n in range(BURST + 1)]
+    # The right key has to wait as well, or guesses would not be slowed down.
+    refused = await sign_in(browser)
+    forgive_all(console_side)
     assert statuses == [401] * BURST + [429]
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) <= REFILL_S
 
 
-def test_throttle_counts_by_address_and_forgets() -> None:
-    now = 100.0
-    throttle = LoginThrottle(lambda: now)
-    for _ in range(BURST):
-        assert throttle.wait_s("192.0.2.1") == 0
-        throttle.note_failure("192.0.2.1")
-    assert throttle.wait_s("192.0.2.1") == REFILL_S
-    assert throttle.wait_s("192.0.2.2") == 0
-    now += REFILL_S
-    assert throttle.wait_s("192.0.2.1") == 0
-    for host in range(BURST):
-        throttle.note_failure(f"2001:db8::{host}")
-    assert throttle.wait_s("2001:db8::ffff") > 0
-    assert throttle.wait_s("2001:db8:0:1::1") == 0
+class Balancer:
+    """Two servers on one database behind one address; `at` chooses which of them answers."""
+
+    def __init__(self, *servers: ASGIApp) -> None:
+        self._servers = servers
+        self.at = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._servers[self.at](scope, receive, send)
 
 
-def test_sessions_end_by_age_by_idleness_and_with_their_rights() -> None:
-    now = 0.0
-    rights: list[Principal | None] = [Principal("key_1", None, None, frozenset({"platform:admin"}))]
-    sessions = ConsoleSessions(lambda: now)
-    first, second, third = (sessions.open(rights[0], lambda: rights[0])[0] for _ in range(3))  # type: ignore[arg-type]
-    while now < LIFETIME_S - IDLE_S / 2:
-        now += IDLE_S / 2
-        assert sessions.find(first) is not None
-        assert sessions.find(second, is_use=False) is not None or now >= IDLE_S
-    assert sessions.find(second) is None
-    now = LIFETIME_S
-    assert sessions.find(first) is None
-    assert sessions.find(third) is None
-    fourth, _ = sessions.open(rights[0], lambda: rights[0])  # type: ignore[arg-type]
-    rights[0] = None
-    now += RECHECK_S
-    assert sessions.recent(fourth) is None
-    assert sessions.find(fourth) is None
+def another_server(services: AdminServices, rest: ASGIApp) -> ASGIApp:
+    """The console of another process; the routes that its pages call hold nothing of their own."""
+    return Starlette(routes=[Mount("/console", create_console(services, rest))])
 
 
-async def test_a_revoked_key_ends_its_sessions(
-    browser: httpx.AsyncClient, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def balancer(console_side: AdminSide, console_app: ASGIApp) -> Balancer:
+    return Balancer(console_app, another_server(console_side.services, console_app))
+
+
+@pytest.fixture
+async def balanced(balancer: Balancer) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(balancer) as client:
+        yield client
+
+
+async def test_servers_on_one_database_know_each_others_sessions(
+    balancer: Balancer, balanced: httpx.AsyncClient
 ) -> None:
-    monkeypatch.setattr("loramux.admin.console.sessions.RECHECK_S", 0.0)
+    # The form of one server is taken by another, and so are its session, its token and what it has to tell.
+    token = await login_token(balanced)
+    balancer.at = 1
+    assert (await balanced.post("/console/login", data={"csrf": token, "key": ADMIN_KEY})).status_code == 303
+    balancer.at = 0
+    csrf = await csrf_of(balanced)
+    balancer.at = 1
+    made = await balanced.post("/console/tenants", data={"csrf": csrf, "slug": "shared"})
+    assert made.headers["location"] == "/console/tenants/shared"
+    balancer.at = 0
+    assert "Made the tenant shared" in (await balanced.get("/console/tenants/shared")).text
+    balancer.at = 1
+    assert "Made the tenant shared" not in (await balanced.get("/console/tenants/shared")).text
+    cookie = balanced.cookies[SESSION]
+    await balanced.post("/console/logout", data={"csrf": csrf})
+    balanced.cookies.set(SESSION, cookie, domain="admin.example")
+    for balancer.at in (0, 1):
+        assert not await is_signed_in(balanced)
+
+
+async def test_wrong_keys_are_counted_together(balancer: Balancer, console_side: AdminSide) -> None:
+    forgive_all(console_side)
+    async with client_of(balancer) as browser:
+        statuses = []
+        for attempt in range(BURST + 2):
+            balancer.at = attempt % 2
+            statuses.append((await sign_in(browser, f"{attempt}" * 40)).status_code)
+    forgive_all(console_side)
+    assert statuses == [401] * BURST + [429] * 2
+
+
+async def test_rights_are_those_of_this_moment_at_every_server(
+    balancer: Balancer, balanced: httpx.AsyncClient, console_side: AdminSide
+) -> None:
+    keys = console_side.services.api_keys
+    key = keys.create(None, "lowered")
+    await sign_in(balanced, key.secret)
+    balancer.at = 1
+    assert "New tenant" in (await balanced.get("/console/tenants")).text
+    keys.update(key.key.id, KeyChanges(scopes=frozenset({"platform:read"})), lambda _: None)
+    assert "New tenant" not in (await balanced.get("/console/tenants")).text
+    keys.revoke(key.key.id)
+    for balancer.at in (0, 1):
+        assert not await is_signed_in(balanced)
+
+
+async def test_a_session_ends_with_the_secret_that_opened_it(
+    browser: httpx.AsyncClient, console_side: AdminSide
+) -> None:
+    keys = console_side.services.api_keys
+    key = keys.create(None, "rotated")
+    await sign_in(browser, key.secret)
+    keys.rotate(key.key.id, 60_000_000)
+    assert await is_signed_in(browser), "for as long as the old secret goes on"
+    keys.rotate(key.key.id, 0)
+    assert not await is_signed_in(browser)
+
+
+async def test_whoever_rotates_their_own_key_sees_its_secret(
+    browser: httpx.AsyncClient, console_side: AdminSide
+) -> None:
+    key = console_side.services.api_keys.create(None, "own")
+    await sign_in(browser, key.secret)
+    form = {"csrf": await csrf_of(browser), "grace_s": "0"}
+    await browser.post(f"/console/keys/{key.key.id}/rotate", data=form)
+    page = await browser.get("/console/keys")
+    assert page.status_code == 200
+    assert "Copy its secret now" in page.text
+
+
+async def test_another_operators_key_ends_the_sessions_of_the_last_one(
+    browser: httpx.AsyncClient, console_side: AdminSide, console_app: ASGIApp
+) -> None:
+    await sign_in(browser)
+    services = replace(console_side.services, api_keys=ApiKeys(console_side.services.database, "another key " * 4))
+    async with client_of(another_server(services, console_app)) as after_restart:
+        after_restart.cookies = browser.cookies
+        assert not await is_signed_in(after_restart)
+
+
+async def test_a_revoked_key_ends_its_sessions(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
     key = console_side.services.api_keys.create(None, "second")
     await sign_in(browser, key.secret)
     assert await is_signed_in(browser)
@@ -236,16 +319,19 @@ async def test_a_revoked_key_ends_its_sessions(
     assert not await is_signed_in(browser)
 
 
-async def test_a_suspended_tenant_ends_its_sessions(
-    browser: httpx.AsyncClient, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("loramux.admin.console.sessions.RECHECK_S", 0.0)
+async def test_a_suspended_tenant_ends_its_sessions(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
     tenant = console_side.services.tenants.create("acme")
     key = console_side.services.api_keys.create(tenant.id, "admin", ["tenant:admin"])
     await sign_in(browser, key.secret)
     assert await is_signed_in(browser)
+    csrf = await csrf_of(browser)
     with console_side.services.database.write() as connection:
         connection.execute(update(schema.tenants).where(schema.tenants.c.id == tenant.id).values(state="suspended"))
+    refused = await browser.post("/console/keys", data={"csrf": csrf, "name": "left open"})
+    assert refused.headers["location"] == "/console/login", "a form that was open does nothing"
+    sent = await browser.post("/console/playground/stream", headers={"x-csrf-token": csrf})
+    assert sent.status_code == 401
+    assert "sign in again" in sent.json()["error"]["message"]
     assert not await is_signed_in(browser)
 
 

@@ -132,10 +132,9 @@ class Time:
         return self.now_us
 
 
-def test_a_call_whose_server_died_is_not_done_again_by_itself(database_url: str) -> None:
+def test_a_call_whose_server_died_is_not_done_again_by_itself(migrated_url: str) -> None:
     time = Time()
-    database = Database(database_url, time)
-    database.upgrade()
+    database = Database(migrated_url, time)
     keys = IdempotencyKeys(database)
     claim = keys.claim("key_1", "k", b"a" * 32)
     assert isinstance(claim, Claim)

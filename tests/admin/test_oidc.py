@@ -5,26 +5,25 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urljoin, urlsplit
 
-import anyio
 import httpx
 import pytest
 from joserfc.jwk import ECKey
 from starlette.applications import Starlette
-from starlette.routing import Mount, Route
+from starlette.routing import Mount
 from starlette.types import ASGIApp
 
 from loramux.admin.app import create_admin_app
-from loramux.admin.console.console_site import Site
-from loramux.admin.console.oidc_login import ATTEMPT_S, OidcLogin
+from loramux.admin.console.app import create_console
+from loramux.admin.console.oidc_attempt import ATTEMPT_S
+from loramux.admin.console.oidc_confirmation import ASK_EVERY_S, CONFIRMED_S, UNCONFIRMED_S
 from loramux.admin.console.oidc_settings import OidcSettings, RoleRule, parse_rule
-from loramux.admin.console.sessions import RECHECK_S
+from loramux.admin.services import AdminServices
 from loramux.platform.tenants import TenantChanges
 from tests.admin.conftest import CONSOLE_HOST, AdminSide, client_of
 from tests.admin.oidc_fake import FakeProvider, fake_provider, shared_secret
@@ -73,11 +72,9 @@ async def browser(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def sign_on_alone(side: AdminSide, settings: OidcSettings, clock: Callable[[], float] = time.monotonic) -> ASGIApp:
-    """The two routes of single sign-on without the pages around them."""
-    login = OidcLogin(Site(services=side.services, rest=Starlette()), settings, clock)
-    routes = [Route("/oidc/login", login.begin), Route("/oidc/callback", login.finish)]
-    return Starlette(routes=[Mount("/console", Starlette(routes=routes))])
+def console_of(services: AdminServices, settings: OidcSettings, rest: ASGIApp) -> ASGIApp:
+    """The console of one server with single sign-on; its pages call the routes of `rest`."""
+    return Starlette(routes=[Mount("/console", create_console(replace(services, oidc=settings), rest))])
 
 
 async def begin(browser: httpx.AsyncClient, provider: FakeProvider, next_path: str = "") -> dict[str, str]:
@@ -143,18 +140,17 @@ async def test_roles_come_from_the_claim(
 
 
 async def test_a_tenants_person_sees_that_tenant_and_is_out_once_it_is_suspended(
-    provider: FakeProvider, console_side: AdminSide
+    provider: FakeProvider, console_side: AdminSide, console_app: ASGIApp
 ) -> None:
     tenant = console_side.services.tenants.create("suspendable")
     rules = (RoleRule("devs", "tenant:admin", "suspendable"),)
-    app = create_admin_app(replace(console_side.services, oidc=settings_of(provider.url, rules=rules)))
+    app = console_of(console_side.services, settings_of(provider.url, rules=rules), console_app)
     async with client_of(app) as browser:
         provider.about["groups"] = ["devs"]
         assert (await sign_in(browser, provider)).status_code == 303
         assert (await browser.get("/console/keys")).status_code == 200
         assert (await browser.get("/console/tenants")).status_code in (303, 403)
         console_side.services.tenants.update(tenant.id, TenantChanges(state="suspended"), lambda _: None)
-        await anyio.sleep(RECHECK_S + 0.1)
         assert (await browser.get("/console/keys")).headers["location"].startswith("/console/login")
 
 
@@ -195,8 +191,12 @@ async def test_a_code_belongs_to_one_sign_in_of_one_browser(browser: httpx.Async
     cookie = browser.cookies["loramux_oidc"]
     browser.cookies.clear()
     assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a link that somebody was sent"
-    browser.cookies.set("loramux_oidc", cookie, domain=urlsplit(CONSOLE_HOST).hostname or "")
-    assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a state is good once"
+    for forged in (cookie + "A", cookie.replace(".", ".1", 1), cookie[:-4], "x" * 43, ""):
+        browser.cookies.clear()
+        browser.cookies.set("loramux_oidc", forged, domain=urlsplit(CONSOLE_HOST).hostname or "")
+        assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a sign-in that nobody began"
+    assert provider.received == []
+    browser.cookies.clear()
     asked = await begin(browser, provider)
     for fault in ({"state": "another"}, {"iss": "https://evil.example"}):
         wrong = {"code": "a-code", "state": asked["state"], **fault}
@@ -216,15 +216,121 @@ async def test_the_way_back_leads_nowhere_else(browser: httpx.AsyncClient, provi
     assert response.headers["location"] == "/console/"
 
 
-async def test_a_sign_in_that_takes_too_long_is_void(console_side: AdminSide, provider: FakeProvider) -> None:
-    now = [0.0]
-    alone = sign_on_alone(console_side, settings_of(provider.url), lambda: now[0])
-    async with client_of(alone) as browser:
-        for waited, status in ((ATTEMPT_S, 303), (ATTEMPT_S + 1, 403)):
-            asked = await begin(browser, provider)
-            now[0] += waited
-            response = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
-            assert response.status_code == status
+class Hours:
+    """A server's services by a clock that a test moves on; everything else is as it was."""
+
+    def __init__(self, side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passed_s = 0.0
+        database = side.services.database
+        truth = database.now_us
+        monkeypatch.setattr(database, "now_us", lambda *arguments: truth(*arguments) + int(self.passed_s * 1e6))
+
+
+async def test_a_sign_in_that_takes_too_long_is_void(
+    browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = Hours(console_side, monkeypatch)
+    for waited, status in ((ATTEMPT_S - 5, 303), (ATTEMPT_S + 1, 403)):
+        asked = await begin(browser, provider)
+        hours.passed_s += waited
+        response = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+        assert response.status_code == status
+
+
+async def test_any_server_may_finish_a_sign_in(
+    app: ASGIApp, provider: FakeProvider, console_side: AdminSide, console_app: ASGIApp
+) -> None:
+    other = console_of(console_side.services, settings_of(provider.url), console_app)
+    async with client_of(app) as browser, client_of(other) as balanced:
+        asked = await begin(browser, provider, "/keys")
+        balanced.cookies = browser.cookies
+        response = await balanced.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+        assert (response.status_code, response.headers["location"]) == (303, "/console/keys")
+        browser.cookies = balanced.cookies
+        assert (await browser.get("/console/keys")).status_code == 200
+
+
+async def test_a_role_that_was_taken_away_is_gone_within_minutes(
+    browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = Hours(console_side, monkeypatch)
+    await sign_in(browser, provider)
+    assert "New tenant" in (await browser.get("/console/tenants")).text
+    provider.about = {"sub": "alice", "groups": ["viewers"]}
+    hours.passed_s += CONFIRMED_S + 1
+    page = await browser.get("/console/tenants")
+    assert page.status_code == 200
+    assert "New tenant" not in page.text
+    provider.about = {"sub": "alice", "groups": []}
+    hours.passed_s += CONFIRMED_S + 1
+    assert (await browser.get("/console/tenants")).headers["location"].startswith("/console/login")
+
+
+async def test_an_access_token_that_is_over_is_renewed(
+    browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = Hours(console_side, monkeypatch)
+    provider.refresh_token = "refresh-1"
+    await sign_in(browser, provider)
+    for number in (1, 2):
+        provider.refused_tokens.add(provider.access_token)
+        provider.access_token, provider.refresh_token = f"opaque-{number}", f"refresh-{number + 1}"
+        hours.passed_s += CONFIRMED_S + 1
+        assert (await browser.get("/console/keys")).status_code == 200
+        assert provider.received[-1]["grant_type"] == "refresh_token"
+        assert provider.received[-1]["refresh_token"] == f"refresh-{number}", "the newest one, kept in the session"
+
+
+@pytest.mark.parametrize("silence", ["no groups in userinfo", "no userinfo", "an access token that is over"])
+async def test_who_is_confirmed_to_the_browser_alone_goes_there_again(
+    provider: FakeProvider,
+    console_side: AdminSide,
+    console_app: ASGIApp,
+    monkeypatch: pytest.MonkeyPatch,
+    silence: str,
+) -> None:
+    hours = Hours(console_side, monkeypatch)
+    if silence == "no userinfo":
+        provider.metadata = {"userinfo_endpoint": None}
+    async with client_of(console_of(console_side.services, settings_of(provider.url), console_app)) as browser:
+        if silence != "an access token that is over":
+            provider.about = {"sub": "alice"}
+        assert (await sign_in(browser, provider, groups=["ops"])).status_code == 303
+        csrf = re.search(r'name="csrf-token" content="([^"]+)"', (await browser.get("/console/keys")).text)
+        assert csrf
+        if silence == "an access token that is over":
+            provider.refused_tokens.add(provider.access_token)
+        hours.passed_s += CONFIRMED_S + 1
+        for _ in range(2):
+            away = await browser.get("/console/usage?days=7")
+            assert away.headers["location"] == "/console/oidc/login?next=%2Fusage%3Fdays%3D7"
+        posted = await browser.post("/console/tenants", data={"csrf": csrf[1], "slug": "never"})
+        assert posted.headers["location"].startswith("/console/oidc/login")
+        sent = await browser.post("/console/playground/stream", headers={"x-csrf-token": csrf[1]})
+        assert sent.status_code == 401
+        provider.refused_tokens.clear()
+        asked = await begin(browser, provider, "/usage?days=7")
+        back = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+        assert back.headers["location"] == "/console/usage?days=7"
+        assert (await browser.get("/console/usage?days=7")).status_code == 200
+
+
+async def test_a_provider_that_is_away_is_waited_for_and_then_no_more(
+    browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = Hours(console_side, monkeypatch)
+    await sign_in(browser, provider)
+    provider.is_broken = True
+    hours.passed_s += CONFIRMED_S + 1
+    num_asked = provider.num_asked
+    for _ in range(3):
+        assert (await browser.get("/console/keys")).status_code == 200
+    assert provider.num_asked == num_asked + 1, "not at each request"
+    hours.passed_s += ASK_EVERY_S + 1
+    assert (await browser.get("/console/keys")).status_code == 200
+    assert provider.num_asked == num_asked + 2
+    hours.passed_s += UNCONFIRMED_S
+    assert "/oidc/login" in (await browser.get("/console/keys")).headers["location"]
 
 
 @pytest.mark.parametrize(
@@ -236,18 +342,29 @@ async def test_a_sign_in_that_takes_too_long_is_void(console_side: AdminSide, pr
     ],
 )
 async def test_a_provider_that_is_not_what_was_set_is_not_used(
-    console_side: AdminSide, provider: FakeProvider, metadata: dict[str, Any]
+    console_side: AdminSide, console_app: ASGIApp, provider: FakeProvider, metadata: dict[str, Any]
 ) -> None:
     provider.metadata = metadata
-    async with client_of(sign_on_alone(console_side, settings_of(provider.url))) as browser:
+    async with client_of(console_of(console_side.services, settings_of(provider.url), console_app)) as browser:
         assert (await browser.get("/console/oidc/login")).status_code == 503
 
 
-async def test_a_provider_that_is_away_is_said_and_keys_still_work(console_side: AdminSide) -> None:
-    async with client_of(sign_on_alone(console_side, settings_of("http://127.0.0.1:9"))) as browser:
+async def test_a_provider_that_is_away_is_said_and_keys_still_work(
+    console_side: AdminSide, console_app: ASGIApp
+) -> None:
+    settings = settings_of("http://127.0.0.1:9")
+    async with client_of(console_of(console_side.services, settings, console_app)) as browser:
         response = await browser.get("/console/oidc/login")
         assert response.status_code == 503
         assert "sign in with a key" in response.text
+
+
+async def test_a_provider_that_fails_midway_is_said(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
+    asked = await begin(browser, provider)
+    provider.is_broken = True
+    response = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+    assert response.status_code == 503
+    assert "cannot be reached" in response.text
 
 
 @pytest.mark.parametrize("rule", ["ops", "=platform:admin", "ops=root", "ops=tenant:admin", "ops=platform:read@acme"])

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import httpx
 import httpx2
+import psycopg
 import pytest
 import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI
-from sqlalchemy import create_engine, delete, insert, text
+from sqlalchemy import delete, insert
 
 from loramux.adapter_store.aliases import change_alias
 from loramux.adapter_store.records import AliasTarget
@@ -36,6 +37,7 @@ from loramux.platform.services import GatewayServices, GatewaySettings, ModelInf
 from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenant, Tenants
 from loramux.platform.tracing import Tracing
+from tests.migrated import migrate, migrated_sqlite
 
 START_US = 1_800_000_000_000_000
 
@@ -60,18 +62,16 @@ def clock() -> FakeClock:
 
 @pytest.fixture(scope="session")
 def sqlite_accounts_url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return _upgraded(f"sqlite:///{tmp_path_factory.mktemp('platform') / 'loramux.db'}")
+    return migrated_sqlite(tmp_path_factory.mktemp("platform") / "loramux.db")
 
 
 @pytest.fixture(scope="session")
 def postgres_accounts_url(postgres_server: str) -> str:
-    admin = create_engine(
-        postgres_server.replace("postgresql://", "postgresql+psycopg://", 1), isolation_level="AUTOCOMMIT"
-    )
-    with admin.connect() as connection:
-        connection.execute(text("CREATE DATABASE platform_accounts"))
-    admin.dispose()
-    return _upgraded(postgres_server.replace("/postgres?", "/platform_accounts?", 1))
+    with psycopg.connect(postgres_server, autocommit=True) as connection:
+        connection.execute("CREATE DATABASE platform_accounts")
+    url = postgres_server.replace("/postgres?", "/platform_accounts?", 1)
+    migrate(url)
+    return url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -101,13 +101,6 @@ def acme(clocked: Database) -> Tenant:
 def acme_key(clocked: Database, acme: Tenant) -> str:
     """The identifier of a key of acme's."""
     return ApiKeys(clocked).create(acme.id, "test").key.id
-
-
-def _upgraded(url: str) -> str:
-    database = Database(url)
-    database.upgrade()
-    database.close()
-    return url
 
 
 def _empty(database: Database) -> None:

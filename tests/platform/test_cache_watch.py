@@ -43,7 +43,6 @@ class OneGateway:
 @contextmanager
 def two_gateways(database_url: str) -> Iterator[tuple[OneGateway, OneGateway]]:
     databases = [Database(database_url), Database(database_url)]
-    databases[0].upgrade()
     gateways = OneGateway(databases[0]), OneGateway(databases[1])
     try:
         until(lambda: all(gateway.num_told for gateway in gateways))
@@ -64,8 +63,8 @@ def until(is_so: object) -> float:
     return time.monotonic() - started
 
 
-def test_a_key_revoked_in_one_gateway_is_dead_in_the_other(database_url: str) -> None:
-    with two_gateways(database_url) as (one, other):
+def test_a_key_revoked_in_one_gateway_is_dead_in_the_other(migrated_url: str) -> None:
+    with two_gateways(migrated_url) as (one, other):
         tenant = one.tenants.create("acme")
         key = one.keys.create(tenant.id, "test")
         settle(one, other)
@@ -78,13 +77,13 @@ def test_a_key_revoked_in_one_gateway_is_dead_in_the_other(database_url: str) ->
 
 
 def test_a_notice_that_never_comes_is_made_up_for_by_the_poll(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+    migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deaf(self: CacheListener, timeout_s: float) -> None:
         self._stopped.wait(timeout_s)
 
     monkeypatch.setattr(CacheListener, "wait", deaf)
-    with two_gateways(postgres_url) as (one, other):
+    with two_gateways(migrated_postgres_url) as (one, other):
         tenant = one.tenants.create("acme")
         key = one.keys.create(tenant.id, "test")
         settle(one, other)
@@ -93,16 +92,16 @@ def test_a_notice_that_never_comes_is_made_up_for_by_the_poll(
         assert until(lambda: other.keys.recent(key.secret) is None) < 2.5
 
 
-def test_a_notice_is_quicker_than_any_poll(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_is_quicker_than_any_poll(migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_watch, "POLL_INTERVAL_S", 60.0)
-    with two_gateways(postgres_url) as (one, other):
+    with two_gateways(migrated_postgres_url) as (one, other):
         told = other.num_told
         QuotaPolicies(one.keys._database).set(one.tenants.create("acme").id, "tokens_per_minute", 10)
         until(lambda: other.num_told > told)
 
 
-def test_a_tenant_suspended_by_hand_is_noticed(database_url: str) -> None:
-    with two_gateways(database_url) as (one, other):
+def test_a_tenant_suspended_by_hand_is_noticed(migrated_url: str) -> None:
+    with two_gateways(migrated_url) as (one, other):
         tenant = one.tenants.create("acme")
         key = one.keys.create(tenant.id, "test")
         settle(one, other)
@@ -115,8 +114,8 @@ def test_a_tenant_suspended_by_hand_is_noticed(database_url: str) -> None:
         assert other.keys.authenticate(key.secret) is None
 
 
-def test_a_watch_outlives_its_connection(postgres_url: str) -> None:
-    with two_gateways(postgres_url) as (one, other):
+def test_a_watch_outlives_its_connection(migrated_postgres_url: str) -> None:
+    with two_gateways(migrated_postgres_url) as (one, other):
         key = one.keys.create(one.tenants.create("acme").id, "test")
         told = other.num_told
         with one.keys._database.write() as connection:

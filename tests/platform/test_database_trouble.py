@@ -30,6 +30,7 @@ from loramux.platform.reservations import Operation, Outcome, Reservation, Reser
 from loramux.platform.scripted_engine import Script
 from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.tenants import Tenants
+from tests.migrated import migrate
 from tests.platform.conftest import Gateway, open_gateway
 from tests.platform.faulty_postgres import FaultyPostgres, faulty_postgres
 
@@ -42,9 +43,7 @@ PATIENCE_S = 40
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[FaultyPostgres]:
     with faulty_postgres() as server:
-        database = Database(server.url)
-        database.upgrade()
-        database.close()
+        migrate(server.url)
         yield server
 
 

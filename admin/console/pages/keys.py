@@ -53,7 +53,11 @@ async def rotate(visit: Visit) -> Response:
     body: dict[str, Any] = {}
     if (grace_s := visit.form.optional_integer("grace_s", "the grace")) is not None:
         body["grace_s"] = grace_s
-    made = await visit.rest.post(f"/api_keys/{visit.param('key_id')}/rotate", body)
+    key_id = visit.param("key_id")
+    made = await visit.rest.post(f"/api_keys/{key_id}/rotate", body)
+    if key_id == visit.session.principal.key_id:
+        # Or the answer, which shows the secret, would find the session ended.
+        visit.session.now_holds(made["secret"])
     return _shown_once(visit, made, "Rotated")
 
 

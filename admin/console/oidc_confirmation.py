@@ -1,0 +1,92 @@
+"""Roles of a single sign-on are the provider's word, which grows old: it is asked again every few minutes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from loramux.admin.console.oidc_provider import OidcProvider, ProviderUnavailable, SignInRefused
+from loramux.admin.console.session_content import SignOn
+from loramux.admin.console.session_rights import SessionRights, actor_of
+from loramux.admin.console.sessions import ConsoleSessions, Session
+from loramux.admin.services import AdminServices
+
+CONFIRMED_S = 300
+"""How old the provider's word may be before it is asked again."""
+ASK_EVERY_S = 30
+"""How often it is asked while it does not answer."""
+UNCONFIRMED_S = 900
+"""How old its word may be at most: then the person has to go there again."""
+
+log = structlog.get_logger(__name__)
+
+
+class ConfirmInBrowser(Exception):
+    """The provider confirms the roles of this session only to the browser, which must go there again."""
+
+
+class OidcConfirmation:
+    """Keeps the roles of sessions fresh. One server asks at a time; the others go on with what it said last."""
+
+    def __init__(
+        self,
+        services: AdminServices,
+        sessions: ConsoleSessions,
+        rights: SessionRights,
+        provider: OidcProvider,
+        roles_claim: str,
+    ) -> None:
+        self._services = services
+        self._sessions = sessions
+        self._rights = rights
+        self._provider = provider
+        self._roles_claim = roles_claim
+
+    async def confirmed(self, session: Session, token: str) -> Session | None:
+        """The session with roles that are a few minutes old at most; None once it has none any more.
+
+        Raises ConfirmInBrowser.
+        """
+        sign_on = session.content.sign_on
+        if sign_on is None:
+            return session
+        now_us = self._services.database.now_us()
+        due_us, retry_us = now_us - CONFIRMED_S * 1_000_000, now_us - ASK_EVERY_S * 1_000_000
+        is_due = sign_on.confirmed_us <= due_us and sign_on.asked_us <= retry_us and not sign_on.needs_browser
+        call = self._services.call
+        if is_due and await call(self._sessions.claim_asking, session, due_us, retry_us, now_us):
+            sign_on = await self._asked(sign_on, now_us)
+            session.now_signed_on(sign_on)
+            await call(self._sessions.keep, session)
+            if not sign_on.needs_browser:
+                return await call(self._sessions.find, token, is_use=False)
+        if sign_on.needs_browser or now_us - sign_on.confirmed_us > UNCONFIRMED_S * 1_000_000:
+            raise ConfirmInBrowser
+        return session
+
+    async def _asked(self, sign_on: SignOn, now_us: int) -> SignOn:
+        """What the provider says now; as it was, or to be confirmed by the browser, where it says nothing."""
+        asked = replace(sign_on, asked_us=now_us)
+        actor = actor_of(sign_on.subject)
+        try:
+            again = await self._provider.ask_again(sign_on.access_token, sign_on.refresh_token, sign_on.subject)
+        except ProviderUnavailable as error:
+            log.warning("roles were not confirmed", actor=actor, error=str(error))
+            return replace(asked, needs_browser=now_us - asked.confirmed_us > UNCONFIRMED_S * 1_000_000)
+        except SignInRefused as error:
+            log.info("roles are to be confirmed in the browser", actor=actor, error=str(error))
+            return replace(asked, needs_browser=True)
+        asked = replace(asked, access_token=again.access_token, refresh_token=again.refresh_token)
+        if self._roles_claim not in again.claims:
+            return replace(asked, needs_browser=True)
+        held = self._rights.known(values_of(again.claims[self._roles_claim]))
+        return replace(asked, held=held, confirmed_us=now_us)
+
+
+def values_of(claim: Any) -> frozenset[str]:
+    """A claim of roles is a list of names, or one name."""
+    if isinstance(claim, str):
+        return frozenset({claim})
+    return frozenset(one for one in claim if isinstance(one, str)) if isinstance(claim, list) else frozenset()
