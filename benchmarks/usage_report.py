@@ -25,8 +25,9 @@ from benchmarks.machine import add_allow_busy, describe, require_idle
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.ledger import Ledger
+from loramux.platform.usage_grains import AMOUNTS, DAY_US, HOUR_US
 from loramux.platform.usage_report import UsageQuestion, answer
-from loramux.platform.usage_rollups import AMOUNTS, DAY_US, HOUR_US, UsageRollups
+from loramux.platform.usage_rollups import UsageRollups
 
 FIRST_US = 1_790_812_800_000_000
 MONTH_US = 30 * DAY_US

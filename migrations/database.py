@@ -6,6 +6,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, Row, Select, create_engine, event, select
+from sqlalchemy import BigInteger, Connection, Engine, Row, Select, cast, create_engine, event, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 from sqlalchemy.sql import func
+
+from loramux.migrations import schema
 
 Clock = Callable[[], int]
 """Microseconds since 1970."""
@@ -38,6 +41,19 @@ _PATIENCE = {
 
 _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _READ_ONLY = "loramux_read_only"
+
+
+_NOW_US = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000, BigInteger)
+_EPOCH = select(schema.signals.c.value).where(schema.signals.c.name == "caches")
+_MOMENT = select(_NOW_US, _EPOCH.scalar_subquery())
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A time, and the number of changes of keys, tenants and policies that had committed by then."""
+
+    now_us: int
+    epoch: int
 
 
 class DatabaseError(Exception):
@@ -109,9 +125,15 @@ class Database:
         if self._clock is not None:
             return self._clock()
         if connection is not None and not self.is_sqlite:
-            epoch = func.extract("epoch", func.clock_timestamp()) * 1_000_000
-            return int(connection.execute(select(epoch)).scalar_one())
+            return connection.execute(select(_NOW_US)).scalar_one()
         return time.time_ns() // 1000
+
+    def moment(self, connection: Connection) -> Moment:
+        """The time inside a transaction, as `now_us` has it, and the epoch of what gateways keep in memory."""
+        if self._clock is None and not self.is_sqlite:
+            now_us, epoch = connection.execute(_MOMENT).one()
+            return Moment(now_us, epoch or 0)
+        return Moment(self.now_us(connection), connection.execute(_EPOCH).scalar() or 0)
 
     def upgrade(self, revision: str = "head") -> None:
         """Bring the schema to the newest version, or to one on the way there; safe to call on a current one."""

@@ -13,6 +13,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    SmallInteger,
     String,
     Table,
     UniqueConstraint,
@@ -322,7 +323,8 @@ usage_series = Table(
     "usage_series",
     metadata,
     Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-    # What its requests have in common; "" where it is nothing. A series without a tenant is every tenant's sum.
+    # What its requests have in common; "" where it is nothing, or where a grain does not keep it apart. A series
+    # without a tenant is every tenant's sum.
     Column("tenant_id", ID, nullable=False),
     Column("api_key_id", ID, nullable=False),
     Column("adapter_id", ID, nullable=False),
@@ -330,16 +332,27 @@ usage_series = Table(
     Column("model", String(200), nullable=False),
     Column("base", String(200), nullable=False),
     Column("endpoint", String(40), nullable=False),
+    Column("end_user", String(128), nullable=False),
     Column("status", String(16), nullable=False),
     UniqueConstraint(
-        "tenant_id", "api_key_id", "adapter_id", "adapter_version_id", "model", "base", "endpoint", "status"
+        "tenant_id",
+        "api_key_id",
+        "adapter_id",
+        "adapter_version_id",
+        "model",
+        "base",
+        "endpoint",
+        "end_user",
+        "status",
     ),
 )
 
 usage_rollups = Table(
     "usage_rollups",
     metadata,
-    # How long: an hour or a day, in UTC.
+    # Which columns of a series are kept apart: the same requests are summed up by each, see platform/usage_grains.py.
+    Column("grain", SmallInteger, primary_key=True),
+    # How long: from a minute to a week, whole ones since 1970.
     Column("span_us", BigInteger, primary_key=True),
     Column("start_us", BigInteger, primary_key=True),
     # Of the series, so that one tenant's rows are found without it.
@@ -350,7 +363,7 @@ usage_rollups = Table(
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
     Column("cost_nanos", BigInteger, nullable=False),
-    Index("ix_usage_rollups_tenant_span_start", "tenant_id", "span_us", "start_us"),
+    Index("ix_usage_rollups_tenant_span_start", "tenant_id", "grain", "span_us", "start_us"),
     sqlite_with_rowid=False,
 )
 

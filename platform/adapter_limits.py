@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Connection
 
 from loramux.platform.adapter_stock import stock_of
+from loramux.platform.policy_book import PolicyBook
 from loramux.platform.quota_check import QuotaExceeded
 from loramux.platform.quota_counters import Counter
 from loramux.platform.quota_state import QuotaState
@@ -16,14 +17,16 @@ class AdapterLimits:
     def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int) -> None:
         """Let a tenant add so many adapters or bytes, or raise QuotaExceeded.
 
-        Its policies stay locked until the transaction ends, so that two that add at once take turns.
+        The counters stay locked until the transaction ends, so that two that add at once take turns.
         """
-        state = QuotaState(connection)
-        state.read_policies((tenant_id,), ())
-        bindings = [binding for binding in state.stock_bindings(tenant_id) if binding.policy.metric == metric]
+        book = PolicyBook(0)
+        book.read(connection, (tenant_id,), ())
+        bindings = [binding for binding in book.stock_bindings(tenant_id) if binding.policy.metric == metric]
         if not bindings:
             return
-        state.read_counters(bindings)
+        state = QuotaState(connection)
+        state.make(bindings)
+        state.read([binding.key for binding in bindings])
         used = stock_of(connection, tenant_id, metric)
         for binding in bindings:
             if used + amount <= binding.policy.limit:
@@ -31,5 +34,5 @@ class AdapterLimits:
             if binding.is_hard:
                 raise QuotaExceeded(binding.policy, binding.wait_us(Counter(0, 0, used, 0, 0), amount, 0))
             counter = state.counters.get(binding.key) or Counter.fresh(0, 0)
-            state.change([(binding.key, counter.changed(exceeded=1))])
+            state.change(binding.key, counter.changed(exceeded=1))
         state.write()

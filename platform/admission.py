@@ -10,8 +10,10 @@ from sqlalchemy import Connection, bindparam, insert, select, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform.admission_batch import LEASE_US, AdmissionBatch
+from loramux.platform.admission_batch import LEASE_US, MAX_ATTEMPTS, AdmissionBatch, Uncounted
+from loramux.platform.policy_book import PolicyReader
 from loramux.platform.price_list import PriceReader
+from loramux.platform.quota_state import QuotaState
 from loramux.platform.reservations import (
     RECOVERED,
     Checkpoint,
@@ -42,6 +44,7 @@ class Admission:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._policies = PolicyReader(database)
         self._prices = PriceReader(database)
         self._rollups = UsageRollups(database)
         self._turn = threading.Lock()
@@ -52,8 +55,15 @@ class Admission:
         A refused operation changes nothing and does not touch the others. Raises SQLAlchemyError, and then none of
         them is done.
         """
-        with self._write() as connection:
-            return AdmissionBatch(connection, self._database, self._prices).apply(operations)
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                with self._write() as connection:
+                    return AdmissionBatch(connection, self._database, self._policies, self._prices).apply(operations)
+            except Uncounted as missing:
+                # In a transaction of its own: who makes counters while it holds others could wait in a circle.
+                with self._write() as connection:
+                    QuotaState(connection).make(missing.bindings)
+        raise RuntimeError("the rules change faster than they can be applied")
 
     def reserve(self, request: ReservationRequest) -> Reservation:
         """Take what the request may cost at most; raises QuotaExceeded or RequestTooLarge and then takes nothing."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, insert, select, update
+import msgspec
+from sqlalchemy import ARRAY, Connection, Select, String, any_, bindparam, cast, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.ledger_entries import LedgerEntries, adapters_of
+from loramux.platform.policy_book import PolicyReader
 from loramux.platform.price_list import PriceReader
 from loramux.platform.prices import Price, PriceBook, cost_of
-from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, decide, extend
+from loramux.platform.quota_check import Charge, QuotaExceeded, RequestTooLarge, decide, extend
+from loramux.platform.quota_counters import CounterKey
 from loramux.platform.quota_rules import Binding, Demand, Spent
-from loramux.platform.quota_state import QuotaState, among
+from loramux.platform.quota_state import QuotaState
 from loramux.platform.reservations import (
     RECOVERED,
     Closing,
@@ -27,53 +29,55 @@ from loramux.platform.reservations import (
     ReservationRequest,
     Settlement,
 )
+from loramux.platform.row_documents import POSTGRESQL, ManyRows, text_of
 
 LEASE_US = 30_000_000
 """A reservation whose gateway has written no checkpoint for this long is recovered."""
 
+MAX_ATTEMPTS = 20
+"""How often the rules may change under a transaction before it is given up."""
+
 _reservations = schema.reservations
-
-# All statements are built once: putting one together takes longer than SQLite needs to run it.
-_CLOSE = (
-    update(_reservations)
-    .where(_reservations.c.id == bindparam("request_id"))
-    .values(state=bindparam("new_state", type_=_reservations.c.state.type))
+_OPEN = ManyRows.insert(_reservations)
+_CLOSE = ManyRows.update(_reservations, [_reservations.c.id], [_reservations.c.state])
+_EXTEND = ManyRows.update(
+    _reservations, [_reservations.c.id], [_reservations.c.reserved_tokens, _reservations.c.charges]
 )
-_EXTEND = (
-    update(_reservations)
-    .where(_reservations.c.id == bindparam("request_id"))
-    .values(
-        reserved_tokens=bindparam("new_tokens"), charges=bindparam("new_charges", type_=_reservations.c.charges.type)
-    )
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Statements:
-    """What a batch reads of reservations; the parameter `ids` is a list."""
-
-    charges: Select[*tuple[Any, ...]]
-    reservations: Select[*tuple[Any, ...]]
+_CHARGES = msgspec.json.Decoder(list[Charge])
 
 
 @functools.cache
-def _statements(dialect: str) -> _Statements:
-    of_ids = among(dialect, _reservations.c.id, "ids")
-    return _Statements(
-        charges=select(_reservations.c.id, _reservations.c.charges).where(of_ids),
-        reservations=select(_reservations).where(of_ids).order_by(_reservations.c.id).with_for_update(),
-    )
+def _locked(dialect: str) -> Select[*tuple[Any, ...]]:
+    """Reservations by the list that the parameter `ids` is; their charges as text."""
+    columns = [cast(one, String).label(one.name) if one.name == "charges" else one for one in _reservations.c]
+    ids = bindparam("ids", type_=ARRAY(String)) if dialect == POSTGRESQL else bindparam("ids", expanding=True)
+    of_ids = _reservations.c.id == any_(ids) if dialect == POSTGRESQL else _reservations.c.id.in_(ids)
+    return select(*columns).where(of_ids).order_by(_reservations.c.id).with_for_update()
+
+
+class Uncounted(Exception):
+    """Since the counters were locked the rules have changed, or a day has ended, and others are needed besides.
+
+    Nothing was judged. The transaction is begun anew, with the `bindings` whose counters may have to be made.
+    """
+
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        super().__init__("the rules changed while they were applied")
+        self.bindings = bindings
 
 
 class AdmissionBatch:
     """The work of one transaction that may write.
 
-    Policies are locked in id order, then reservations, then the counters that tenants inherit: see `QuotaState`.
+    It locks the reservations in the order of their ids and then the counters in that of their keys: see `QuotaState`.
+    Rules and prices come from books that are kept between transactions: see `PolicyReader` and `PriceReader`.
     """
 
-    def __init__(self, connection: Connection, database: Database, prices: PriceReader) -> None:
+    def __init__(self, connection: Connection, database: Database, policies: PolicyReader, prices: PriceReader) -> None:
         self._connection = connection
         self._database = database
+        self._policies = policies
+        self._rules = policies.book(connection)
         self._now_us = 0
         self._quotas = QuotaState(connection)
         self._open: dict[str, dict[str, Any]] = {}
@@ -89,33 +93,33 @@ class AdmissionBatch:
         self._adapters: Mapping[str, str] = {}
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """The outcome of each; a refused one changes nothing. Raises SQLAlchemyError, and then nothing is changed."""
+        """The outcome of each; a refused one changes nothing. Raises Uncounted and SQLAlchemyError, and then nothing
+        is changed."""
         requests = [operation for operation in operations if isinstance(operation, ReservationRequest)]
         open_ids = {operation.request_id for operation in operations if not isinstance(operation, ReservationRequest)}
-        self._lock(requests, open_ids)
-        self._now_us = self._database.now_us(self._connection)
-        self._read_counters(requests)
+        if open_ids:
+            self._lock_reservations(open_ids)
+        self._lock_counters(requests)
+        if self._rules.has_costs:
+            self._read_prices(requests)
         outcomes = [self._judge(operation) for operation in operations]
         self._write()
         return outcomes
 
-    def _lock(self, requests: Sequence[ReservationRequest], open_ids: Collection[str]) -> None:
-        execute, statements = self._connection.execute, _statements(self._connection.dialect.name)
-        # The policies that a reservation's charges name never change.
-        charged: set[str] = set()
-        for row in execute(statements.charges, {"ids": list(open_ids)}) if open_ids else ():
-            charged.update(charge["policy_id"] for charge in row.charges)
-        subjects = {request.tenant_id for request in requests}
-        subjects.update(request.api_key_id for request in requests)
-        subjects.update(request.adapter_id for request in requests if request.adapter_id is not None)
-        if subjects or charged:
-            self._quotas.read_policies(subjects, charged)
-        if open_ids:
-            rows = execute(statements.reservations, {"ids": list(open_ids)}).mappings().all()
-            self._known = {row["id"] for row in rows}
-            self._open = {row["id"]: dict(row) for row in rows if row["state"] == "open"}
-            self._recovered = {row["id"]: dict(row) for row in rows if row["state"] == RECOVERED}
-            self._read_charged(list(self._recovered))
+    def _lock_reservations(self, ids: Collection[str]) -> None:
+        dialect = self._connection.dialect
+        statement = _locked(dialect.name)
+        if dialect.name == POSTGRESQL:
+            result = self._connection.exec_driver_sql(text_of(statement, dialect), {"ids": list(ids)})
+        else:
+            result = self._connection.execute(statement, {"ids": list(ids)})
+        rows = result.mappings().all()
+        self._known = {row["id"] for row in rows}
+        for row in rows:
+            if row["state"] in ("open", RECOVERED):
+                kept = self._open if row["state"] == "open" else self._recovered
+                kept[row["id"]] = {**row, "charges": _CHARGES.decode(row["charges"])}
+        self._read_charged(list(self._recovered))
 
     def _read_charged(self, request_ids: list[str]) -> None:
         """What recovered requests were charged by their last checkpoints."""
@@ -129,19 +133,49 @@ class AdmissionBatch:
                 cached_tokens=row.cached_tokens,
             )
 
-    def _read_counters(self, requests: Sequence[ReservationRequest]) -> None:
-        if not self._quotas.policies:
-            return
-        self._quotas.read_timezones({request.tenant_id for request in requests})
-        wanted: list[Binding] = []
+    def _lock_counters(self, requests: Sequence[ReservationRequest]) -> None:
+        """Lock what the rules name, and see that they still do."""
+        self._read_rules(requests)
+        wanted = self._wanted(requests, self._policies.latest_us)
+        self._quotas.read({binding.key for binding in wanted}.union(self._held_keys()))
+        moment = self._policies.moment(self._connection)
+        self._now_us = moment.now_us
+        if moment.epoch != self._rules.epoch:
+            self._rules = self._policies.renewed(moment.epoch)
+            self._read_rules(requests)
+        uncounted = [one for one in self._wanted(requests, self._now_us) if one.key not in self._quotas.counters]
+        if uncounted:
+            raise Uncounted(uncounted)
+
+    def _read_rules(self, requests: Sequence[ReservationRequest]) -> None:
+        subjects: set[str] = set()
         for request in requests:
-            wanted += self._bindings(request)
-        for reservation in (*self._open.values(), *self._recovered.values()):
-            held = self._quotas.held(reservation["charges"], reservation["tenant_id"])
-            wanted += [binding for _, binding in held if binding is not None]
-        self._quotas.read_counters(wanted)
-        if self._quotas.has_costs:
-            self._read_prices(requests)
+            subjects.add(request.tenant_id)
+            subjects.add(request.api_key_id)
+            if request.adapter_id is not None:
+                subjects.add(request.adapter_id)
+        charged = {
+            charge.policy_id
+            for reservation in (*self._open.values(), *self._recovered.values())
+            for charge in reservation["charges"]
+        }
+        self._rules.read(self._connection, subjects, {request.tenant_id for request in requests}, charged)
+
+    def _wanted(self, requests: Sequence[ReservationRequest], now_us: int) -> list[Binding]:
+        return [
+            binding
+            for request in requests
+            for binding in self._rules.bindings(request.tenant_id, request.api_key_id, request.adapter_id, now_us)
+        ]
+
+    def _held_keys(self) -> set[CounterKey]:
+        """The counters of which reservations hold something."""
+        return {
+            binding.key
+            for reservation in (*self._open.values(), *self._recovered.values())
+            for _, binding in self._rules.held(reservation["charges"], reservation["tenant_id"])
+            if binding is not None
+        }
 
     def _read_prices(self, requests: Sequence[ReservationRequest]) -> None:
         self._book = self._prices.book(self._connection, self._now_us)
@@ -159,8 +193,8 @@ class AdmissionBatch:
     def _price_of(self, reservation: Mapping[str, Any]) -> Price | None:
         return self._price(reservation["tenant_id"], reservation["adapter_version_id"], reservation["created_us"])
 
-    def _bindings(self, request: ReservationRequest) -> list[Binding]:
-        return self._quotas.bindings(request.tenant_id, request.api_key_id, request.adapter_id, self._now_us)
+    def _bindings(self, request: ReservationRequest) -> Sequence[Binding]:
+        return self._rules.bindings(request.tenant_id, request.api_key_id, request.adapter_id, self._now_us)
 
     def _judge(self, operation: Operation) -> Outcome:
         if isinstance(operation, Closing):
@@ -180,7 +214,8 @@ class AdmissionBatch:
             cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
         )
         decision = decide(self._bindings(request), self._quotas.counters, demand, self._now_us)
-        self._quotas.change(decision.counters.items())
+        for key, counter in decision.counters.items():
+            self._quotas.change(key, counter)
         self._opened.append(
             {
                 "id": request.request_id,
@@ -194,10 +229,11 @@ class AdmissionBatch:
                 "state": "open",
                 "prompt_tokens": request.prompt_tokens,
                 "reserved_tokens": request.reserved_tokens,
-                "charges": [charge.as_json() for charge in decision.charges],
+                "charges": decision.charges,
                 "checkpoint_tokens": 0,
                 "created_us": self._now_us,
                 "lease_expires_us": self._now_us + LEASE_US,
+                "cancel_requested_us": None,
             }
         )
         return Reservation(
@@ -208,20 +244,21 @@ class AdmissionBatch:
         reservation = self._open.get(extension.request_id)
         if reservation is None:
             return self._not_open(extension.request_id)
-        held = self._quotas.held(reservation["charges"], reservation["tenant_id"])
+        held = self._rules.held(reservation["charges"], reservation["tenant_id"])
         cost_nanos = cost_of(self._price_of(reservation), 0, 0, extension.tokens)
         demand = Demand(tokens=extension.tokens, cost_nanos=cost_nanos)
         granted = extend(held, self._quotas.counters, demand, self._now_us)
         if granted is None:
             return False
         counters, charges = granted
-        self._quotas.change(counters.items())
-        reservation["charges"] = [charge.as_json() for charge in charges]
+        for key, counter in counters.items():
+            self._quotas.change(key, counter)
+        reservation["charges"] = charges
         reservation["reserved_tokens"] += extension.tokens
         self._extended[extension.request_id] = {
-            "request_id": extension.request_id,
-            "new_tokens": reservation["reserved_tokens"],
-            "new_charges": reservation["charges"],
+            "id": extension.request_id,
+            "reserved_tokens": reservation["reserved_tokens"],
+            "charges": reservation["charges"],
         }
         return True
 
@@ -240,12 +277,12 @@ class AdmissionBatch:
         del self._open[closing.request_id]
         settlement = closing.settlement
         spent = _spent(settlement, self._price_of(reservation))
-        for charge, binding in self._quotas.held(reservation["charges"], reservation["tenant_id"]):
+        for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
             # A limit that was lifted meanwhile no longer binds.
             if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
                 counter = binding.give_back(binding.current(counter, self._now_us), charge.amount, spent)
-                self._quotas.change([(binding.key, counter)])
-        self._closed.append({"request_id": reservation["id"], "new_state": closing.state})
+                self._quotas.change(binding.key, counter)
+        self._closed.append({"id": reservation["id"], "state": closing.state})
         self._entries.charge(reservation, settlement)
         return True
 
@@ -255,23 +292,19 @@ class AdmissionBatch:
         charged, truth = self._charged[closing.request_id], closing.settlement
         price = self._price_of(reservation)
         guess, spent = _spent(charged, price), _spent(truth, price)
-        for charge, binding in self._quotas.held(reservation["charges"], reservation["tenant_id"]):
+        for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
             if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
                 counter = binding.correct(binding.current(counter, self._now_us), charge.amount, guess, spent)
-                self._quotas.change([(binding.key, counter)])
-        self._closed.append({"request_id": closing.request_id, "new_state": closing.state})
+                self._quotas.change(binding.key, counter)
+        self._closed.append({"id": closing.request_id, "state": closing.state})
         self._entries.correct(reservation, charged, truth)
         return True
 
     def _write(self) -> None:
-        execute = self._connection.execute
         self._quotas.write()
-        if self._opened:
-            execute(insert(_reservations), self._opened)
-        if self._extended:
-            execute(_EXTEND, list(self._extended.values()))
-        if self._closed:
-            execute(_CLOSE, self._closed)
+        _OPEN.run(self._connection, self._opened)
+        _EXTEND.run(self._connection, list(self._extended.values()))
+        _CLOSE.run(self._connection, self._closed)
         self._entries.write(self._now_us)
 
 

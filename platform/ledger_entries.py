@@ -13,8 +13,9 @@ from loramux.migrations.identifiers import new_id
 from loramux.platform.price_list import PriceReader
 from loramux.platform.prices import PriceBook
 from loramux.platform.reservations import Settlement
+from loramux.platform.row_documents import ManyRows
 
-_EVENT = insert(schema.usage_events)
+_EVENTS = ManyRows.insert(schema.usage_events)
 _ADJUSTMENT = insert(schema.usage_adjustments)
 _BATCH = insert(schema.usage_batches)
 
@@ -50,7 +51,8 @@ class LedgerEntries:
         entered = [entry[0] for entry in self._events] + [entry[0] for entry in self._corrections]
         adapters = adapters_of(self._connection, {one["adapter_version_id"] for one in entered} - {None})
         if self._events:
-            execute(_EVENT, [_event(*entry, adapters, book, now_us, batch_id) for entry in self._events])
+            events = [_event(*entry, adapters, book, now_us, batch_id) for entry in self._events]
+            _EVENTS.run(self._connection, events)
         if self._corrections:
             execute(_ADJUSTMENT, [_adjustment(*entry, adapters, book, now_us, batch_id) for entry in self._corrections])
         execute(_BATCH, {"id": batch_id, "at_us": now_us})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from loramux.platform.errors import InvalidRequest, RateLimited
 from loramux.platform.quota_counters import Counter, CounterKey
@@ -62,13 +61,6 @@ class Charge:
     policy_id: str
     window_start_us: int
     amount: int
-
-    def as_json(self) -> dict[str, Any]:
-        return {"policy_id": self.policy_id, "window_start_us": self.window_start_us, "amount": self.amount}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Charge:
-        return cls(document["policy_id"], document["window_start_us"], document["amount"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from loramux.platform.quota_metrics import MAX_RATE
 
 UNITS = 60_000_000
 """Microseconds in a minute: in this unit a bucket gains exactly `limit` a microsecond."""
@@ -18,8 +19,7 @@ class CounterKey(NamedTuple):
     """0 for what has no window."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
+class Counter(NamedTuple):
     """What has been counted. `reserved`, `used` and `exceeded` are whole requests, tokens or nanos."""
 
     level: int
@@ -35,7 +35,8 @@ class Counter:
     @classmethod
     def fresh(cls, burst: int, now_us: int) -> Counter:
         """A full bucket, and nothing counted."""
-        return cls(burst * UNITS, 0, 0, 0, now_us)
+        # What is no bucket repeats a limit that may be beyond any bucket's, and has no use for a level.
+        return cls(min(burst, MAX_RATE) * UNITS, 0, 0, 0, now_us)
 
     def refilled(self, limit: int, burst: int, now_us: int) -> Counter:
         """The bucket at `now_us`; a clock that went back refills nothing and takes nothing away."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
 from loramux.migrations.database import Database
 from loramux.platform.adapter_stock import stock_of
+from loramux.platform.policy_book import PolicyBook
 from loramux.platform.price_list import PriceReader
 from loramux.platform.prices import cost_of
 from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, Verdict, refusal, verdicts
-from loramux.platform.quota_counters import Counter
+from loramux.platform.quota_counters import Counter, CounterKey
 from loramux.platform.quota_metrics import Kind
 from loramux.platform.quota_rules import Binding, Demand
 from loramux.platform.quota_state import QuotaState
@@ -66,12 +67,12 @@ class QuotaView:
     def effective(self, caller: QuotaCaller) -> tuple[EffectiveLimit, ...]:
         """What holds for the caller, by metric, the tenant's before its key's and adapter's."""
         with self._database.read() as connection:
-            state, bindings, now_us = self._read(connection, caller, None)
-            standing = [(binding, binding.current(state.counters.get(binding.key), now_us)) for binding in bindings]
-            for binding in state.stock_bindings(caller.tenant_id):
-                counter = state.counters.get(binding.key) or Counter.fresh(0, now_us)
+            book, counters, bindings, now_us = self._read(connection, caller, None)
+            standing = [(binding, binding.current(counters.get(binding.key), now_us)) for binding in bindings]
+            for binding in book.stock_bindings(caller.tenant_id):
+                counter = counters.get(binding.key) or Counter.fresh(0, now_us)
                 used = stock_of(connection, caller.tenant_id, binding.policy.metric)
-                standing.append((binding, replace(counter, used=used)))
+                standing.append((binding, counter._replace(used=used)))
         limits = [_effective(binding, counter, now_us) for binding, counter in standing]
         return tuple(sorted(limits, key=lambda limit: limit.policy.metric))
 
@@ -89,29 +90,31 @@ class QuotaView:
         has counted nothing.
         """
         with self._database.read() as connection:
-            state, bindings, now_us = self._read(connection, caller, trial)
+            book, counters, bindings, now_us = self._read(connection, caller, trial)
             cost_nanos = 0
-            if state.has_costs:
-                book = self._prices.book(connection, now_us)
-                price = book.price_of(caller.tenant_id, caller.adapter_id, now_us)
+            if book.has_costs:
+                prices = self._prices.book(connection, now_us)
+                price = prices.price_of(caller.tenant_id, caller.adapter_id, now_us)
                 cost_nanos = cost_of(price, prompt_tokens, 0, completion_tokens)
         demand = Demand(tokens=prompt_tokens + completion_tokens, cost_nanos=cost_nanos)
-        judged = verdicts(bindings, state.counters, demand, now_us)
+        judged = verdicts(bindings, counters, demand, now_us)
         return Admissibility(refusal=refusal(judged, now_us), verdicts=tuple(judged))
 
     def _read(
         self, connection: Connection, caller: QuotaCaller, trial: QuotaPolicy | None
-    ) -> tuple[QuotaState, list[Binding], int]:
-        state = QuotaState(connection, is_locking=False)
-        subjects: Collection[str | None] = (caller.tenant_id, caller.key_id, caller.adapter_id)
-        state.read_policies([subject for subject in subjects if subject is not None], ())
-        now_us = self._database.now_us(connection)
+    ) -> tuple[PolicyBook, Mapping[CounterKey, Counter], Sequence[Binding], int]:
+        moment = self._database.moment(connection)
+        book = PolicyBook(moment.epoch)
+        subjects = [one for one in (caller.tenant_id, caller.key_id, caller.adapter_id) if one is not None]
+        book.read(connection, subjects, (caller.tenant_id,))
         if trial is not None:
-            state.put_policy(trial)
-        state.read_timezones((caller.tenant_id,))
-        bindings = state.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, now_us)
-        state.read_counters((*bindings, *state.stock_bindings(caller.tenant_id)))
-        return state, bindings, now_us
+            book.put(trial)
+            # It may be the first that has a day or a month.
+            book.read(connection, (), (caller.tenant_id,))
+        bindings = book.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, moment.now_us)
+        state = QuotaState(connection, is_locking=False)
+        state.read([binding.key for binding in (*bindings, *book.stock_bindings(caller.tenant_id))])
+        return book, state.counters, bindings, moment.now_us
 
 
 def _effective(binding: Binding, counter: Counter, now_us: int) -> EffectiveLimit:

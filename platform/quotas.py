@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Row, Table, delete, insert, select, update
@@ -265,7 +265,7 @@ def _insert(connection: Connection, policy: QuotaPolicy) -> None:
             policy_id=policy.id,
             subject_id=policy.subject_id,
             window_start_us=0,
-            **asdict(Counter.fresh(policy.burst, policy.created_us)),
+            **Counter.fresh(policy.burst, policy.created_us)._asdict(),
         )
     )
 

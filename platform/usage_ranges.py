@@ -1,49 +1,51 @@
-"""How a report's range is cut: whole days and hours that the rollups hold, and the rest that single events must answer.
+"""How a report's range is cut: whole spans that the rollups hold, and the rest that single events must answer.
 
 All ranges are half-open, `[start_us, end_us)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from loramux.platform.quota_metrics import Period
 from loramux.platform.quota_windows import window_at
-from loramux.platform.usage_rollups import DAY_US, HOUR_US
+from loramux.platform.usage_grains import DAY_US, HOUR_US, MINUTE_US
 
-BUCKET_US = {"1m": 60_000_000, "1h": HOUR_US, "1d": DAY_US}
+BUCKET_US = {"1m": MINUTE_US, "1h": HOUR_US, "1d": DAY_US}
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The parts of a range, without overlap and without a gap: what days, what hours and what events answer."""
+    """The parts of a range, without overlap and without a gap: what spans of each length answer, and what events do."""
 
-    days: tuple[Range, ...]
-    hours: tuple[Range, ...]
+    spans: Mapping[int, tuple[Range, ...]]
     events: tuple[Range, ...]
 
+    @property
+    def rolled_up(self) -> tuple[Range, ...]:
+        """What spans of any length answer; neighbours are one range."""
+        merged: list[Range] = []
+        for start_us, end_us in sorted(part for parts in self.spans.values() for part in parts):
+            if merged and merged[-1][1] == start_us:
+                merged[-1] = (merged[-1][0], end_us)
+            else:
+                merged.append((start_us, end_us))
+        return tuple(merged)
 
-def cut(ranges: Sequence[Range], bucket: str | None) -> Cut:
-    """Cut ranges so that no part is longer than the bucket; None is one bucket for everything."""
-    days: list[Range] = []
-    hours: list[Range] = []
-    events: list[Range] = []
-    for start_us, end_us in ranges:
-        if bucket == "1m":
-            events.append((start_us, end_us))
-            continue
-        head, whole, tail = _whole(start_us, end_us, HOUR_US)
-        events += [part for part in (head, tail) if part[0] < part[1]]
-        if bucket == "1h":
-            hours += [whole] if whole[0] < whole[1] else []
-            continue
-        head, whole, tail = _whole(*whole, DAY_US)
-        hours += [part for part in (head, tail) if part[0] < part[1]]
-        days += [whole] if whole[0] < whole[1] else []
-    return Cut(tuple(days), tuple(hours), tuple(events))
+
+def cut(ranges: Sequence[Range], spans_us: Collection[int]) -> Cut:
+    """Cut ranges into whole spans of these lengths, as long ones as there are."""
+    spans: dict[int, tuple[Range, ...]] = {}
+    left = list(ranges)
+    for span_us in sorted(spans_us, reverse=True):
+        pieces = [_whole(start_us, end_us, span_us) for start_us, end_us in left]
+        if wholes := tuple(whole for _, whole, _ in pieces if whole[0] < whole[1]):
+            spans[span_us] = wholes
+        left = [part for head, _, tail in pieces for part in (head, tail) if part[0] < part[1]]
+    return Cut(spans, tuple(left))
 
 
 def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.quota_windows import is_timezone
+from loramux.platform.usage_grains import AMOUNTS, DAY_US, HOUR_US, MINUTE_US, Grain, grains_for
 from loramux.platform.usage_ranges import BUCKET_US, Cut, Range, cut, local_days
-from loramux.platform.usage_rollups import AMOUNTS, DAY_US, EVERYBODY, HOUR_US
 
 MAX_BUCKETS = 10_000
 MAX_LOCAL_DAYS = 800
@@ -47,7 +47,6 @@ _COLUMNS = {
     "status": "status",
 }
 GROUPS = tuple(_COLUMNS)
-_OF_EVERYBODY = {"base", "endpoint", "status"}
 # "" stands for none of them.
 _OPTIONAL = {"adapter", "version", "end_user"}
 
@@ -89,7 +88,8 @@ class UsageQuestion:
             raise InvalidRequest(f"the range holds more than {MAX_BUCKETS} buckets of {self.bucket}", param="bucket")
         if self.has_local_days and length_us // DAY_US > MAX_LOCAL_DAYS:
             raise InvalidRequest(f"a report by days of a timezone spans {MAX_LOCAL_DAYS} of them", param="start")
-        if self.bucket != "1m" and "end_user" not in self.group_by:
+        is_by_minute = self.bucket == "1m" and MINUTE_US not in self.grains()
+        if not is_by_minute and "end_user" not in self.group_by:
             return
         what = "by end user" if "end_user" in self.group_by else "by minute"
         if length_us > MAX_SINGLE_US:
@@ -100,6 +100,11 @@ class UsageQuestion:
     @property
     def has_local_days(self) -> bool:
         return self.bucket == "1d" and self.timezone != "UTC"
+
+    def grains(self) -> dict[int, Grain]:
+        """What rollups answer it, by the length of their spans."""
+        of_tenant = () if self.tenant_id is None else ("tenant_id",)
+        return grains_for([*of_tenant, *(_COLUMNS[name] for name in self.group_by)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +132,8 @@ class UsageRow:
 def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
     """The rows, oldest bucket first, then by the groups' values. Raises InvalidRequest for too many of them.
 
-    Whole days and hours are answered by the rollups and by what waits to be added to them; the cut ends by events. It
-    is one statement, so that a fold that commits meanwhile is seen wholly or not at all. An adjustment counts when it
+    Whole spans are answered by the rollups and by what waits to be added to them; the cut ends by events. It is one
+    statement, so that a fold that commits meanwhile is seen wholly or not at all. An adjustment counts when it
     was written, with its request's groups and no request of its own.
     """
     days = local_days(question.start_us, question.end_us, question.timezone) if question.has_local_days else []
@@ -144,9 +149,10 @@ def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
 
 
 def _statement(question: UsageQuestion, days: Sequence[int]) -> Select[Any]:
-    parts = _cut(question, days)
+    grains = question.grains()
+    parts = _cut(question, days, grains)
     facts = union_all(
-        *_rollup_facts(question, parts, days),
+        *_rollup_facts(question, parts, grains, days),
         *_event_facts(question, parts, days),
     ).subquery("facts")
     keys = [facts.c[name] for name in (("bucket_us",) if question.bucket else ()) + question.group_by]
@@ -164,42 +170,42 @@ def _statement(question: UsageQuestion, days: Sequence[int]) -> Select[Any]:
     return named.order_by(*(column for column, key in zip(shown, keys, strict=False)))
 
 
-def _cut(question: UsageQuestion, days: Sequence[int]) -> Cut:
+def _cut(question: UsageQuestion, days: Sequence[int], spans_us: Collection[int]) -> Cut:
     whole = (question.start_us, question.end_us)
-    if "end_user" in question.group_by:
-        return Cut((), (), (whole,))
     if not days:
-        return cut([whole], question.bucket)
+        longest_us = question.end_us if question.bucket is None else BUCKET_US[question.bucket]
+        return cut([whole], [span_us for span_us in spans_us if span_us <= longest_us])
     # Only where midnights lie on whole hours does a rolled-up hour belong to one day.
-    if all(day % HOUR_US == 0 for day in days[1:]):
-        return cut([whole], "1h")
-    return cut(list(zip(days, [*days[1:], question.end_us], strict=True)), "1h")
+    if HOUR_US in spans_us and all(day % HOUR_US == 0 for day in days[1:]):
+        return cut([whole], [span_us for span_us in spans_us if span_us <= HOUR_US])
+    return cut(list(zip(days, [*days[1:], question.end_us], strict=True)), [us for us in spans_us if us < DAY_US])
 
 
-def _rollup_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> list[Select[Any]]:
-    is_of_everybody = question.tenant_id is None and set(question.group_by) <= _OF_EVERYBODY
-    tenant_id = EVERYBODY if is_of_everybody else question.tenant_id
+def _rollup_facts(
+    question: UsageQuestion, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
+) -> list[Select[Any]]:
     table = _rollups.c
     # Summed up by series first, so that what they are is looked up once for each.
     is_by_series = bool(set(question.group_by) - {"tenant"})
     facts = []
-    for span_us, ranges in ((DAY_US, parts.days), (HOUR_US, parts.hours)):
-        if not ranges:
-            continue
-        keys: list[ColumnElement[Any]] = []
+    for span_us, ranges in parts.spans.items():
+        bucket: list[ColumnElement[Any]] = []
         if question.bucket is not None:
-            keys.append(_bucket(table.start_us, question.bucket, days).label("bucket_us"))
-        if "tenant" in question.group_by:
-            keys.append(table.tenant_id.label("tenant"))
+            bucket.append(_bucket(table.start_us, question.bucket, days).label("bucket_us"))
+        keys = list(bucket)
         if is_by_series:
             keys.append(table.series_id)
+        elif question.group_by:
+            keys.append(table.tenant_id.label("tenant"))
         sums = select(*keys, *(func.sum(table[name]).label(name) for name in AMOUNTS))
-        sums = sums.where(table.span_us == span_us, _within(table.start_us, ranges))
-        sums = sums.where(table.tenant_id != EVERYBODY if tenant_id is None else table.tenant_id == tenant_id)
+        sums = sums.where(table.grain == grains[span_us].number, table.span_us == span_us)
+        sums = sums.where(_within(table.start_us, ranges))
+        if question.tenant_id is not None:
+            sums = sums.where(table.tenant_id == question.tenant_id)
         by_series = (sums.group_by(*keys) if keys else sums).subquery()
-        columns: list[ColumnElement[Any]] = [by_series.c.bucket_us] if question.bucket is not None else []
+        columns: list[ColumnElement[Any]] = [by_series.c.bucket_us] if bucket else []
         for name in question.group_by:
-            columns.append(by_series.c.tenant if name == "tenant" else _series.c[_COLUMNS[name]].label(name))
+            columns.append((_series.c[_COLUMNS[name]] if is_by_series else by_series.c.tenant).label(name))
         query = select(*columns, *(by_series.c[name] for name in AMOUNTS))
         if is_by_series:
             query = query.join_from(by_series, _series, _series.c.id == by_series.c.series_id)
@@ -211,7 +217,7 @@ def _event_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> li
     """Single events and adjustments: all of the cut ends, and of the rest those that wait for the rollups."""
     facts = []
     of_event = _adjustments.join(_events, _events.c.request_id == _adjustments.c.request_id)
-    rolled_up = (*parts.days, *parts.hours)
+    rolled_up = parts.rolled_up
     for table, time, tables, num_requests in (
         (_events, _events.c.finished_us, _events, 1),
         (_adjustments, _adjustments.c.created_us, of_event, 0),

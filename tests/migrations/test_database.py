@@ -252,18 +252,23 @@ def test_usage_of_before_is_rolled_up(database_url: str) -> None:
     rollups = usage_rollups.c
     with database.read() as connection:
         rows = connection.execute(
-            select(rollups.span_us, rollups.start_us - day, rollups.requests, rollups.prompt_tokens)
+            select(rollups.grain, rollups.span_us, rollups.start_us - day, rollups.requests, rollups.prompt_tokens)
             .where(rollups.tenant_id == owner)
-            .order_by(rollups.span_us, rollups.start_us)
+            .order_by(rollups.grain, rollups.span_us, rollups.start_us)
         ).all()
         everybody = connection.execute(
             select(rollups.requests, rollups.completion_tokens).where(rollups.tenant_id == "", rollups.span_us == day)
         ).one()
-    assert [tuple(row) for row in rows] == [
-        (hour, 0, 2, 30),
-        (hour, hour, 1, 40),
-        (hour, 2 * hour, 0, -4),
-        (day, 0, 3, 66),
-    ]
+    hours = [(hour, 0, 2, 30), (hour, hour, 1, 40), (hour, 2 * hour, 0, -4)]
+    # The first of all weeks began a day before.
+    of_day, of_week = (day, 0, 3, 66), (7 * day, -day, 3, 66)
+    by_grain = {
+        1: [*hours, of_day, of_week],
+        2: [*hours, of_day, of_week],
+        3: [(6 * hour, 0, 3, 66), of_day, of_week],
+        4: [of_day],
+        5: [*hours, of_day],
+    }
+    assert [tuple(row) for row in rows] == [(grain, *row) for grain, found in by_grain.items() for row in found]
     assert tuple(everybody) == (3, 9)
     database.close()

@@ -17,15 +17,17 @@ from sqlalchemy import Connection, func, insert, select
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
+from loramux.migrations.ledger_rollups import roll_up_ledger
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.ledger import Ledger
 from loramux.platform.price_list import PriceList
 from loramux.platform.reservations import Closing, ReservationRequest, Settlement
 from loramux.platform.tenants import Tenants
+from loramux.platform.usage_grains import AMOUNTS, DAY_US, GRAINS, HOUR_US, MINUTE_US, QUARTER_DAY_US, WEEK_US
 from loramux.platform.usage_ranges import cut
 from loramux.platform.usage_report import GROUPS, UsageRow
-from loramux.platform.usage_rollups import AMOUNTS, DAY_US, HOUR_US, UsageRollups
+from loramux.platform.usage_rollups import UsageRollups
 
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe")
 
@@ -116,7 +118,7 @@ def bucket_start(at_us: int, bucket: str | None, zone: str, start_us: int) -> in
     if bucket is None:
         return start_us
     if bucket != "1d" or zone == "UTC":
-        span = {"1m": 60_000_000, "1h": HOUR_US, "1d": DAY_US}[bucket]
+        span = {"1m": MINUTE_US, "1h": HOUR_US, "1d": DAY_US}[bucket]
         return max(start_us, at_us // span * span)
     day = datetime.fromtimestamp(at_us // 1_000_000, UTC).astimezone(ZoneInfo(zone)).date()
     midnight = datetime.combine(day, time(), ZoneInfo(zone)).timestamp()
@@ -159,6 +161,10 @@ def question(ledgers: Ledgers, first_us: int) -> dict[str, Any]:
     group_by = tuple(choose.sample(GROUPS, choose.choice((0, 1, 1, 2, 3))))
     tenant_id = choose.choice((None, ledgers.keys[0][0].id, ledgers.keys[2][0].id))
     start_us, end_us = ends[0], ends[1] + 1
+    if choose.random() < 0.15:
+        # Of everybody, minutes are rolled up too.
+        tenant_id, bucket, group_by = None, "1m", tuple(choose.sample(("base", "endpoint", "status"), 2))
+        start_us = max(start_us, end_us - 6 * DAY_US)
     if "end_user" in group_by:
         tenant_id = ledgers.keys[0][0].id
         start_us = max(start_us, end_us - 30 * DAY_US)
@@ -220,15 +226,31 @@ def _fold_and_die(ledgers: Ledgers, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check_rollups(database: Database, facts: list[dict[str, Any]]) -> None:
-    """Days and hours, and those of everybody, hold the same; nothing waits."""
+    """Spans of every length of every grain hold the same; nothing waits; and the database itself sums up the same."""
     rollups, total = schema.usage_rollups.c, tuple(sum(fact[name] for fact in facts) for name in AMOUNTS)
     sums = select(*(func.sum(rollups[name]) for name in AMOUNTS))
     with database.read() as connection:
-        for span_us in (HOUR_US, DAY_US):
-            for is_of_everybody in (rollups.tenant_id == "", rollups.tenant_id != ""):
-                row = connection.execute(sums.where(rollups.span_us == span_us, is_of_everybody)).one()
+        for grain in GRAINS:
+            for span_us in grain.spans_us:
+                row = connection.execute(sums.where(rollups.grain == grain.number, rollups.span_us == span_us)).one()
                 assert tuple(map(int, row)) == total
         assert connection.execute(select(func.count()).select_from(schema.usage_batches)).scalar() == 0
+    folded = _all_rollups(database)
+    with database.write() as connection:
+        for statement in roll_up_ledger():
+            connection.exec_driver_sql(statement.replace("%", "%%") if not database.is_sqlite else statement)
+    assert _all_rollups(database) == folded
+
+
+def _all_rollups(database: Database) -> set[tuple[Any, ...]]:
+    """Every row, by what its series is instead of its number."""
+    rollups, series = schema.usage_rollups.c, schema.usage_series.c
+    rest = [column for column in rollups if column.name != "series_id"]
+    query = select(*rest, *(column for column in series if column.name != "id")).where(rollups.series_id == series.id)
+    with database.read() as connection:
+        rows = [tuple(row) for row in connection.execute(query)]
+    assert len(set(rows)) == len(rows)
+    return set(rows)
 
 
 def test_gateways_that_settle_and_fold_at_once_lose_nothing(database: Database) -> None:
@@ -293,17 +315,24 @@ def test_gateways_that_settle_and_fold_at_once_lose_nothing(database: Database) 
     assert row.requests == num_threads * num_requests
 
 
-@pytest.mark.parametrize("bucket", [None, "1m", "1h", "1d"])
-@pytest.mark.parametrize("length", [1, HOUR_US - 1, HOUR_US, 5 * HOUR_US + 7, DAY_US, 3 * DAY_US + HOUR_US // 3])
+@pytest.mark.parametrize(
+    "spans_us",
+    [(), (HOUR_US,), (DAY_US, HOUR_US), (WEEK_US, DAY_US, QUARTER_DAY_US, HOUR_US), (MINUTE_US, DAY_US)],
+    ids=["events alone", "hours", "days", "weeks to hours", "days and minutes"],
+)
+@pytest.mark.parametrize(
+    "length", [1, HOUR_US - 1, HOUR_US, 5 * HOUR_US + 7, DAY_US, 3 * DAY_US + HOUR_US // 3, 2 * WEEK_US + 3]
+)
 @pytest.mark.parametrize("start", [0, 1, HOUR_US, DAY_US, 2 * DAY_US - 1, DAY_US + HOUR_US - 5])
-def test_a_cut_range_has_no_gap_and_no_overlap(start: int, length: int, bucket: str | None) -> None:
-    parts = cut([(start, start + length)], bucket)
-    pieces = sorted([*parts.days, *parts.hours, *parts.events])
+def test_a_cut_range_has_no_gap_and_no_overlap(start: int, length: int, spans_us: tuple[int, ...]) -> None:
+    parts = cut([(start, start + length)], spans_us)
+    pieces = sorted([*(part for ranges in parts.spans.values() for part in ranges), *parts.events])
     assert all(low < high for low, high in pieces)
     assert (pieces[0][0], pieces[-1][1]) == (start, start + length)
     assert all(one[1] == other[0] for one, other in pairwise(pieces))
-    assert all(edge % HOUR_US == 0 for part in (*parts.days, *parts.hours) for edge in part)
-    assert all(edge % DAY_US == 0 for part in parts.days for edge in part)
+    assert all(edge % span_us == 0 for span_us, ranges in parts.spans.items() for part in ranges for edge in part)
+    # Whatever a whole span can answer, is answered by one.
+    assert not any(-(-low // span) * span + span <= high for low, high in parts.events for span in spans_us)
 
 
 def test_an_idle_ledger_is_left_alone(clocked: Database) -> None:

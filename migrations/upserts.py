@@ -1,0 +1,13 @@
+"""Insert or update with one statement, which both databases can, and SQLAlchemy spells for each apart."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, Table
+from sqlalchemy.dialects import postgresql, sqlite
+
+
+def upsert(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
+    """An insert that has `on_conflict_do_update` and `excluded`."""
+    if connection.dialect.name == "postgresql":
+        return postgresql.insert(table)
+    return sqlite.insert(table)
