@@ -79,6 +79,5 @@ class PagePool:
         assert all(self._owners[page] is _FREE for page in free)
         assert len(free) + sum(self._num_owned.values()) == self.num_pages
         assert all(
-            (count > 0) == (owner is not _FREE)
-            for count, owner in zip(self._num_holders, self._owners, strict=True)
+            (count > 0) == (owner is not _FREE) for count, owner in zip(self._num_holders, self._owners, strict=True)
         )
