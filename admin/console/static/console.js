@@ -199,8 +199,6 @@
     } else if (form.matches("[data-playground]")) {
       event.preventDefault();
       play(form);
-    } else if (form.dataset.confirm && !confirm(form.dataset.confirm)) {
-      event.preventDefault();
     }
   });
 
