@@ -49,6 +49,11 @@ class Admission:
         self._rollups = UsageRollups(database)
         self._turn = threading.Lock()
 
+    @property
+    def num_writers(self) -> int:
+        """How many transactions at once are of use: SQLite lets one write, PostgreSQL works while we judge others."""
+        return 1 if self._database.is_sqlite else 2
+
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
         """Reserve and close in one transaction, judged in this order; the outcome of each.
 

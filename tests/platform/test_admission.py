@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from dataclasses import replace
 from typing import Any
 
@@ -372,3 +373,22 @@ def test_an_extension_and_a_settlement_in_one_transaction_hold_nothing_afterward
     )
     assert outcomes == [True, False, True, False]
     assert (counter(clocked).level, counter(clocked).reserved) == (40 * UNITS, 0)
+
+
+def test_a_limit_that_changes_while_a_request_waits_for_its_counter_binds_it(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
+    admission = Admission(clocked)
+    # From now on it knows the rule by heart.
+    admission.settle(admission.reserve(make_request()).request_id, used(10, 0))
+    policies, counters = schema.quota_policies, schema.quota_counters
+    with ThreadPoolExecutor(1) as other:
+        with clocked.write() as connection:
+            connection.execute(counters.update().values(level=20 * UNITS))
+            waiting = other.submit(admission.reserve, make_request(most=30))
+            assert not futures_wait([waiting], timeout=0.2).done
+            connection.execute(policies.update().values(limit_value=20, burst=20))
+        with pytest.raises(RequestTooLarge):
+            waiting.result()
+    assert counter(clocked).reserved == 0
