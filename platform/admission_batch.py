@@ -212,6 +212,7 @@ class AdmissionBatch:
         demand = Demand(
             tokens=request.reserved_tokens,
             cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
+            loads=int(request.loads_adapter),
         )
         decision = decide(self._bindings(request), self._quotas.counters, demand, self._now_us)
         for key, counter in decision.counters.items():
@@ -310,4 +311,9 @@ class AdmissionBatch:
 
 
 def _spent(settlement: Settlement, price: Price | None) -> Spent:
-    return Spent(tokens=settlement.tokens, cost_nanos=settlement.cost_nanos(price), has_run=settlement.has_run)
+    return Spent(
+        tokens=settlement.tokens,
+        cost_nanos=settlement.cost_nanos(price),
+        has_run=settlement.has_run,
+        has_begun=settlement.has_begun,
+    )

@@ -221,9 +221,10 @@ async def test_an_adapter_is_uploaded_moved_and_rolled_back(
     for number in (1, 2):
         await _upload(operator, here, make_adapter(rank=number))
         assert "passed" in await _until_ready(operator, f"{here}/versions/{number}")
-    chosen = f"{here}/move?alias=default&version=1&version=2&weight_1=90&weight_2=10"
+    chosen = f"{here}/move?alias=default&version=2&version=1&weight_1=90&weight_2=10"
     assert "v1" in (await operator.get(f"{here}/move?alias=default")).text
     assert "above 0" in (await operator.get(f"{here}/move?alias=default&version=1")).text
+    assert "there already" in (await operator.get(f"{here}/move?alias=default&version=1&weight_1=7")).text
     page = (await operator.get(chosen)).text
     assert "version 1</strong>" in page
     assert "version 1 (90 %) and version 2 (10 %)</strong>" in page
@@ -315,7 +316,7 @@ async def test_nothing_that_a_name_holds_gets_out_of_its_place(
         "/keys?tenant=marked",
     ]
     pages += [f"/keys/{key.key.id}/revoke", f"/requests/{running}/cancel", "/jobs?state=succeeded"]
-    pages += [f"{adapter}/move?alias=default&version=1&weight_1=1", f"{adapter}/grants/remove?tenant=%3Cb%3E%00"]
+    pages += [f"{adapter}/move?alias=new&version=1&weight_1=1", f"{adapter}/grants/remove?tenant=%3Cb%3E%00"]
     num_shown = 0
     async with client_of(spoilt) as client:
         client.cookies = operator.client.cookies

@@ -36,7 +36,7 @@ PAGES = {
     "audit": ("/audit", "tenant.create"),
     "health": ("/health", "demo-base"),
     "move": ("/adapters/{harbour}/move?alias=default", "Weight"),
-    "promote": ("/adapters/{harbour}/move?alias=default&version=1&weight_1=100", "What changes"),
+    "promote": ("/adapters/{harbour}/move?alias=beta&version=1&weight_1=100", "What changes"),
     "take out of service": ("/adapters/{harbour}/state", "To undo it"),
     "suspend": ("/tenants/harbour/state", "usable key"),
     "quarantine": ("/adapters/{harbour}/versions/1/quarantine", "Who notices"),
@@ -101,7 +101,7 @@ def test_an_alias_moves_by_weight_and_rolls_back(
     page.fill("[name=weight_1]", "75")
     page.fill("[name=weight_2]", "25")
     page.click("text=See what changes")
-    page.wait_for_selector("text=What changes")
+    page.wait_for_selector("text=To undo it")
     assert "version 1 (75 %) and version 2 (25 %)" in page.inner_text(".move")
     _keep(page, "move-light-1440")
     page.click("button:has-text('Move default')")

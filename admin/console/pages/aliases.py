@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from starlette.responses import Response
@@ -133,6 +134,8 @@ async def _ask(
 ) -> Response:
     if not name:
         raise InvalidRequest("give the alias a name")
+    if alias is not None and _shares(alias["targets"]) == _shares(targets):
+        raise InvalidRequest(f"{name} leads there already")
     path, called = f"/adapters/{adapter['id']}", adapter["model"] + ("" if name == "default" else f":{name}")
     grants, used = await asyncio.gather(
         visit.rest.get(f"{path}/grants", limit=100), requests_of_adapter(visit.rest, adapter)
@@ -171,7 +174,12 @@ def _targets(form: Form) -> list[dict[str, int]]:
             targets.append({"version": _integer(number), "weight": weight})
     if not targets:
         raise InvalidRequest("give at least one version a weight above 0")
-    return targets
+    return sorted(targets, key=lambda target: target["version"])
+
+
+def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:
+    total = sum(target["weight"] for target in targets)
+    return {target["version"]: Fraction(target["weight"], total) for target in targets}
 
 
 def _asked_again(name: str, targets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

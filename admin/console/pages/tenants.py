@@ -90,11 +90,14 @@ async def confirm_state(visit: Visit) -> Response:
     )
     now = int(time.time())
     keys["data"] = [key for key in keys["data"] if not key["revoked_at"] and (key["expires_at"] or now + 1) > now]
-    refused = f"All keys of {slug} are refused"
+    active, suspended = (
+        f"{slug} is active, with {_some(keys, 'usable key')}",
+        f"{slug} is suspended: its keys are refused",
+    )
     return Confirmation(
         title=f"Suspend {slug}" if is_active else f"Take {slug} back",
-        before=f"Open: {_some(keys, 'usable key')}" if is_active else refused,
-        after=refused if is_active else f"Open again: {_some(keys, 'usable key')}",
+        before=active if is_active else suspended,
+        after=suspended if is_active else active,
         affects=f"Everybody who calls as {slug}, and its people in this console, within five seconds. Running "
         "requests finish; other tenants go on calling adapters that were granted to them.",
         undo="One click on the tenant's page. Keys, adapters, quotas and usage stay as they are.",
