@@ -52,7 +52,7 @@ campaign-simulation: $(WARM) ## Long random lives of the engine on a simulated d
 campaign-life: $(WARM) ## A long random life of the engine with real weights (LORAMUX_LIFE_EVENTS=10000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_long_life.py -m campaign --timeout 3600 $(ARGS)
 
-campaign-quotas: $(WARM) ## Admission beside plain dictionaries for long, on both databases (LORAMUX_QUOTA_STEPS=20000)
+campaign-quotas: $(WARM) ## Admission beside plain dictionaries for long, on both databases (LORAMUX_QUOTA_STEPS=1500)
 	$(VENV)/bin/python -m pytest tests/platform/test_quota_machine.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-processes: $(WARM) ## Servers and engines that hang, die, are joined, restarted and stopped in a hurry

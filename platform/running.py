@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -38,6 +39,9 @@ RECOVERY_GRACE_S = LEASE_US / 1_000_000
 """After trouble, gateways first get a lease's time to say what runs and what was settled."""
 
 CHECKPOINT_INTERVAL_S = 5.0
+
+SWEEP_INTERVAL_S = 3600.0
+"""How often counters of windows long past are looked for."""
 
 REPLAY_AT_ONCE = 256
 
@@ -180,6 +184,7 @@ class RunningRequests:
             group.create_task(self._residents.follow())
 
     async def _keep_leases(self) -> None:
+        sweep_s = time.monotonic()
         while True:
             try:
                 await self.checkpoint()
@@ -187,6 +192,10 @@ class RunningRequests:
                     num_recovered = await self._call(self._admission.recover_expired)
                     self._metrics.recovered.inc(num_recovered)
                 await self._call(self._admission.roll_up)
+                if time.monotonic() >= sweep_s:
+                    num_swept = await self._call(self._admission.sweep_counters)
+                    # Where there were some, there may be more.
+                    sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
             except SQLAlchemyError as error:
                 log.warning("checkpoint failed; trying again", error=str(error))
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)

@@ -392,3 +392,30 @@ def test_a_limit_that_changes_while_a_request_waits_for_its_counter_binds_it(
         with pytest.raises(RequestTooLarge):
             waiting.result()
     assert counter(clocked).reserved == 0
+
+
+def test_counters_of_windows_long_past_are_swept_and_what_is_held_or_current_stays(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
+) -> None:
+    for metric in ("tokens_per_minute", "tokens_per_day"):
+        QuotaPolicies(clocked).set(acme.id, metric, 100)
+    admission = Admission(clocked)
+
+    def windows() -> list[tuple[int, int]]:
+        columns = schema.quota_counters.c
+        with clocked.read() as connection:
+            query = select(columns.window_start_us, columns.reserved).order_by(columns.window_start_us)
+            return [(row[0], row[1]) for row in connection.execute(query)]
+
+    admission.settle(admission.reserve(make_request()).request_id, used(10, 5))
+    clock.advance(86_400)
+    admission.reserve(make_request(most=40))
+    clock.advance(98 * 86_400)
+    assert admission.sweep_counters() == 0
+    clock.advance(2 * 86_400)
+    admission.settle(admission.reserve(make_request()).request_id, used(10, 5))
+    assert len(windows()) == 4
+    assert admission.sweep_counters() == 1
+    bucket, held, current = windows()
+    assert (bucket[0], held[1], current[1]) == (0, 40, 0)
+    assert admission.sweep_counters() == 0
