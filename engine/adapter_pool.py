@@ -299,7 +299,7 @@ class AdapterPool:
     def _idle_and_wanted(self) -> Iterator[tuple[AdapterEntry, int]]:
         for digest, turn in self._demand.turns.items():
             entry = self._entries.get(digest)
-            if entry is not None and entry.phase is AdapterPhase.RESIDENT and entry.num_users == 0:
+            if entry is not None and entry.num_users == 0 and entry.phase is AdapterPhase.RESIDENT:
                 yield entry, turn
 
     def _rest(self, entry: AdapterEntry) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,16 +16,11 @@ from loramux.engine.sequence import Sequence
 from loramux.kernels.tables import AttentionBatch, Segments
 
 
-class ScheduledSequence(NamedTuple):
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """`num_tokens` tokens of a sequence, from position `sequence.num_computed` on, run in this step."""
 
     sequence: Sequence
     num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this chunk reaches the last token, so that the next one can be chosen."""
-        return self.sequence.num_computed + self.num_tokens == self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,54 +107,57 @@ NO_ROWS = _no_rows()
 
 def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     """Lay the scheduled sequences one after another."""
-    counts, starts, slots, num_pages, tokens = [], [], [], [], []
-    pages = array("i")
-    sampling: list[int] = []
+    # As int32 from the start: numpy takes these as they are, and looks at each number of a list.
+    counts, begins, slots, num_pages, pages, tokens, sample_rows = (array("i") for _ in range(7))
     samples: list[SamplingRow] = []
-    for row, (sequence, num_tokens) in enumerate(scheduled):
-        begin = sequence.num_computed
+    for item in scheduled:
+        sequence, num_tokens = item.sequence, item.num_tokens
+        begin, known = sequence.num_computed, sequence.tokens
         end = begin + num_tokens
         counts.append(num_tokens)
-        starts.append(begin)
+        begins.append(begin)
         slots.append(sequence.slot)
         num_pages.append(len(sequence.pages))
-        pages.extend(sequence.pages)
-        tokens += sequence.tokens[begin:end]
-        if end > len(sequence.tokens):
-            assert end == len(sequence.tokens) + 1, "only the newest token of a sequence can be in flight"
+        pages += sequence.pages
+        if end > len(known):
+            assert end == len(known) + 1, "only the newest token of a sequence can be in flight"
+            tokens.extend(known[begin:])
             tokens.append(-1 - sequence.sample_index)
+        else:
+            tokens.extend(known[begin:end])
         if end == sequence.num_tokens:
-            sampling.append(row)
+            sample_rows.append(len(tokens) - 1)
             samples.append(sampling_row(sequence))
-    per_sequence = np.array((counts, starts, slots), np.int32)
-    of_row = np.repeat(np.arange(len(scheduled)), counts)
-    begins, row_slots = per_sequence[1:, of_row]
-    cu_q, page_starts = _running_sum(counts), _running_sum(num_pages)
-    positions = np.arange(len(tokens), dtype=np.int32) - cu_q[of_row] + begins
-    page_ids = np.frombuffer(pages, np.int32)
-    page_of_row = page_ids[page_starts[of_row] + positions // page_tokens].astype(np.int64)
+    first_positions, page_ids = np.asarray(begins), np.asarray(pages)
+    cu_q, page_starts = _running_sum(counts), _running_sum(num_pages)[:-1]
+    positions, row_slots, row_page_starts = first_positions, np.asarray(slots), page_starts
+    max_q = max(counts)
+    if max_q > 1:
+        # Where all decode, rows are sequences, and nothing need be gathered.
+        of_row = np.repeat(np.arange(len(scheduled)), counts)
+        positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]
+        row_slots, row_page_starts = row_slots[of_row], page_starts[of_row]
+    page_of_row, place_in_page = np.divmod(positions, page_tokens)
     return Batch(
-        tokens=np.array(tokens, np.int32),
+        tokens=np.asarray(tokens),
         positions=positions,
         slots=row_slots,
         cu_q=cu_q,
-        seq_lens=per_sequence[0] + per_sequence[1],
+        seq_lens=np.asarray(counts) + first_positions,
         pages=page_ids,
-        page_starts=page_starts[:-1],
-        kv_slots=page_of_row * page_tokens + positions % page_tokens,
-        max_q=max(counts),
-        sample_rows=cu_q[1:][sampling] - 1,
+        page_starts=page_starts,
+        kv_slots=page_ids[row_page_starts + page_of_row].astype(np.int64) * page_tokens + place_in_page,
+        max_q=max_q,
+        sample_rows=np.asarray(sample_rows),
         samples=tuple(samples),
     )
 
 
 def sampling_row(sequence: Sequence) -> SamplingRow:
     """What decides the next token of a sequence, fixed now: later steps may change the sequence."""
-    return SamplingRow(sequence.add.sampling, sequence.seed, sequence.num_chosen, sequence.edits)
+    return SamplingRow(sequence.add.sampling, sequence.seed, sequence.num_tokens - sequence.num_prompt, sequence.edits)
 
 
-def _running_sum(counts: list[int]) -> npt.NDArray[np.int32]:
+def _running_sum(counts: array[int]) -> npt.NDArray[np.int32]:
     """`[0, counts[0], counts[0] + counts[1], ...]`."""
-    sums = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=sums[1:])
-    return sums
+    return np.asarray(array("i", accumulate(counts, initial=0)))

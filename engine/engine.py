@@ -212,15 +212,15 @@ class Engine:
         return submitted is not None or self._in_flight is not None
 
     def _submit(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
-        sampling = [item.sequence for item in scheduled if item.samples]
         if self._note_running is not None:
             # All that run, not only this step's: what an earlier step did to the device may show in this one.
             self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
         result = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
         self._stats.count_step(scheduled)
+        self._scheduler.advance(scheduled)
+        sampling: list[Sequence] = []
         for item in scheduled:
             sequence = item.sequence
-            self._scheduler.advance(item)
             if sequence.num_computed > sequence.num_reached:
                 sequence.num_reached = sequence.num_computed
             if not sequence.has_run:
@@ -228,39 +228,39 @@ class Engine:
                 if self._traces is not None:
                     self._traces.began(sequence)
                 self._grants.begin(sequence)
-        for index, sequence in enumerate(sampling):
-            sequence.choose(index)
+            # As in the batch: the step reaches the last token, so it chooses the next one.
+            if sequence.num_computed == sequence.num_tokens:
+                sequence.choose(len(sampling))
+                sampling.append(sequence)
         return SubmittedStep(sampling, result)
 
     def _commit(self, step: SubmittedStep) -> None:
         outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []
-        num_tokens = 0
+        committed: list[Sequence] = []
+        finished, traces = SequenceState.FINISHED, self._traces
         for sequence, token in zip(step.sampling, step.result.tokens(), strict=True):
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is finished:
                 # It was aborted, or its last token came to light, after this step had been submitted.
                 continue
-            sequence.commit(token.token_id)
-            if token.token_id is None:
+            token_id = token.token_id
+            sequence.commit(token_id)
+            if token_id is None:
                 ended.append((sequence, "not_finite"))
                 continue
-            self._scheduler.queue.charge_output(sequence)
-            num_tokens += 1
-            if self._traces is not None:
-                self._traces.committed(sequence)
-            if token.token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
+            committed.append(sequence)
+            if traces is not None:
+                traces.committed(sequence)
+            if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
                 ended.append((sequence, "stop"))
                 continue
-            outputs[sequence.owner].append(
-                SequenceOutput(
-                    sequence_id=sequence.sequence_id,
-                    token_ids=(token.token_id,),
-                    logprobs=() if token.logprobs is None else (token.logprobs,),
-                )
-            )
-            if sequence.num_completion >= sequence.add.max_tokens and not self._grants.pauses(sequence):
+            logprobs = () if token.logprobs is None else (token.logprobs,)
+            output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=(token_id,), logprobs=logprobs)
+            outputs[sequence.owner].append(output)
+            if len(sequence.tokens) >= sequence.num_reserved and not self._grants.pauses(sequence):
                 ended.append((sequence, "length"))
-        self._stats.count_completion_tokens(num_tokens)
+        self._scheduler.queue.charge_outputs(committed)
+        self._stats.count_completion_tokens(len(committed))
         for owner, items in outputs.items():
             self._post(owner, StepOutput(outputs=tuple(items)))
         broken = [sequence.add.digest for sequence, reason in ended if reason == "not_finite"]

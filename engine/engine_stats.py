@@ -53,7 +53,8 @@ class EngineStats:
         """Count a step, before its sequences are moved on."""
         self._num_steps += 1
         self._num_step_sequences += len(scheduled)
-        num_adapters = len({item.sequence.slot for item in scheduled if item.sequence.slot >= 0})
+        slots = {item.sequence.slot for item in scheduled}
+        num_adapters = len(slots) - (-1 in slots)
         self._num_mixed_steps += num_adapters > 1
         self._max_adapters_in_step = max(self._max_adapters_in_step, num_adapters)
         for item in scheduled:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from operator import itemgetter
 from typing import Protocol
 
 from loramux.engine.page_pool import PagePool
@@ -88,9 +87,14 @@ class LeastRecentlyUsed:
             self.num_pages -= item.num_pages
 
     def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
-        kinds = (True,) if slots_only else (True, False)
-        firsts = [next((one for one in self._items[kind].items() if is_allowed(one[0])), None) for kind in kinds]
-        found = min((first for first in firsts if first is not None), key=itemgetter(1), default=None)
+        found: tuple[Evictable, int] | None = None
+        for has_slot in (True,) if slots_only else (False, True):
+            for item, number in self._items[has_slot].items():
+                if found is not None and number > found[1]:
+                    break
+                if is_allowed(item):
+                    found = item, number
+                    break
         if found is None:
             return None
         self.discard(found[0])

@@ -109,9 +109,10 @@ class FairQueue:
         if share.is_waiting:
             self._begin_wait(share)
 
-    def charge_output(self, sequence: Sequence) -> None:
-        """The sequence, which runs or waits, chose one more token."""
-        self._charge(self._active[sequence.add.share_key], OUTPUT_PRICE)
+    def charge_outputs(self, sequences: list[Sequence]) -> None:
+        """The sequences, which run or wait, chose one more token each."""
+        for sequence in sequences:
+            self._charge(self._active[sequence.add.share_key], OUTPUT_PRICE)
 
     def leave(self, sequence: Sequence) -> None:
         """A running sequence ended, or gave its place up and will wait again."""
@@ -166,8 +167,8 @@ class FairQueue:
                 else:
                     heap.discard(share)
         self._changed.clear()
-        ready = self._order(True, num_ready)
-        cold = self._order(False, num_cold)
+        ready = self._order(True, num_ready) if self.num_ready else []
+        cold = self._order(False, num_cold) if self.num_cold else []
         self._last_asked = num_ready, num_cold
         self._last_order = [sequence for _, sequence in heapq.merge(ready, cold, key=_turn_of)]
         return self._last_order
@@ -236,7 +237,7 @@ class FairQueue:
         share.charged += price
         self._charged += price
         share.served += price / share.weight
-        if share.is_waiting:
+        if share.ready or share.cold:
             self._charged_more[share] = None
 
     def _insert(self, share: Share, sequence: Sequence) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from loramux.engine.eviction import Reclaimer
 from loramux.engine.page_pool import PageOwner, PagePool
 from loramux.engine.prefix_cache import CachedPage, PrefixCache
@@ -46,7 +48,8 @@ class KvPages:
         for cached in prefix:
             sequence.pages.append(self._cache.acquire(cached))
             sequence.shared_pages.append(cached)
-        sequence.num_computed = self.num_tokens_in(prefix)
+        sequence.num_computed = sequence.num_room = self.num_tokens_in(prefix)
+        sequence.next_offer = 0
 
     def max_tokens(self, num_other_pages: int) -> int:
         """The most tokens that the whole pool holds beside pages for something else."""
@@ -55,13 +58,13 @@ class KvPages:
     def grow(self, sequence: Sequence, num_tokens: int, turn: int = RUNNING) -> bool:
         """Find pages for `num_tokens` more; False when there is no room for one whose turn is `turn`."""
         end = sequence.num_computed + num_tokens
-        needed = -(-end // self._page_tokens) - len(sequence.pages)
-        # Less than none where it was given room for more than this at once.
-        if needed <= 0:
+        if end <= sequence.num_room:
             return True
+        needed = -(-end // self._page_tokens) - len(sequence.pages)
         if not self._reclaimer.make_room(needed, turn):
             return False
         sequence.pages.extend(self._pages.alloc(needed, PageOwner.KV))
+        sequence.num_room += needed * self._page_tokens
         return True
 
     def offer(self, sequence: Sequence) -> None:
@@ -69,18 +72,19 @@ class KvPages:
 
         A page may be offered as soon as the step that fills it is submitted: whoever reads it runs in a later one.
         """
-        num_shared = len(sequence.shared_pages)
-        # Most steps fill no page.
-        if sequence.num_computed < (num_shared + 1) * self._page_tokens:
+        if sequence.num_computed < sequence.next_offer:
             return
         if sequence.is_tainted or not sequence.add.isolation_key:
+            sequence.next_offer = sys.maxsize
             return
+        num_shared = len(sequence.shared_pages)
         num_full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
         for index in range(num_shared, num_full):
             key = self._key(sequence, index)
             if key is None:
                 return
             sequence.shared_pages.append(self._cache.insert(key, sequence.pages[index], sequence.add.digest))
+        sequence.next_offer = (len(sequence.shared_pages) + 1) * self._page_tokens
 
     def detach(self, sequence: Sequence) -> None:
         """Give all pages back; what the cache knows of them stays for others, its end first to go."""
@@ -90,7 +94,7 @@ class KvPages:
         sequence.shared_pages = []
         self._pages.free(sequence.pages)
         sequence.pages = page_list()
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_room = 0
 
     def disown(self, sequence: Sequence) -> None:
         """Make sure that nobody begins with what this sequence computed: it was broken."""

@@ -150,7 +150,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one sequence. `logprobs` has one entry a token when they were asked for, else none.
 
     The token that ends a sequence (end of sequence, stop id) is counted by Finished but is not among these.

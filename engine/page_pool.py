@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from enum import Enum
+from enum import IntEnum
 
 
-class PageOwner(Enum):
-    FREE = "free"
-    KV = "kv"
-    ADAPTER = "adapter"
+class PageOwner(IntEnum):
+    """Numbers, because they are hashed for every page: other members' hashes are computed in Python."""
+
+    FREE = 0
+    KV = 1
+    ADAPTER = 2
+
+
+# Finding a member takes as long as a call.
+_FREE = PageOwner.FREE
 
 
 class PagePool:
@@ -24,7 +30,7 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free: deque[int] = deque(range(num_pages))
-        self._owners = [PageOwner.FREE] * num_pages
+        self._owners = [_FREE] * num_pages
         self._num_holders = [0] * num_pages
         self._num_owned = {PageOwner.KV: 0, PageOwner.ADAPTER: 0}
 
@@ -40,7 +46,7 @@ class PagePool:
 
     def alloc(self, count: int, owner: PageOwner) -> list[int]:
         """Take `count` pages; the caller has asked `can_alloc`."""
-        assert owner is not PageOwner.FREE
+        assert owner is not _FREE
         assert count >= 0
         assert self.can_alloc(count), f"{count} pages asked of {len(self._free)} free ones"
         pages = [self._free.popleft() for _ in range(count)]
@@ -59,10 +65,10 @@ class PagePool:
         """Give pages back; each must be held."""
         for page in pages:
             owner = self._owners[page]
-            assert owner is not PageOwner.FREE, f"page {page} is freed twice"
+            assert owner is not _FREE, f"page {page} is freed twice"
             self._num_holders[page] -= 1
             if self._num_holders[page] == 0:
-                self._owners[page] = PageOwner.FREE
+                self._owners[page] = _FREE
                 self._num_owned[owner] -= 1
                 self._free.append(page)
 
@@ -70,9 +76,8 @@ class PagePool:
         """Every page is free or held, never both and never twice."""
         free = list(self._free)
         assert len(free) == len(set(free))
-        assert all(self._owners[page] is PageOwner.FREE for page in free)
+        assert all(self._owners[page] is _FREE for page in free)
         assert len(free) + sum(self._num_owned.values()) == self.num_pages
         assert all(
-            (count > 0) == (owner is not PageOwner.FREE)
-            for count, owner in zip(self._num_holders, self._owners, strict=True)
+            (count > 0) == (owner is not _FREE) for count, owner in zip(self._num_holders, self._owners, strict=True)
         )

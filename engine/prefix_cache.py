@@ -132,4 +132,4 @@ class PrefixCache:
 
 def _tagged(*parts: bytes) -> bytes:
     """Parts with their lengths before them, so that no two lists of parts read alike."""
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return b"".join([len(part).to_bytes(8, "little") + part for part in parts])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,7 +18,7 @@ NUM_LIKELIEST = 1024
 """Tokens that top_k, top_p and min_p look at before they sort the whole vocabulary."""
 
 
-class SamplingRow(NamedTuple):
+class SamplingRow(msgspec.Struct, frozen=True, gc=False):
     """What decides one token: the settings, the stream's seed, and how many tokens the sequence chose before.
 
     `edits` are the sequence's, where its settings ask for any: see `logit_edits`.
@@ -41,7 +41,7 @@ class SamplingRow(NamedTuple):
         return {*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_token_ids)}
 
 
-class SampledToken(NamedTuple):
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """The choice for one row. `token_id` is None when the row's logits are not finite."""
 
     token_id: int | None

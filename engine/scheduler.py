@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from loramux.engine.adapter_pool import NOT_SHORT, AdapterEntry, AdapterPhase, AdapterPool, Demand
 from loramux.engine.batch import ScheduledSequence
@@ -14,6 +15,9 @@ from loramux.engine.sequence import Sequence, SequenceState
 
 NEW_SHARE = 4
 """One row in so many, of those that decoding leaves, is kept from prompts under way for sequences that could begin."""
+
+
+_row_place = attrgetter("sequence.row_place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,46 +90,58 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         scheduled: dict[Sequence, ScheduledSequence] = {}
         self._is_short, self._short_of_pages = False, None
-        kept = None
-        rows = [(one, one.num_pending) for one in self.running if not one.is_chosen_out]
-        num_seats = self._limits.max_sequences - len(rows)
         # Decode rows first, each group in order of admission.
-        decoding = [row for row in rows if row[1] == 1]
-        for sequence, num_pending in (*decoding, *(row for row in rows if row[1] > 1)):
-            if budget == 0 or len(scheduled) == self._limits.max_sequences:
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.num_tokens < sequence.num_reserved:
+                is_decoding = sequence.num_tokens - sequence.num_computed == 1
+                (decoding if is_decoding else prompts).append(sequence)
+        max_sequences = self._limits.max_sequences
+        num_seats = max_sequences - len(decoding) - len(prompts)
+        max_rows = min(budget, max_sequences)
+        running = SequenceState.RUNNING
+        for sequence in decoding:
+            if len(scheduled) == max_rows:
                 break
-            if sequence.state is not SequenceState.RUNNING:
-                continue
-            if num_pending > 1 and kept is None:
-                # What prompts under way leave to those that could begin: a short one does not wait for a long one.
-                kept = budget // NEW_SHARE if self.queue.num_ready and num_seats else 0
-            num_tokens = min(num_pending, budget - (kept or 0))
-            if num_tokens == 0:
+            # Most have room on their last page.
+            has_room = sequence.num_computed < sequence.num_room and sequence.state is running
+            if has_room or self._grow(sequence, 1, scheduled):
+                scheduled[sequence] = ScheduledSequence(sequence, 1)
+        budget -= len(scheduled)
+        # What prompts under way leave to those that could begin: a short one does not wait for a long one.
+        kept = budget // NEW_SHARE if self.queue.num_ready and num_seats else 0
+        for sequence in prompts:
+            num_tokens = min(sequence.num_pending, budget - kept)
+            if num_tokens == 0 or len(scheduled) == max_sequences:
                 break
-            if not self._grow(sequence, num_tokens, scheduled):
-                continue
-            scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
-            budget -= num_tokens
+            if self._grow(sequence, num_tokens, scheduled):
+                scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
+                budget -= num_tokens
         # A step that had to preempt admits nobody: the victim would take its pages straight back.
         if self.num_preemptions == num_preemptions and not self._is_short:
-            items = scheduled.values() if kept is not None else ()
-            is_midway = any(item.num_tokens < item.sequence.num_pending for item in items)
+            under_way = (scheduled[one] for one in prompts if one in scheduled)
+            is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
             for item in self._admit(budget, num_seats, is_midway):
                 scheduled[item.sequence] = item
                 budget -= item.num_tokens
             if is_midway:
                 self._fill_up(scheduled, budget)
-        return sorted(scheduled.values(), key=lambda item: (item.sequence.slot, item.sequence.arrival))
+        return sorted(scheduled.values(), key=_row_place)
 
     def take_unfit(self) -> list[Sequence]:
         """Waiting sequences that turned out never to fit since the last call; the caller finishes them."""
         unfit, self._unfit = self._unfit, []
         return unfit
 
-    def advance(self, item: ScheduledSequence) -> None:
+    def advance(self, scheduled: list[ScheduledSequence]) -> None:
         """The step that holds these tokens is submitted."""
-        item.sequence.num_computed += item.num_tokens
-        self._kv.offer(item.sequence)
+        for item in scheduled:
+            sequence = item.sequence
+            sequence.num_computed += item.num_tokens
+            # Most steps fill no page.
+            if sequence.num_computed >= sequence.next_offer:
+                self._kv.offer(sequence)
 
     def change(self, sequence: Sequence, add: Add) -> None:
         """Give a sequence, waiting or running, another limit."""
@@ -162,6 +178,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]) -> bool:
         """Find pages for the next `num_tokens`, preempting others; False when it waits or was preempted itself."""
+        if sequence.state is not SequenceState.RUNNING:
+            return False
         while not self._kv.grow(sequence, num_tokens):
             if self._adapters.is_copying:
                 # Those pages can be had as soon as the copy is through: nothing need be computed again for them.
@@ -179,7 +197,7 @@ class Scheduler:
 
     def _num_seats(self) -> int:
         # One that paused is not in the next steps; should it come back at a full house, it waits for a seat.
-        return self._limits.max_sequences - sum(not one.is_chosen_out for one in self.running)
+        return self._limits.max_sequences - sum([one.num_tokens < one.num_reserved for one in self.running])
 
     def _short_turn(self) -> int:
         if self._is_short:
@@ -236,6 +254,7 @@ class Scheduler:
         assert has_room
         self.queue.admit(sequence, 0 if sequence.has_run else num_pending)
         sequence.state = SequenceState.RUNNING
+        sequence.row_place = sequence.slot, sequence.arrival
         self.running.append(sequence)
         if not sequence.has_run:
             sequence.num_cached = sequence.num_computed

@@ -47,6 +47,10 @@ class Sequence:
     """A step has held it; what never ran costs nothing."""
     num_computed: int = 0
     pages: array[int] = field(default_factory=page_list)
+    num_room: int = 0
+    """Tokens that `pages` hold."""
+    next_offer: int = 0
+    """With so many tokens computed it may have filled a page that the prefix cache does not know."""
     tokens: list[int] = field(default_factory=list)
     num_in_flight: int = 0
     num_tokens: int = 0
@@ -68,6 +72,8 @@ class Sequence:
     """What it computed may be broken, and is offered to nobody."""
     is_paused: bool = False
     """It waits, at its limit, for a higher one."""
+    row_place: tuple[int, int] = (-1, 0)
+    """Its place in a step while running: slot and arrival, so that the rows of one adapter are side by side."""
     edits: LogitEdits | None = None
     """What its settings have done to the logits; None for most."""
     # Looked at several times a step for each sequence, so they are kept instead of computed.

@@ -12,8 +12,8 @@ INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
 """A new token costs a row of its own in a step; a prompt's tokens share their weights' reading."""
 
-MAX_STALE = 64
-"""Entries of a heap that are out of date and may stay in it."""
+MAX_STALE = 8
+"""Entries of a heap that are out of date and may stay in it, beside as many as there are shares."""
 
 Turn = tuple[float, ...]
 """What sequences are ordered by; lower goes first."""

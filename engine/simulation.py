@@ -48,17 +48,16 @@ class SimulatedExecutor:
 
     def submit(self, batch: Batch) -> FinishedStep:
         self.batches.append(batch)
-        states = self._write(batch)
-        slots = batch.slots[batch.sample_rows].tolist()
-        digests = [self._loader.digest_of_slot(slot) for slot in slots]
-        chosen = [
-            self._next_token(states[row], digest)
-            for row, digest in zip(batch.sample_rows.tolist(), digests, strict=True)
-        ]
-        if all(one.params is GREEDY or one.params == GREEDY for one in batch.samples) and not self.not_finite_for:
+        slots, sample_rows = batch.slots.tolist(), batch.sample_rows.tolist()
+        salts = {slot: _salt(self._loader.digest_of_slot(slot)) for slot in set(slots)}
+        states = self._write(batch, slots, salts)
+        chosen = [self._next_token(states[row], salts[slots[row]]) for row in sample_rows]
+        num_greedy = [one.params for one in batch.samples].count(GREEDY)
+        if num_greedy == len(batch.samples) and not self.not_finite_for:
             # What sampling would come to, at a tenth of its time.
             sampled = [SampledToken(token) for token in chosen]
         else:
+            digests = [self._loader.digest_of_slot(slots[row]) for row in sample_rows]
             sampled = sample(self._logits(chosen, digests), batch.samples, self._eos_token_ids)
         self._chosen = [one.token_id for one in sampled]
         return FinishedStep(sampled)
@@ -73,39 +72,38 @@ class SimulatedExecutor:
 
     def generate(self, prompt: Sequence[int], num_tokens: int, digest: str | None) -> list[int]:
         """What a sequence must receive."""
-        state, tokens = 0, list(prompt)
+        state, tokens, salt = 0, list(prompt), _salt(digest)
         for position, token in enumerate(prompt):
-            state = _next_state(state, token, position, _salt(digest))
+            state = _next_state(state, token, position, salt)
         while len(tokens) < len(prompt) + num_tokens:
-            token = self._next_token(state, digest)
-            state = _next_state(state, token, len(tokens), _salt(digest))
+            token = self._next_token(state, salt)
+            state = _next_state(state, token, len(tokens), salt)
             tokens.append(token)
         return tokens[len(prompt) :]
 
-    def _write(self, batch: Batch) -> list[int]:
+    def _write(self, batch: Batch, slots: list[int], salts: dict[int, int]) -> list[int]:
         """Compute each row's state from the one before it in its context and store it where the batch says."""
+        stored, page_tokens = self._states, self._page_tokens
         pages, kv_slots = batch.pages.tolist(), batch.kv_slots.tolist()
-        cu_q, seq_lens, slots = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.slots.tolist()
+        cu_q, seq_lens, page_starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.page_starts.tolist()
         # A token that was not finite has no number; its sequence ends without another look at this row.
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
-        for index, page_start in enumerate(batch.page_starts.tolist()):
-            begin, end = cu_q[index], cu_q[index + 1]
-            assert len(set(slots[begin:end])) == 1, "a sequence has one adapter"
-            salt = _salt(self._loader.digest_of_slot(slots[begin]))
-            for position, row in enumerate(range(begin, end), seq_lens[index] - (end - begin)):
-                before = self._states[self._place(pages, page_start, position - 1)] if position else 0
-                assert before != UNWRITTEN, f"position {position - 1} was never written"
-                state = self._states[kv_slots[row]] = _next_state(before, tokens[row], position, salt)
+        for begin, end, seq_len, page_start in zip(cu_q, cu_q[1:], seq_lens, page_starts, strict=False):
+            assert slots[begin:end].count(slots[begin]) == end - begin, "a sequence has one adapter"
+            salt = salts[slots[begin]]
+            for position, row in enumerate(range(begin, end), seq_len - (end - begin)):
+                before = 0
+                if position:
+                    page = pages[page_start + (position - 1) // page_tokens]
+                    before = stored[page * page_tokens + (position - 1) % page_tokens]
+                    assert before != UNWRITTEN, f"position {position - 1} was never written"
+                state = stored[kv_slots[row]] = _next_state(before, tokens[row], position, salt)
                 written.append(state)
         return written
 
-    def _place(self, pages: list[int], page_start: int, position: int) -> int:
-        page = pages[page_start + position // self._page_tokens]
-        return page * self._page_tokens + position % self._page_tokens
-
-    def _next_token(self, state: int, digest: str | None) -> int:
-        return (state + _salt(digest)) % self._vocab_size
+    def _next_token(self, state: int, salt: int) -> int:
+        return (state + salt) % self._vocab_size
 
 
 def _next_state(before: int, token: int, position: int, salt: int) -> int:

@@ -29,7 +29,7 @@ from loramux.platform.reservations import (
     ReservationRequest,
     Settlement,
 )
-from loramux.platform.row_documents import POSTGRESQL, ManyRows, text_of
+from loramux.platform.row_documents import POSTGRESQL, ManyRows, text_of, write_together
 
 LEASE_US = 30_000_000
 """A reservation whose gateway has written no checkpoint for this long is recovered."""
@@ -212,6 +212,7 @@ class AdmissionBatch:
         demand = Demand(
             tokens=request.reserved_tokens,
             cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
+            loads=int(request.loads_adapter),
         )
         decision = decide(self._bindings(request), self._quotas.counters, demand, self._now_us)
         for key, counter in decision.counters.items():
@@ -301,12 +302,18 @@ class AdmissionBatch:
         return True
 
     def _write(self) -> None:
-        self._quotas.write()
-        _OPEN.run(self._connection, self._opened)
+        # Apart from the others: one that is extended and closed at once is the same row twice.
         _EXTEND.run(self._connection, list(self._extended.values()))
-        _CLOSE.run(self._connection, self._closed)
-        self._entries.write(self._now_us)
+        entries = self._entries.writes(self._now_us)
+        write_together(
+            self._connection, [self._quotas.writes(), (_OPEN, self._opened), (_CLOSE, self._closed), *entries]
+        )
 
 
 def _spent(settlement: Settlement, price: Price | None) -> Spent:
-    return Spent(tokens=settlement.tokens, cost_nanos=settlement.cost_nanos(price), has_run=settlement.has_run)
+    return Spent(
+        tokens=settlement.tokens,
+        cost_nanos=settlement.cost_nanos(price),
+        has_run=settlement.has_run,
+        has_begun=settlement.has_begun,
+    )

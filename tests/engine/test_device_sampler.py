@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -269,7 +270,7 @@ def test_submitting_a_step_never_waits_for_the_device() -> None:
     )
     for num_chosen in (4, 5):
         logits = torch.empty(len(rows), VOCAB_SIZE, device="meta")
-        step = sampler.choose(logits, [row._replace(num_chosen=num_chosen) for row in rows], far)
+        step = sampler.choose(logits, [msgspec.structs.replace(row, num_chosen=num_chosen) for row in rows], far)
         assert step.chosen.device.type == "meta"
     with pytest.raises(NotImplementedError):
         step.tokens()

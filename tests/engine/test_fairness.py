@@ -55,7 +55,7 @@ def test_input_and_output_are_charged() -> None:
     assert short.add.share_key == "short"
     for _ in range(40):
         # With 30 of input these 80 are more than the other's 100.
-        queue.charge_output(short)
+        queue.charge_outputs([short])
     assert admit_next(queue).add.share_key == "long"
 
 
@@ -197,7 +197,7 @@ def test_the_order_is_what_sorting_all_that_wait_gives(data: st.DataObject) -> N
                 queue.admit(ready[0], ready[0].num_tokens)
                 running.append(ready[0])
             case "output" if running:
-                queue.charge_output(rng.choice(running))
+                queue.charge_outputs([rng.choice(running)])
             case "leave" if running:
                 queue.leave(running.pop(rng.randrange(len(running))))
             case "remove" if all_waiting := queue.sequences():
