@@ -85,7 +85,7 @@ campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the
 test-browser: $(WARM) ## The console in Debian's Chromium over a running demo (installed where root may)
 	$(VENV)/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[demo,dev,browser]'
 	$(VENV)/bin/python -m tests.browser.browser_tools
-	$(VENV)/bin/python -m pytest tests/browser -m campaign $(ARGS)
+	$(VENV)/bin/python -m pytest tests/browser tests/admin/test_console_sessions.py -m campaign $(ARGS)
 
 # The clients have an environment of their own, so that our pins stay clean; npm brings the Node client.
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json

@@ -69,12 +69,13 @@ def call_all(
     num_calls: int,
     number: int = 0,
     is_thorough: bool = True,
+    cases: Cases | None = None,
 ) -> Cases:
     """Call every operation, some `num_calls` times in all, with data that the document allows and with other.
 
     Data is sent as it is, then with what is `known` in the place of the names in it, and so again with another of the
     `keys`, the first of which is the one that may do most; each in only one of these ways where this is not
-    `is_thorough`. Raises what a check finds.
+    `is_thorough`. Raises what a check finds, and tells `cases` what was called before.
     """
     by_guard = {
         True: schemathesis.openapi.from_dict(dict(document), config=_config(url, keys[0])),
@@ -82,7 +83,7 @@ def call_all(
     }
     found = {is_guarded: [one.ok() for one in schema.get_all_operations()] for is_guarded, schema in by_guard.items()}
     each = num_calls / len(found[True]) / (CALLS_EACH if is_thorough else 1)
-    cases = Cases()
+    cases = Cases() if cases is None else cases
     with requests.Session() as session, _few_collections():
         session.trust_env = False
         for at, path in enumerate(one.path for one in found[True]):

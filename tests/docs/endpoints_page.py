@@ -37,7 +37,8 @@ tenant; what is not its own is the same 404 as what does not exist.
 
 - Lists answer `{object: "list", data, first_id, last_id, has_more}`, newest first, and take `limit`, `after` and
   `before`.
-- A POST with an `Idempotency-Key` is done once and answered the same for 24 hours; a secret is never answered twice.
+- A POST with an `Idempotency-Key` is done once and answered the same for 24 hours; a secret is never answered twice,
+  and an answer with presigned requests is kept no longer than they hold.
 - A change of what others may have changed names the state that was seen: `If-Match` with the `ETag` that was read, or
   `*`. Without it 428, with an old one 412.
 - Times are seconds since 1970. Errors are `{"error": {"message", "type", "param", "code"}}`, with an `x-request-id`.
