@@ -52,7 +52,7 @@ campaign-simulation: $(WARM) ## Long random lives of the engine on a simulated d
 campaign-life: $(WARM) ## A long random life of the engine with real weights (LORAMUX_LIFE_EVENTS=10000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_long_life.py -m campaign --timeout 3600 $(ARGS)
 
-campaign-quotas: $(WARM) ## Admission beside plain dictionaries for long, on both databases (LORAMUX_QUOTA_STEPS=20000)
+campaign-quotas: $(WARM) ## Admission beside plain dictionaries for long, on both databases (LORAMUX_QUOTA_STEPS=1500)
 	$(VENV)/bin/python -m pytest tests/platform/test_quota_machine.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-processes: $(WARM) ## Servers and engines that hang, die, are joined, restarted and stopped in a hurry
@@ -85,7 +85,7 @@ campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the
 test-browser: $(WARM) ## The console in Debian's Chromium over a running demo (installed where root may)
 	$(VENV)/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[demo,dev,browser]'
 	$(VENV)/bin/python -m tests.browser.browser_tools
-	$(VENV)/bin/python -m pytest tests/browser -m campaign $(ARGS)
+	$(VENV)/bin/python -m pytest tests/browser tests/admin/test_console_sessions.py -m campaign $(ARGS)
 
 # The clients have an environment of their own, so that our pins stay clean; npm brings the Node client.
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json

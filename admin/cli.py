@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from loramux.admin.commands import (
@@ -23,6 +25,7 @@ from loramux.admin.commands import (
     tenants,
     usage,
 )
+from loramux.admin.commands.output import INTERRUPTED
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,29 +35,36 @@ app = typer.Typer(
     "LORAMUX_ADMIN_KEY, else the current profile.",
 )
 app.callback()(root.root)
-app.command("serve")(serve.serve)
-app.command("gateway")(serve.gateway)
-app.command("demo")(serve.demo)
-app.add_typer(database.app, name="db")
-app.add_typer(tenants.app, name="tenants")
-app.add_typer(keys.app, name="keys")
-app.add_typer(adapters.app, name="adapters")
-app.add_typer(aliases.app, name="aliases")
-app.add_typer(grants.app, name="grants")
-app.add_typer(quotas.app, name="quotas")
-app.command("usage")(usage.usage)
-app.command("costs")(usage.costs)
-app.add_typer(prices.app, name="prices")
-app.command("audit")(audit.audit)
-app.command("residency")(residency.residency)
-app.add_typer(requests.app, name="requests")
-app.add_typer(jobs.app, name="jobs")
-app.add_typer(profiles.app, name="profiles")
-app.command("doctor")(doctor.doctor)
+HERE, VERBS = "On this machine", "Over the network, with an administrator's key"
+
+app.command("serve", rich_help_panel=HERE)(serve.serve)
+app.command("gateway", rich_help_panel=HERE)(serve.gateway)
+app.command("demo", rich_help_panel=HERE)(serve.demo)
+app.add_typer(database.app, name="db", rich_help_panel=HERE)
+app.command("doctor", rich_help_panel=HERE)(doctor.doctor)
+app.add_typer(tenants.app, name="tenants", rich_help_panel=VERBS)
+app.add_typer(keys.app, name="keys", rich_help_panel=VERBS)
+app.add_typer(adapters.app, name="adapters", rich_help_panel=VERBS)
+app.add_typer(aliases.app, name="aliases", rich_help_panel=VERBS)
+app.add_typer(grants.app, name="grants", rich_help_panel=VERBS)
+app.add_typer(quotas.app, name="quotas", rich_help_panel=VERBS)
+app.command("usage", rich_help_panel=VERBS)(usage.usage)
+app.command("costs", rich_help_panel=VERBS)(usage.costs)
+app.add_typer(prices.app, name="prices", rich_help_panel=VERBS)
+app.command("audit", rich_help_panel=VERBS)(audit.audit)
+app.command("residency", rich_help_panel=VERBS)(residency.residency)
+app.add_typer(requests.app, name="requests", rich_help_panel=VERBS)
+app.add_typer(jobs.app, name="jobs", rich_help_panel=VERBS)
+app.add_typer(profiles.app, name="profiles", rich_help_panel=VERBS)
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            print("\nloramux: interrupted; what a server was asked for before that is done", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loramux.admin.client import AdminClient
@@ -29,7 +29,10 @@ class DemoFailed(Exception):
 class DemoServer:
     """One child process with a key of its own making."""
 
-    def __init__(self, model: Path, data_dir: Path, port: int, admin_port: int, served_name: str) -> None:
+    def __init__(
+        self, model: Path, data_dir: Path, port: int, admin_port: int, served_name: str, more: Sequence[str] = ()
+    ) -> None:
+        """`more` are further arguments of `loramux serve`."""
         self.admin_key = secrets.token_urlsafe(32)
         self.url = f"http://127.0.0.1:{port}"
         self.admin_url = f"http://127.0.0.1:{admin_port}"
@@ -43,7 +46,7 @@ class DemoServer:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - this very program, with arguments of its own making
-                [sys.executable, "-m", "loramux.admin.cli", "serve", *arguments, *ports],
+                [sys.executable, "-m", "loramux.admin.cli", "serve", *arguments, *ports, *more],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

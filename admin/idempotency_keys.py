@@ -75,10 +75,12 @@ class IdempotencyKeys:
             raise KeyInUse("the first call with this Idempotency-Key still runs", retry_after_s=1.0) from None
         return claim
 
-    def complete(self, claim: Claim, answer: StoredAnswer) -> None:
-        """Keep the answer for whoever repeats the call."""
+    def complete(self, claim: Claim, answer: StoredAnswer, expires_us: int | None = None) -> None:
+        """Keep the answer for whoever repeats the call, not beyond `expires_us` where it is of no use after that."""
         values: dict[str, Any] = {"status": answer.status, "headers": dict(answer.headers), "body": answer.body}
         with self._database.write() as connection:
+            if expires_us is not None:
+                values["expires_us"] = min(expires_us, self._database.now_us(connection) + LIFETIME_US)
             connection.execute(update(idempotency_keys).where(*_is(claim)).values(**values))
 
     def release(self, claim: Claim) -> None:

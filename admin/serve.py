@@ -28,6 +28,7 @@ from loramux.engine.config import (
 from loramux.engine.errors import EngineError
 from loramux.engine.model_config import ModelConfig
 from loramux.platform.local_engine import EngineStartError, LocalEngine, Supervision
+from loramux.platform.output_lines import OutputLines
 
 SETTLE_S = 5.0
 """How long the last settlements may take once both listeners are closed."""
@@ -89,7 +90,8 @@ async def _serve(
     async with AsyncExitStack() as stack:
         stack.enter_context(signals.caught())
         try:
-            engine = LocalEngine(config, _supervision(settings, config), socket_directory=directory.run)
+            lines = OutputLines("engine printed") if settings.log_format == "json" else None
+            engine = LocalEngine(config, _supervision(settings, config), socket_directory=directory.run, lines=lines)
             stack.push_async_callback(engine.close)
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()

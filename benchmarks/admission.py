@@ -4,7 +4,7 @@ Every request reserves under three policies of its tenant and settles; the next 
 in one run, on SQLite and PostgreSQL, for one tenant that all clients share and for a thousand tenants:
 
     one by one      each operation a transaction of its own, on as many threads as a gateway has
-    group commit    what a gateway does: one thread commits what has gathered
+    group commit    what a gateway does: its threads commit what has gathered
 
 Afterwards the ledger must hold every token exactly once, and nothing may still be reserved.
 """
@@ -100,7 +100,7 @@ async def _measure(
     admission = Admission(database)
     before = _ledger_tokens(database)
     if way == GROUP:
-        committer = GroupCommit(admission)
+        committer = GroupCommit(admission, num_threads=admission.num_writers)
         try:
             figures = await _run(accounts, committer.submit, arguments)
         finally:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -29,6 +29,11 @@ from loramux.platform.usage_rollups import MAX_BATCHES, UsageRollups
 
 _RECOVER_AT_ONCE = 100
 
+KEPT_WINDOWS_US = 100 * 86_400_000_000
+"""Counters of days and months are kept for so long after these began."""
+
+_SWEEP_AT_ONCE = 1000
+
 _CHECKPOINT = (
     update(schema.reservations)
     .where(schema.reservations.c.id == bindparam("request_id"), schema.reservations.c.state == "open")
@@ -40,14 +45,21 @@ class Admission:
     """Reserve, checkpoint, settle, recover: the same on SQLite and PostgreSQL. `AdmissionBatch` says how.
 
     Blocking. A gateway commits through `GroupCommit`, which puts many operations into one transaction.
+    `note_overdrawn` is told how many settlements came after recovery and took a hard limit beyond what it admits.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, note_overdrawn: Callable[[int], None] = lambda _: None) -> None:
         self._database = database
+        self._note_overdrawn = note_overdrawn
         self._policies = PolicyReader(database)
         self._prices = PriceReader(database)
         self._rollups = UsageRollups(database)
         self._turn = threading.Lock()
+
+    @property
+    def num_writers(self) -> int:
+        """How many transactions at once are of use: SQLite lets one write, PostgreSQL works while we judge others."""
+        return 1 if self._database.is_sqlite else 2
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
         """Reserve and close in one transaction, judged in this order; the outcome of each.
@@ -58,7 +70,11 @@ class Admission:
         for _ in range(MAX_ATTEMPTS):
             try:
                 with self._write() as connection:
-                    return AdmissionBatch(connection, self._database, self._policies, self._prices).apply(operations)
+                    batch = AdmissionBatch(connection, self._database, self._policies, self._prices)
+                    outcomes = batch.apply(operations)
+                if batch.num_overdrawn:
+                    self._note_overdrawn(batch.num_overdrawn)
+                return outcomes
             except Uncounted as missing:
                 # In a transaction of its own: who makes counters while it holds others could wait in a circle.
                 with self._write() as connection:
@@ -128,6 +144,17 @@ class Admission:
             for row in expired
         ]
         return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
+
+    def sweep_counters(self) -> int:
+        """Remove some counters of days and months long past of which nothing is held; how many those were."""
+        counters = schema.quota_counters
+        key = (counters.c.policy_id, counters.c.subject_id, counters.c.window_start_us)
+        with self._write() as connection:
+            before_us = self._database.now_us(connection) - KEPT_WINDOWS_US
+            # What has no window begins at 0. What somebody else holds is left for the next time.
+            past = counters.c.window_start_us.between(1, before_us) & (counters.c.reserved == 0)
+            some = select(*key).where(past).limit(_SWEEP_AT_ONCE).with_for_update(skip_locked=True)
+            return connection.execute(delete(counters).where(tuple_(*key).in_(some))).rowcount
 
     def probe(self) -> None:
         """Write something of no importance; raises SQLAlchemyError where the database does not take it."""

@@ -29,7 +29,7 @@ from loramux.platform.reservations import (
     ReservationRequest,
     Settlement,
 )
-from loramux.platform.row_documents import POSTGRESQL, ManyRows, text_of
+from loramux.platform.row_documents import POSTGRESQL, ManyRows, text_of, write_together
 
 LEASE_US = 30_000_000
 """A reservation whose gateway has written no checkpoint for this long is recovered."""
@@ -91,6 +91,8 @@ class AdmissionBatch:
         self._entries = LedgerEntries(connection, prices)
         self._book = PriceBook((), 0)
         self._adapters: Mapping[str, str] = {}
+        self.num_overdrawn = 0
+        """Settlements that came after recovery and took a hard limit beyond what it admits."""
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """The outcome of each; a refused one changes nothing. Raises Uncounted and SQLAlchemyError, and then nothing
@@ -212,6 +214,7 @@ class AdmissionBatch:
         demand = Demand(
             tokens=request.reserved_tokens,
             cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
+            loads=int(request.loads_adapter),
         )
         decision = decide(self._bindings(request), self._quotas.counters, demand, self._now_us)
         for key, counter in decision.counters.items():
@@ -292,21 +295,31 @@ class AdmissionBatch:
         charged, truth = self._charged[closing.request_id], closing.settlement
         price = self._price_of(reservation)
         guess, spent = _spent(charged, price), _spent(truth, price)
+        is_overdrawn = False
         for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
             if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
                 counter = binding.correct(binding.current(counter, self._now_us), charge.amount, guess, spent)
                 self._quotas.change(binding.key, counter)
+                is_more = spent.of(binding.metric) > guess.of(binding.metric)
+                is_overdrawn |= is_more and binding.is_hard and binding.is_overdrawn(counter)
+        self.num_overdrawn += is_overdrawn
         self._closed.append({"id": closing.request_id, "state": closing.state})
         self._entries.correct(reservation, charged, truth)
         return True
 
     def _write(self) -> None:
-        self._quotas.write()
-        _OPEN.run(self._connection, self._opened)
+        # Apart from the others: one that is extended and closed at once is the same row twice.
         _EXTEND.run(self._connection, list(self._extended.values()))
-        _CLOSE.run(self._connection, self._closed)
-        self._entries.write(self._now_us)
+        entries = self._entries.writes(self._now_us)
+        write_together(
+            self._connection, [self._quotas.writes(), (_OPEN, self._opened), (_CLOSE, self._closed), *entries]
+        )
 
 
 def _spent(settlement: Settlement, price: Price | None) -> Spent:
-    return Spent(tokens=settlement.tokens, cost_nanos=settlement.cost_nanos(price), has_run=settlement.has_run)
+    return Spent(
+        tokens=settlement.tokens,
+        cost_nanos=settlement.cost_nanos(price),
+        has_run=settlement.has_run,
+        has_begun=settlement.has_begun,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -28,18 +29,18 @@ class DatabaseState:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failure: str | None = None
-        self._commit_began_s: float | None = None
+        self._commits_began_s: dict[int, float] = {}
         self._heard_s: float | None = None
         self._well_since_s = -float("inf")
 
     def begin_commit(self) -> None:
-        """A transaction begins; there is one at a time."""
-        self._commit_began_s = self._clock()
+        """A transaction begins; there is one at a time in each thread."""
+        self._commits_began_s[threading.get_ident()] = self._clock()
 
     def end_commit(self, failure: Exception | None) -> None:
         """It ended, or failed because of the database."""
         stalled = self._is_stalled()
-        self._commit_began_s = None
+        self._commits_began_s.pop(threading.get_ident(), None)
         if failure is not None:
             self.note_failure(failure)
         elif self._failure is not None or stalled:
@@ -85,8 +86,8 @@ class DatabaseState:
             raise DatabaseTrouble(trouble)
 
     def _is_stalled(self) -> bool:
-        began_s = self._commit_began_s
-        return began_s is not None and self._clock() - began_s > STALLED_S
+        began_s = list(self._commits_began_s.values())
+        return bool(began_s) and self._clock() - min(began_s) > STALLED_S
 
     def _is_silent(self) -> bool:
         heard_s = self._heard_s

@@ -14,6 +14,7 @@ import structlog
 
 from loramux.engine.config import EngineConfig
 from loramux.engine.step_record import StepRecord
+from loramux.platform.output_lines import OutputLines
 from loramux.platform.process_output import ProcessOutput
 
 ENGINE_COMMAND = (sys.executable, "-m", "loramux.engine.process")
@@ -41,10 +42,12 @@ class EngineProcess:
         self.record = record
 
     @staticmethod
-    async def launch(command: tuple[str, ...], config: EngineConfig, socket_path: Path) -> EngineProcess:
-        """Start an engine that will listen at `socket_path`."""
+    async def launch(
+        command: tuple[str, ...], config: EngineConfig, socket_path: Path, lines: OutputLines | None = None
+    ) -> EngineProcess:
+        """Start an engine that will listen at `socket_path`; what it prints goes to `lines`, or as it is."""
         record_fd = StepRecord.new_file(config.max_sequences)
-        output = ProcessOutput()
+        output = ProcessOutput() if lines is None else ProcessOutput(lines.take, lines.end)
         try:
             record = StepRecord(record_fd)
             process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""One thread that commits reservations and settlements: what comes while it commits shares the next transaction."""
+"""Threads that commit reservations and settlements: what comes while one commits shares the next transaction."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ MAX_OPERATIONS = 256
 NoteCommit = Callable[[int, float, bool], None]
 """Told of each transaction: how many operations it had, how many seconds it took, and whether it failed."""
 
+WORTH_ANOTHER = 32
+"""So many operations are committed beside a transaction that is under way; fewer gather."""
+
 MAX_ATTEMPTS = 4
 RETRY_S = 0.02
 PASSING_STATES = ("40001", "40P01")
@@ -44,15 +47,20 @@ class _Waiting:
 
 
 class GroupCommit:
-    """Runs operations on a thread of its own, as many in one transaction as have gathered.
+    """Runs operations on threads of its own, as many in one transaction as have gathered.
 
-    An operation that finds the thread idle is committed at once; the others gather while it is at work, so that a
-    busy gateway waits for the disk once for many requests and an idle one never waits for company. A refusal, or a
-    statement that the database does not accept, touches only its own operation.
+    An operation that finds the threads idle is committed at once; the others gather while one is at work, so that a
+    busy gateway waits for the disk once for many requests and an idle one never waits for company. Where enough have
+    gathered, a second thread judges them while the database works for the first. A refusal, or a statement that the
+    database does not accept, touches only its own operation.
     """
 
     def __init__(
-        self, admission: Admission, note_commit: NoteCommit | None = None, state: DatabaseState | None = None
+        self,
+        admission: Admission,
+        note_commit: NoteCommit | None = None,
+        state: DatabaseState | None = None,
+        num_threads: int = 1,
     ) -> None:
         self._admission = admission
         self._note_commit = note_commit
@@ -60,8 +68,13 @@ class GroupCommit:
         self._waiting: deque[_Waiting] = deque()
         self._has_changed = threading.Condition()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
-        self._thread.start()
+        self._num_busy = 0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"group-commit-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, operation: Operation) -> asyncio.Future[Any]:
         """A future of the running loop: the outcome, or its exception. Cancelling it does not undo the operation.
@@ -85,8 +98,10 @@ class GroupCommit:
         """
         with self._has_changed:
             self._is_closed = True
-            self._has_changed.notify()
-        self._thread.join(timeout_s)
+            self._has_changed.notify_all()
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if ends_s is None else max(0.0, ends_s - time.monotonic()))
         with self._has_changed:
             left = list(self._waiting)
             self._waiting.clear()
@@ -97,6 +112,8 @@ class GroupCommit:
             started_s = time.monotonic()
             self._state.begin_commit()
             outcomes = self._commit([waiting.operation for waiting in batch])
+            with self._has_changed:
+                self._num_busy -= 1
             self._state.end_commit(next((one for one in outcomes if isinstance(one, TROUBLE)), None))
             if self._note_commit is not None:
                 has_failed = any(isinstance(outcome, SQLAlchemyError) for outcome in outcomes)
@@ -106,8 +123,14 @@ class GroupCommit:
     def _next(self) -> list[_Waiting]:
         """What has gathered; nothing once it is closed."""
         with self._has_changed:
-            self._has_changed.wait_for(lambda: self._waiting or self._is_closed)
-            return [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
+            self._has_changed.wait_for(lambda: self._is_closed or self._is_worth_it())
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
+            self._num_busy += bool(batch)
+            return batch
+
+    def _is_worth_it(self) -> bool:
+        """Whether to commit now what waits, rather than let it gather until another thread has done its part."""
+        return len(self._waiting) >= (WORTH_ANOTHER if self._num_busy else 1)
 
     def _commit(self, operations: list[Operation], attempt: int = 1) -> list[Outcome]:
         try:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, select
 
 from loramux.migrations import schema
 from loramux.migrations.identifiers import new_id
@@ -16,8 +16,8 @@ from loramux.platform.reservations import Settlement
 from loramux.platform.row_documents import ManyRows
 
 _EVENTS = ManyRows.insert(schema.usage_events)
-_ADJUSTMENT = insert(schema.usage_adjustments)
-_BATCH = insert(schema.usage_batches)
+_ADJUSTMENTS = ManyRows.insert(schema.usage_adjustments)
+_BATCHES = ManyRows.insert(schema.usage_batches)
 
 
 class LedgerEntries:
@@ -41,21 +41,19 @@ class LedgerEntries:
         """Enter by how much a request cost more, or less, than it was charged."""
         self._corrections.append((reservation, charged, truth))
 
-    def write(self, now_us: int) -> None:
-        """Write all of it, as finished now."""
+    def writes(self, now_us: int) -> list[tuple[ManyRows, list[dict[str, Any]]]]:
+        """What writes all of it, as finished now."""
         if not self._events and not self._corrections:
-            return
-        execute = self._connection.execute
+            return []
         batch_id = secrets.randbits(62) + 1
         book = self._prices.book(self._connection, now_us)
         entered = [entry[0] for entry in self._events] + [entry[0] for entry in self._corrections]
         adapters = adapters_of(self._connection, {one["adapter_version_id"] for one in entered} - {None})
-        if self._events:
-            events = [_event(*entry, adapters, book, now_us, batch_id) for entry in self._events]
-            _EVENTS.run(self._connection, events)
-        if self._corrections:
-            execute(_ADJUSTMENT, [_adjustment(*entry, adapters, book, now_us, batch_id) for entry in self._corrections])
-        execute(_BATCH, {"id": batch_id, "at_us": now_us})
+        return [
+            (_EVENTS, [_event(*entry, adapters, book, now_us, batch_id) for entry in self._events]),
+            (_ADJUSTMENTS, [_adjustment(*entry, adapters, book, now_us, batch_id) for entry in self._corrections]),
+            (_BATCHES, [{"id": batch_id, "at_us": now_us}]),
+        ]
 
 
 def adapters_of(connection: Connection, version_ids: Collection[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from loramux.platform.engine_client import EngineUnavailable
 from loramux.platform.engine_connection import EngineConnection
 from loramux.platform.engine_process import ENGINE_COMMAND, EngineProcess
 from loramux.platform.engine_socket import EngineSocketDirectory, SocketUnusable
+from loramux.platform.output_lines import OutputLines
 from loramux.platform.request_strikes import RequestStrikes
 from loramux.platform.watchdog import Watchdog
 
@@ -63,7 +64,8 @@ class LocalEngine(ConnectedEngine):
     While no engine runs, `submit` raises EngineUnavailable and `is_ready` is false; streams that were open when it
     died end with Finished(reason="error", code="engine_unavailable"). A request that was running at two deaths ends
     at once with the code `request_excluded`. Other gateways may use the engine through `socket_path`, which lies in
-    `socket_directory` where that can hold a socket.
+    `socket_directory` where that can hold a socket. What an engine prints goes to `lines`, or to
+    standard error as it is.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class LocalEngine(ConnectedEngine):
         command: tuple[str, ...] = ENGINE_COMMAND,
         clock: Callable[[], float] = time.monotonic,
         socket_directory: Path | None = None,
+        lines: OutputLines | None = None,
     ) -> None:
         super().__init__(RequestStrikes(clock))
         self._config = config
         self._supervision = supervision if supervision is not None else Supervision()
         self._command = command
         self._clock = clock
+        self._lines = lines
         try:
             self._socket = EngineSocketDirectory(socket_directory)
         except SocketUnusable as error:
@@ -141,7 +145,7 @@ class LocalEngine(ConnectedEngine):
     async def _launch(self) -> None:
         self.socket_path.unlink(missing_ok=True)
         config = msgspec.structs.replace(self._config, ran_at_death=tuple(sorted(self._ran_at_death)))
-        self._process = await EngineProcess.launch(self._command, config, self.socket_path)
+        self._process = await EngineProcess.launch(self._command, config, self.socket_path, self._lines)
 
     async def _connect(self) -> None:
         """Connect to the launched process once it listens."""

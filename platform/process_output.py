@@ -24,8 +24,11 @@ def to_standard_error(data: bytes) -> None:
 class ProcessOutput:
     """A pipe for the child's standard output and error; `write_fd` is the child's end. At most 8 KiB are kept."""
 
-    def __init__(self, pass_on: Callable[[bytes], None] = to_standard_error) -> None:
+    def __init__(
+        self, pass_on: Callable[[bytes], None] = to_standard_error, at_end: Callable[[], None] = lambda: None
+    ) -> None:
         self._pass_on = pass_on
+        self._at_end = at_end
         self._kept = b""
         self._loop = asyncio.get_running_loop()
         self._read_fd, self.write_fd = os.pipe()
@@ -53,6 +56,7 @@ class ProcessOutput:
             self._is_open = False
             self._loop.remove_reader(self._read_fd)
             os.close(self._read_fd)
+            self._at_end()
 
     def _read(self) -> bool:
         """Take what is there; False when there is nothing, now or ever."""

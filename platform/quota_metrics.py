@@ -35,6 +35,8 @@ class Unit(StrEnum):
     """A thousand-millionth of the currency of the prices."""
     ADAPTERS = "adapters"
     BYTES = "bytes"
+    LOADS = "loads"
+    """Of an adapter that the engine does not hold."""
 
 
 class Period(StrEnum):
@@ -65,6 +67,7 @@ class Metric:
 
 REQUESTS_PER_MINUTE = "requests_per_minute"
 TOKENS_PER_MINUTE = "tokens_per_minute"
+COLD_LOADS_PER_MINUTE = "cold_loads_per_minute"
 CONCURRENT_REQUESTS = "concurrent_requests"
 TOKENS_PER_DAY = "tokens_per_day"
 TOKENS_PER_MONTH = "tokens_per_month"
@@ -78,6 +81,7 @@ METRICS: Mapping[str, Metric] = {
     for metric in (
         Metric(REQUESTS_PER_MINUTE, Kind.RATE, Unit.REQUESTS),
         Metric(TOKENS_PER_MINUTE, Kind.RATE, Unit.TOKENS),
+        Metric(COLD_LOADS_PER_MINUTE, Kind.RATE, Unit.LOADS),
         Metric(CONCURRENT_REQUESTS, Kind.CONCURRENCY, Unit.REQUESTS),
         Metric(TOKENS_PER_DAY, Kind.BUDGET, Unit.TOKENS, Period.DAY),
         Metric(TOKENS_PER_MONTH, Kind.BUDGET, Unit.TOKENS, Period.MONTH),

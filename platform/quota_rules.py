@@ -22,9 +22,12 @@ class Demand:
 
     tokens: int
     cost_nanos: int = 0
+    loads: int = 0
 
     def of(self, metric: Metric) -> int:
         """What it would hold of a counter."""
+        if metric.unit is Unit.LOADS:
+            return self.loads
         if metric.unit is Unit.TOKENS:
             return self.tokens
         if metric.unit is Unit.NANOS:
@@ -39,6 +42,11 @@ class Spent:
     tokens: int
     cost_nanos: int = 0
     has_run: bool = True
+    has_begun: bool = True
+
+    def keeps(self, metric: Metric) -> bool:
+        """Whether what was taken of a rate at admission is gone: a load is, once the engine was asked for it."""
+        return self.has_begun if metric.unit is Unit.LOADS else self.has_run
 
     def of(self, metric: Metric) -> int:
         """What a bucket of tokens or a budget is charged."""
@@ -115,7 +123,7 @@ class Binding:
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 
     def take(self, counter: Counter, cost: int) -> Counter:
-        """Hold `cost`. Requests are used at once, what tokens and money will be is known at the end."""
+        """Hold `cost`. Requests and loads are used at once, what tokens and money will be is known at the end."""
         if self.metric.kind is Kind.RATE and self.metric.unit is not Unit.TOKENS:
             return counter.changed(level=-cost * UNITS)
         return counter.changed(reserved=cost)
@@ -133,7 +141,13 @@ class Binding:
             return counter.changed(reserved=-held, used=spent.of(self.metric))
         if self.metric.unit is Unit.TOKENS:
             return counter.changed(reserved=-held, level=-spent.of(self.metric) * UNITS)
-        return counter if spent.has_run else self._filled(counter, held)
+        return counter if spent.keeps(self.metric) else self._filled(counter, held)
+
+    def is_overdrawn(self, counter: Counter) -> bool:
+        """Whether more is used and held than the policy ever admits."""
+        if self.metric.kind is Kind.RATE:
+            return counter.free_units < 0
+        return self.metric.kind is Kind.BUDGET and counter.used + counter.reserved > self.policy.limit
 
     def correct(self, counter: Counter, held: int, charged: Spent, truth: Spent) -> Counter:
         """A request that was charged by a guess turned out to have cost something else."""
@@ -144,7 +158,7 @@ class Binding:
             return counter.changed(used=more)
         if self.metric.unit is Unit.TOKENS:
             return self._filled(counter, -more)
-        return counter if truth.has_run else self._filled(counter, held)
+        return counter if truth.keeps(self.metric) else self._filled(counter, held)
 
     def _filled(self, counter: Counter, amount: int) -> Counter:
         """A bucket with so much more in it, up to its size."""

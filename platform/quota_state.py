@@ -19,7 +19,7 @@ from loramux.migrations import schema
 from loramux.platform.policy_book import among
 from loramux.platform.quota_counters import Counter, CounterKey
 from loramux.platform.quota_rules import Binding
-from loramux.platform.row_documents import POSTGRESQL, ROWS, ManyRows, document, rows_of, text_of
+from loramux.platform.row_documents import POSTGRESQL, ROWS, ManyRows, document, rows_of, text_of, write_together
 
 _policies, _counters = schema.quota_policies, schema.quota_counters
 _KEY = (_counters.c.policy_id, _counters.c.subject_id, _counters.c.window_start_us)
@@ -83,9 +83,13 @@ class QuotaState:
         self.counters[key] = counter
         self._changed.add(key)
 
+    def writes(self) -> tuple[ManyRows, list[dict[str, Any]]]:
+        """What writes that which was changed."""
+        return _WRITE, [_row_of(key, self.counters[key]) for key in self._changed]
+
     def write(self) -> None:
         """Write what was changed."""
-        _WRITE.run(self._connection, [_row_of(key, self.counters[key]) for key in sorted(self._changed)])
+        write_together(self._connection, [self.writes()])
 
     def _rows(self, keys: Sequence[CounterKey]) -> Sequence[Any]:
         if self._connection.dialect.name == POSTGRESQL:

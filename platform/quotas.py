@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,14 @@ class _Subject:
     tenant_id: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A subject and its policies by metric, which nobody else changes before the transaction ends."""
+
+    subject: _Subject
+    policies: Mapping[str, QuotaPolicy]
+
+
 class QuotaPolicies:
     """The policies in the database. A metric without a policy is unlimited.
 
@@ -79,13 +87,9 @@ class QuotaPolicies:
         check_policy(metric, limit, burst, mode)
         try:
             with self._database.write() as connection:
-                old, wanted = self._wanted(connection, subject_id, metric, limit, burst, mode)
-                if old is None:
-                    _insert(connection, wanted)
-                else:
-                    _change(connection, old, wanted)
-                changed = {"before": None if old is None else _shown(old), "after": _shown(wanted)}
-                audit(connection, wanted.updated_us, "quota.set", wanted.id, tenant_id=wanted.tenant_id, **changed)
+                held = self._hold(connection, subject_id)
+                wanted = self._wanted(connection, held, metric, limit, burst, mode)
+                _write(connection, held.policies.get(metric), wanted)
         except IntegrityError:
             raise Conflict(f"another call sets {metric} at this moment; try again") from None
         return wanted
@@ -96,19 +100,39 @@ class QuotaPolicies:
         """What `set` would make of the same, and the same errors; nothing is changed."""
         check_policy(metric, limit, burst, mode)
         with self._database.read() as connection:
-            return self._wanted(connection, subject_id, metric, limit, burst, mode, is_locking=False)[1]
+            held = self._hold(connection, subject_id, is_locking=False)
+            return self._wanted(connection, held, metric, limit, burst, mode)
 
     def change(
-        self, policy_id: str, limit: int | None = None, burst: int | None = None, mode: str | None = None
+        self,
+        policy_id: str,
+        limit: int | None = None,
+        burst: int | None = None,
+        mode: str | None = None,
+        check: Callable[[QuotaPolicy], None] = lambda policy: None,
     ) -> QuotaPolicy:
-        """Change some of a policy; a burst that was the limit follows it. Raises InvalidRequest and NotFound."""
-        policy = self.get(policy_id)
-        if policy is None:
-            raise NotFound("there is no such quota", code="quota_not_found")
-        new_limit = policy.limit if limit is None else limit
-        if burst is None and policy.burst != policy.limit and new_limit:
-            burst = policy.burst
-        return self.set(policy.subject_id, policy.metric, new_limit, burst, mode)
+        """Change some of a policy once `check`, which may raise, has seen it as it is.
+
+        A burst that was the limit follows it. Raises InvalidRequest and NotFound.
+        """
+        unknown = NotFound("there is no such quota", code="quota_not_found")
+        with self._database.write() as connection:
+            # Whom it limits, and in what, never changes: that says what to hold before the rest is read.
+            row = connection.execute(select(_policies).where(_policies.c.id == policy_id)).one_or_none()
+            if row is None:
+                raise unknown
+            held = self._hold(connection, row.subject_id)
+            policy = held.policies.get(row.metric)
+            if policy is None or policy.id != policy_id:
+                raise unknown
+            check(policy)
+            new_limit = policy.limit if limit is None else limit
+            if burst is None and policy.burst != policy.limit and new_limit:
+                burst = policy.burst
+            check_policy(policy.metric, new_limit, burst, mode)
+            wanted = self._wanted(connection, held, policy.metric, new_limit, burst, mode)
+            _write(connection, policy, wanted)
+        return wanted
 
     def list(
         self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
@@ -139,25 +163,22 @@ class QuotaPolicies:
             connection.execute(delete(_policies).where(_policies.c.id == policy_id))
         return True
 
-    def _wanted(
-        self,
-        connection: Connection,
-        subject_id: str,
-        metric: str,
-        limit: int,
-        burst: int | None,
-        mode: str | None,
-        is_locking: bool = True,
-    ) -> tuple[QuotaPolicy | None, QuotaPolicy]:
-        """The policy as it is, if there is one, and as it is to be."""
+    def _hold(self, connection: Connection, subject_id: str, is_locking: bool = True) -> _Held:
+        """A subject and its policies, locked in the order of their identifiers as reservations do. Raises NotFound."""
         subject = _find_subject(connection, subject_id, is_locking)
-        if subject.scope not in METRICS[metric].scopes:
-            raise InvalidRequest(f"{metric} is limited for a tenant or the platform only", param="metric")
         query = select(_policies).where(_policies.c.subject_id == subject.id).order_by(_policies.c.id)
         rows = connection.execute(query.with_for_update() if is_locking else query)
-        found = {row.metric: policy_of(row) for row in rows}
+        return _Held(subject, {row.metric: policy_of(row) for row in rows})
+
+    def _wanted(
+        self, connection: Connection, held: _Held, metric: str, limit: int, burst: int | None, mode: str | None
+    ) -> QuotaPolicy:
+        """The policy as it is to be; raises InvalidRequest."""
+        subject = held.subject
+        if subject.scope not in METRICS[metric].scopes:
+            raise InvalidRequest(f"{metric} is limited for a tenant or the platform only", param="metric")
         now_us = self._database.now_us(connection)
-        old = found.get(metric)
+        old = held.policies.get(metric)
         wanted = QuotaPolicy(
             id=old.id if old is not None else new_id("qta"),
             scope=subject.scope,
@@ -170,8 +191,8 @@ class QuotaPolicies:
             created_us=old.created_us if old is not None else now_us,
             updated_us=now_us,
         )
-        check_agreement({**found, metric: wanted})
-        return old, wanted
+        check_agreement({**held.policies, metric: wanted})
+        return wanted
 
 
 def _shown(policy: QuotaPolicy) -> dict[str, object]:
@@ -253,6 +274,16 @@ def _find_subject(connection: Connection, subject_id: str, is_locking: bool) -> 
     if tenant_id is None:
         raise InvalidRequest("a key of the platform makes no requests that a quota could limit", param="key")
     return _Subject(scope, row.id, tenant_id)
+
+
+def _write(connection: Connection, old: QuotaPolicy | None, new: QuotaPolicy) -> None:
+    """Put a policy, whose former state is `old`, into the database and the audit log."""
+    if old is None:
+        _insert(connection, new)
+    else:
+        _change(connection, old, new)
+    changed = {"before": None if old is None else _shown(old), "after": _shown(new)}
+    audit(connection, new.updated_us, "quota.set", new.id, tenant_id=new.tenant_id, **changed)
 
 
 def _insert(connection: Connection, policy: QuotaPolicy) -> None:

@@ -27,6 +27,8 @@ class ReservationRequest:
     """Whom the tenant's client named, by `end_user_label`."""
     adapter_id: str | None = None
     """Whose limits hold for it besides the tenant's and the key's."""
+    loads_adapter: bool = False
+    """Whether the engine does not hold the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Settlement:
     cached_tokens: int = 0
     first_token_us: int | None = None
     has_run: bool = True
+    has_begun: bool = True
+    """Whether the engine was asked for it at all; a cold load is given back where it was not."""
 
     @property
     def tokens(self) -> int:

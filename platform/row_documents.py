@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -46,63 +46,76 @@ def document(rows: Sequence[Any]) -> str:
 
 
 class ManyRows:
-    """A statement that is run with many rows, each a dict by the columns' names.
+    """A statement that is run with many rows, each a dict by the columns' names; compiled once.
 
-    `postgresql` takes them from `rows_of(columns)`; `sqlite`, which has no way to a server, is run once a row.
-    Neither is compiled more than once.
+    `postgresql` takes them from `rows_of(columns, name)`; `sqlite`, which has no way to a server, is run once a row.
     """
 
-    def __init__(self, columns: Sequence[Column[Any]], postgresql: ClauseElement, sqlite: ClauseElement) -> None:
-        self._columns = columns
+    def __init__(
+        self, name: str, columns: Sequence[Column[Any]], postgresql: ClauseElement, sqlite: ClauseElement
+    ) -> None:
+        self.name = name
+        self._documents = {one.name for one in columns if isinstance(one.type, JSON)}
         self._statements: Mapping[bool, ClauseElement] = {True: postgresql, False: sqlite}
-        self._compiled: dict[bool, tuple[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]]] = {}
+        self._compiled: dict[bool, tuple[str, tuple[str, ...]]] = {}
 
     @classmethod
     def insert(cls, table: Table) -> ManyRows:
         """Insert rows of all columns."""
-        columns = list(table.c)
-        rows = rows_of(columns)
+        columns, name = list(table.c), f"new_{table.name}"
         names = [one.name for one in columns]
-        return cls(columns, insert(table).from_select(names, select(*rows.c)), insert(table))
+        return cls(name, columns, insert(table).from_select(names, select(*rows_of(columns, name).c)), insert(table))
 
     @classmethod
     def update(cls, table: Table, keys: Sequence[Column[Any]], changed: Sequence[Column[Any]]) -> ManyRows:
         """Set the `changed` columns of the rows that `keys` name."""
-        columns = [*keys, *changed]
-        rows = rows_of(columns)
+        columns, name = [*keys, *changed], f"changed_{table.name}"
+        rows = rows_of(columns, name)
         many = update(table).values({one.name: rows.c[one.name] for one in changed})
         single = update(table).values({one.name: bindparam(f"new_{one.name}", type_=one.type) for one in changed})
         for key in keys:
             many = many.where(key == rows.c[key.name])
             single = single.where(key == bindparam(f"new_{key.name}", type_=key.type))
-        return cls(columns, many, single)
+        return cls(name, columns, many, single)
 
     def run(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
         """Run it with these; nothing where there are none."""
-        if not rows:
-            return
-        dialect = connection.dialect
+        write_together(connection, [(self, rows)])
+
+    def compiled(self, dialect: Dialect) -> tuple[str, tuple[str, ...]]:
+        """The statement as the driver takes it, and on SQLite the columns in the order in which it takes them."""
         is_postgresql = dialect.name == POSTGRESQL
-        if is_postgresql not in self._compiled:
-            self._compiled[is_postgresql] = self._compile(dialect)
-        text, values_of = self._compiled[is_postgresql]
-        if is_postgresql:
-            connection.exec_driver_sql(text, {ROWS: document(rows)})
-        else:
-            connection.exec_driver_sql(text, [values_of(row) for row in rows])
+        found = self._compiled.get(is_postgresql)
+        if found is None:
+            compiled = self._statements[is_postgresql].compile(dialect=dialect)
+            order = getattr(compiled, "positiontup", None) or ()
+            found = str(compiled), tuple(name.removeprefix("new_") for name in order)
+            self._compiled[is_postgresql] = found
+        return found
 
-    def _compile(self, dialect: Dialect) -> tuple[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
-        compiled = self._statements[dialect.name == POSTGRESQL].compile(dialect=dialect)
-        order = [name.removeprefix("new_") for name in getattr(compiled, "positiontup", None) or ()]
-        encoded = {one.name for one in self._columns if isinstance(one.type, JSON)}
-
-        def values_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-            return tuple(document(row[name]) if name in encoded else row[name] for name in order)
-
-        return str(compiled), values_of
+    def values_of(self, row: Mapping[str, Any], order: Sequence[str]) -> tuple[Any, ...]:
+        """A row as SQLite takes it."""
+        return tuple(document(row[name]) if name in self._documents else row[name] for name in order)
 
 
-@functools.cache
+def write_together(connection: Connection, writes: Sequence[tuple[ManyRows, Sequence[Mapping[str, Any]]]]) -> None:
+    """Run statements that touch different rows, on PostgreSQL with one way to the server for all of them."""
+    wanted = [(statement, rows) for statement, rows in writes if rows]
+    if connection.dialect.name != POSTGRESQL:
+        for statement, rows in wanted:
+            text, order = statement.compiled(connection.dialect)
+            connection.exec_driver_sql(text, [statement.values_of(row, order) for row in rows])
+        return
+    parameters = {statement.name: document(rows) for statement, rows in wanted}
+    texts = [(statement.name, statement.compiled(connection.dialect)[0]) for statement, _ in wanted]
+    if len(texts) == 1:
+        connection.exec_driver_sql(texts[0][1], parameters)
+    elif texts:
+        together = ", ".join(f"do_{name} AS ({text})" for name, text in texts)
+        connection.exec_driver_sql(f"WITH {together} SELECT 1", parameters)
+
+
+@functools.lru_cache(maxsize=64)
 def text_of(statement: ClauseElement, dialect: Dialect) -> str:
     """A statement as the driver takes it. Reading through the driver spares what SQLAlchemy does for each value."""
     return str(statement.compile(dialect=dialect))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from loramux.platform.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.reservations import Checkpoint, Closing, Extension, Reservation, ReservationRequest, Settlement
+from loramux.platform.resident_adapters import ResidentAdapters
 from loramux.platform.settlement_spool import SettlementSpool, SpoolFull
 
 SETTLE_DELAYS_S = (0.2, 1.0, 3.0)
@@ -38,9 +40,12 @@ RECOVERY_GRACE_S = LEASE_US / 1_000_000
 
 CHECKPOINT_INTERVAL_S = 5.0
 
+SWEEP_INTERVAL_S = 3600.0
+"""How often counters of windows long past are looked for."""
+
 REPLAY_AT_ONCE = 256
 
-NEVER_RAN = Settlement(status="aborted", prompt_tokens=0, completion_tokens=0, has_run=False)
+NEVER_RAN = Settlement(status="aborted", prompt_tokens=0, completion_tokens=0, has_run=False, has_begun=False)
 
 log = structlog.get_logger()
 
@@ -93,6 +98,7 @@ class RunningRequests:
         self._admission = admission
         self._commit = commit
         self._engine = engine
+        self._residents = ResidentAdapters(engine)
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._call = call
@@ -108,6 +114,13 @@ class RunningRequests:
         """Hold what the request may cost; raises QuotaExceeded, RequestTooLarge, and what is in TROUBLE."""
         self._state.check()
         adapter = plan.model.adapter
+        if adapter is None:
+            return await self._reserve(plan, loads_adapter=False)
+        async with self._residents.admitting(adapter.digest) as is_cold:
+            return await self._reserve(plan, loads_adapter=is_cold)
+
+    async def _reserve(self, plan: Plan, *, loads_adapter: bool) -> Reservation:
+        adapter = plan.model.adapter
         request = ReservationRequest(
             request_id=plan.request_id,
             tenant_id=plan.tenant_id,
@@ -120,6 +133,7 @@ class RunningRequests:
             reserved_tokens=plan.reserved_tokens,
             base=plan.base,
             end_user=plan.end_user,
+            loads_adapter=loads_adapter,
         )
         # Shielded: a reservation that commits while its client leaves must still be settled by someone.
         reserving = self._commit.submit(request)
@@ -167,8 +181,10 @@ class RunningRequests:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_leases())
             group.create_task(self._tend_database())
+            group.create_task(self._residents.follow())
 
     async def _keep_leases(self) -> None:
+        sweep_s = time.monotonic()
         while True:
             try:
                 await self.checkpoint()
@@ -176,6 +192,10 @@ class RunningRequests:
                     num_recovered = await self._call(self._admission.recover_expired)
                     self._metrics.recovered.inc(num_recovered)
                 await self._call(self._admission.roll_up)
+                if time.monotonic() >= sweep_s:
+                    num_swept = await self._call(self._admission.sweep_counters)
+                    # Where there were some, there may be more.
+                    sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
             except SQLAlchemyError as error:
                 log.warning("checkpoint failed; trying again", error=str(error))
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)

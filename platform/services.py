@@ -108,9 +108,9 @@ class GatewayServices:
         Without a `spool`, what cannot be settled is left to recovery.
         """
         metrics = metrics if metrics is not None else GatewayMetrics()
-        admission = Admission(database)
+        admission = Admission(database, metrics.overdrawn.inc)
         state = DatabaseState()
-        commit = GroupCommit(admission, metrics.note_commit, state)
+        commit = GroupCommit(admission, metrics.note_commit, state, admission.num_writers)
         metrics.database_connections.set_function(lambda: database.num_connections)
         running = RunningRequests(
             admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us, state, spool

@@ -19,7 +19,7 @@ import typer
 if TYPE_CHECKING:
     from loramux.admin.client import AdminClient, Document
 
-REFUSED, WRONG_CALL, UNREACHABLE = 1, 2, 3
+DONE, REFUSED, WRONG_CALL, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 @contextmanager
@@ -57,21 +57,37 @@ def print_json(document: object) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table; where no terminal limits the width, no column is shortened."""
+    """A table that shortens nothing: where a terminal is too narrow, each row is shown from top to bottom.
+
+    Of two columns, the second goes on in the next line instead.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    if not console.is_terminal:
-        console.width = 250
+    # A name is a tenant's text: it is shown as it is, never read as markup.
+    cells = [[Text("-" if value is None else str(value)) for value in row] for row in rows]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        # A name is a tenant's text: it is shown as it is, never read as markup.
-        table.add_row(*(Text("-" if value is None else str(value)) for value in row))
-    console.print(table)
+    for at, column in enumerate(columns):
+        table.add_column(column, no_wrap=len(columns) != 2 or at == 0, overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    width = console.measure(table, options=console.options.update(max_width=100_000)).maximum
+    if not console.is_terminal:
+        console.width = max(console.width, width)
+    if len(columns) == 2 or width <= console.width:
+        console.print(table)
+        return
+    for at, row in enumerate(cells):
+        if at > 0:
+            console.print()
+        one = Table(box=None, pad_edge=False, show_header=False)
+        one.add_column(style="bold", no_wrap=True)
+        one.add_column(overflow="fold")
+        for column, cell in zip(columns, row, strict=True):
+            one.add_row(column, cell)
+        console.print(one)
 
 
 def print_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -14,8 +14,8 @@ from loramux.admin.commands.quota_plot import print_plot
 app = typer.Typer(no_args_is_help=True, help="Set, list, plot and try quotas.")
 
 METRICS = (
-    "requests_per_minute, tokens_per_minute, concurrent_requests, tokens_per_day, tokens_per_month, cost_per_day, "
-    "cost_per_month (nanos), adapters or adapter_bytes."
+    "requests_per_minute, tokens_per_minute, cold_loads_per_minute, concurrent_requests, tokens_per_day, "
+    "tokens_per_month, cost_per_day, cost_per_month (nanos), adapters or adapter_bytes."
 )
 LISTED = ("id", "scope", "subject_id", "tenant_id", "metric", "unit", "mode", "limit", "burst", "updated_at")
 SHOWN = (

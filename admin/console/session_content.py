@@ -20,6 +20,8 @@ class Notice:
     kind: str
     text: str
     detail: str = ""
+    undo_url: str = ""
+    """Where it can be taken back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,9 @@ class Session:
     def playground_keys(self) -> dict[str, PlaygroundKey]:
         return self.content.playground_keys
 
-    def say(self, kind: str, text: str, detail: str = "") -> None:
+    def say(self, kind: str, text: str, detail: str = "", undo_url: str = "") -> None:
         """Tell it on the next page."""
-        notice = Notice(kind, text, detail)
+        notice = Notice(kind, text, detail, undo_url)
         self._change(lambda content: replace(content, notices=(*content.notices, notice)[-MAX_NOTICES:]))
 
     def take_notices(self) -> tuple[Notice, ...]:

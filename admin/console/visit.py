@@ -114,9 +114,9 @@ class Visit:
         """Look at another page of the console next."""
         return redirect(self.request, self.url(path, **params))
 
-    def done(self, text: str, path: str | None = None) -> Response:
+    def done(self, text: str, path: str | None = None, undo_url: str = "") -> Response:
         """Say that something was done, on the page that comes next: by default the one that the form was on."""
-        self.session.say("done", text)
+        self.session.say("done", text, undo_url=undo_url)
         return self.go(path) if path is not None else self.back()
 
     def back(self) -> Response:
@@ -134,7 +134,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 def console_url(request: Request, path: str, **params: Any) -> str:
     """A path of the console as the browser must ask for it."""
-    query = urlencode({name: value for name, value in params.items() if value is not None})
+    query = urlencode({name: value for name, value in params.items() if value is not None}, doseq=True)
     return quote(request.scope["root_path"] + path, safe="/@:~") + (f"?{query}" if query else "")
 
 

@@ -29,7 +29,17 @@ _KEPT_HEADERS = ("content-type", "etag", "location")
 _SECRET_FIELDS = ("secret",)
 """What an answer says once: it is not stored, and null in a repeated answer."""
 
+_EXPIRES_US = "idempotent_answer_expires_us"
+
 log = structlog.get_logger()
+
+
+def keep_answer_until(request: Request, expires_us: int) -> None:
+    """Say of what this call answers that it is a secret, and good for nothing from then on: it is not kept longer.
+
+    The same call is a new one afterwards.
+    """
+    setattr(request.state, _EXPIRES_US, expires_us)
 
 
 class Replayed(Exception):
@@ -95,7 +105,7 @@ class IdempotentAnswers:
                 body += message.get("body", b"")
                 if not message.get("more_body", False):
                     assert start is not None
-                    await self._end(claim, start, body)
+                    await self._end(claim, start, body, scope["state"].get(_EXPIRES_US))
                     await send(start)
                     await send({"type": "http.response.body", "body": body})
 
@@ -107,14 +117,15 @@ class IdempotentAnswers:
                 await self._call(self._services.idempotency_keys.release, claim)
             raise
 
-    async def _end(self, claim: Claim, start: Message, body: bytes) -> None:
+    async def _end(self, claim: Claim, start: Message, body: bytes, expires_us: int | None) -> None:
         keys: IdempotencyKeys = self._services.idempotency_keys
         if not 200 <= start["status"] < 300:
             await self._call(keys.release, claim)
             return
         headers = Headers(raw=start["headers"])
         kept = {name: headers[name] for name in _KEPT_HEADERS if name in headers}
-        await self._call(keys.complete, claim, StoredAnswer(start["status"], kept, _without_secrets(body)))
+        answer = StoredAnswer(start["status"], kept, _without_secrets(body))
+        await self._call(keys.complete, claim, answer, expires_us)
 
     async def _call(self, function: object, *args: object) -> None:
         try:

@@ -213,13 +213,14 @@ async def change_quota(
     """Change a limit, its burst or its mode."""
     body = await read_json(request, QuotaChange)
     policy = await _find(services, caller, quota_id)
-    if_match.check(describe_quota(policy))
     if body.metric not in (None, policy.metric):
         raise InvalidRequest("a quota keeps its metric: make another", param="metric")
     if body.tenant is not None and (await find_tenant(services, caller, body.tenant)).id != policy.tenant_id:
         raise InvalidRequest("the quota is another tenant's", param="tenant")
     _refuse_others(body)
-    changed = await services.call(services.quotas.change, policy.id, body.limit, body.burst, body.mode)
+    changed = await services.call(
+        services.quotas.change, policy.id, body.limit, body.burst, body.mode, if_match.check_by(describe_quota)
+    )
     return tagged(response, describe_quota(changed))
 
 

@@ -18,6 +18,7 @@ from loramux.adapter_store.records import Adapter, Upload, UploadFile
 from loramux.admin.rest.access import Developer, Services
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewUpload, read_json
+from loramux.admin.rest.idempotency import keep_answer_until
 from loramux.admin.rest.listing import seconds
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound
@@ -75,7 +76,11 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
     body = await read_json(request, NewUpload)
     files = tuple(UploadFile(file.name, file.size, file.sha256) for file in body.files)
     upload = await services.call(services.ingest.create_upload, adapter.id, files)
-    return _describe_upload(upload, await services.call(services.ingest.presign, upload))
+    presigned = await services.call(services.ingest.presign, upload)
+    if presigned:
+        # Whoever has such a URL may use it for as long as it holds.
+        keep_answer_until(request, upload.expires_us)
+    return _describe_upload(upload, presigned)
 
 
 @router.put("/{upload_id}/files/{name}", status_code=204, openapi_extra=takes_bytes(), responses=errors(503))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,77 +16,195 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis.config import SchemathesisConfig
+from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
 # A call may be well-formed and still ask for what cannot be: another's name, a prompt beyond the context.
 MEANT_OTHERWISE = [*range(200, 300), 400, 401, 403, 404, 409, 412, 413, 422, 429]
+
+Known = Callable[[str], Mapping[str, Any]]
+"""What exists, by the name of the parameter that means it, for an operation of this path."""
 
 
 @dataclass(slots=True)
 class Cases:
     """What was called, and what was answered."""
 
-    num_calls: int = 0
+    num_generated: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def num_calls(self) -> int:
+        return self.statuses.total()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Data of one kind, and how much of all is of it.
+
+    Where the document says that a key is needed, wrong data is for the most part a wrong key, which is refused before
+    anything else is looked at. So most data is made from a document without that line, and sent with good keys.
+    """
+
+    mode: GenerationMode
+    is_guarded: bool
+    share: float
+
+
+KINDS = (
+    Kind(GenerationMode.POSITIVE, is_guarded=True, share=0.05),
+    Kind(GenerationMode.NEGATIVE, is_guarded=True, share=0.05),
+    Kind(GenerationMode.POSITIVE, is_guarded=False, share=0.45),
+    Kind(GenerationMode.NEGATIVE, is_guarded=False, share=0.45),
+)
+CALLS_EACH = 3
+"""To generate data takes far longer than to send it, so that a campaign sends it more than once."""
 
 
 def call_all(
-    document: Mapping[str, Any], url: str, key: str, known: Mapping[str, str], num_cases: int, number: int = 0
+    document: Mapping[str, Any],
+    url: str,
+    keys: Sequence[str],
+    known: Known,
+    num_calls: int,
+    number: int = 0,
+    is_thorough: bool = True,
+    cases: Cases | None = None,
 ) -> Cases:
-    """Call every operation `num_cases` times in all, half with data that the document allows, half with other.
+    """Call every operation, some `num_calls` times in all, with data that the document allows and with other.
 
-    `known` are names that exist, which half of the calls use where they need one. Raises what a check finds.
+    Data is sent as it is, then with what is `known` in the place of the names in it, and so again with another of the
+    `keys`, the first of which is the one that may do most; each in only one of these ways where this is not
+    `is_thorough`. Raises what a check finds, and tells `cases` what was called before.
     """
-    schema = schemathesis.openapi.from_dict(dict(document), config=_config(url, key))
-    found = [result.ok() for result in schema.get_all_operations()]
-    each = max(1, num_cases // (2 * len(found)))
-    cases = Cases()
-    with requests.Session() as session:
+    by_guard = {
+        True: schemathesis.openapi.from_dict(dict(document), config=_config(url, keys[0])),
+        False: schemathesis.openapi.from_dict(_without_security(document), config=_config(url)),
+    }
+    found = {is_guarded: [one.ok() for one in schema.get_all_operations()] for is_guarded, schema in by_guard.items()}
+    each = num_calls / len(found[True]) / (CALLS_EACH if is_thorough else 1)
+    cases = Cases() if cases is None else cases
+    with requests.Session() as session, _few_collections():
         session.trust_env = False
-        for operation in found:
-            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-                _call(operation, mode, session, known, each, number, cases)
+        for at, path in enumerate(one.path for one in found[True]):
+            names = known(path)
+            for kind in KINDS:
+                # The few of a short run are those that get past the key.
+                num_cases = max(round(each * kind.share), 0 if kind.is_guarded else 1)
+                operation = found[kind.is_guarded][at]
+                is_possible = kind.is_guarded or kind.mode.is_positive or _can_be_wrong(document, operation)
+                if num_cases > 0 and is_possible:
+                    with_keys = () if kind.is_guarded else keys
+                    visitor = _Visitor(operation, session, names, with_keys, is_thorough, cases)
+                    visitor.visit(kind.mode, num_cases, number)
     return cases
 
 
-def _call(
-    operation: Any,
-    mode: GenerationMode,
-    session: requests.Session,
-    known: Mapping[str, str],
-    num_cases: int,
-    number: int,
-    cases: Cases,
-) -> None:
-    @seed(number)
-    @settings(
-        max_examples=num_cases,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=operation.as_strategy(generation_mode=mode), is_known=st.booleans())
-    def call(case: Any, is_known: bool) -> None:
-        if is_known:
-            for place in (case.path_parameters, case.body if isinstance(case.body, dict) else None):
-                for name in known.keys() & (place or {}).keys():
-                    place[name] = known[name]
-        cases.num_calls += 1
-        response = case.call(session=session, timeout=60)
-        cases.statuses[response.status_code] += 1
+@dataclass(frozen=True, slots=True)
+class _Visitor:
+    """Calls one operation; without `keys`, with those that come with the data."""
+
+    operation: Any
+    session: requests.Session
+    known: Mapping[str, Any]
+    keys: Sequence[str]
+    is_thorough: bool
+    cases: Cases
+
+    def visit(self, mode: GenerationMode, num_cases: int, number: int) -> None:
+        @seed(number)
+        @settings(
+            max_examples=num_cases,
+            deadline=None,
+            database=None,
+            phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(
+            case=self.operation.as_strategy(generation_mode=mode),
+            other=st.sampled_from(self.keys[1:]) if self.keys else st.none(),
+        )
+        def call(case: Any, other: str | None) -> None:
+            way = None if self.is_thorough else self.cases.num_generated % CALLS_EACH
+            self.cases.num_generated += 1
+            first = self.keys[0] if self.keys else None
+            if way in (None, 0):
+                self._call(case, first)
+            if (self._name_what_exists(case) and way is None) or way == 1:
+                self._call(case, first)
+            if (other is not None and way is None) or way == 2:
+                self._call(case, other)
+
+        # An operation without any parameter cannot be called wrongly.
+        with suppress(Unsatisfiable):
+            call()
+
+    def _name_what_exists(self, case: Any) -> bool:
+        """Put what is known in the place of the names in a case; whether there was any.
+
+        What is wrong on purpose stays so: the checks want it refused.
+        """
+        is_changed = False
+        for location, place in (
+            (ParameterLocation.PATH, case.path_parameters),
+            (ParameterLocation.QUERY, case.query),
+            (ParameterLocation.BODY, case.body),
+        ):
+            if not isinstance(place, dict) or case.meta.is_negative_at(location):
+                continue
+            for name in self.known.keys() & place.keys():
+                place[name] = self.known[name]
+                is_changed = True
+        return is_changed
+
+    def _call(self, case: Any, key: str | None) -> None:
+        headers = None if key is None else {"authorization": f"Bearer {key}"}
+        response = case.call(session=self.session, headers=headers, timeout=60)
+        self.cases.statuses[response.status_code] += 1
         case.validate_response(response)
 
-    # An operation without any parameter cannot be called wrongly.
-    with suppress(Unsatisfiable):
-        call()
 
-
-def _config(url: str, key: str) -> SchemathesisConfig:
+def _config(url: str, key: str | None = None) -> SchemathesisConfig:
     return SchemathesisConfig.from_dict(
         {
             "base-url": url,
-            "auth": {"openapi": {"key": {"bearer": key}}},
+            "auth": {} if key is None else {"openapi": {"key": {"bearer": key}}},
             "checks": {"positive_data_acceptance": {"expected-statuses": [str(one) for one in MEANT_OTHERWISE]}},
         }
     )
+
+
+def _can_be_wrong(document: Mapping[str, Any], operation: Any) -> bool:
+    """Whether data can be against the document; hypothesis takes seconds to find that it cannot."""
+    described = document["paths"][operation.path][operation.method]
+    if "application/json" in described.get("requestBody", {}).get("content", {}):
+        return True
+    for parameter in described.get("parameters", ()):
+        is_any_text = parameter["schema"].keys() <= {"type", "title"} and parameter["schema"].get("type") == "string"
+        if parameter["in"] != "path" or not is_any_text:
+            return True
+    return False
+
+
+def _without_security(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of a server that would ask for no key."""
+    bare = copy.deepcopy(dict(document))
+    bare["components"].pop("securitySchemes")
+    for item in bare["paths"].values():
+        for operation in item.values():
+            operation.pop("security", None)
+    return bare
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Search the whole heap for garbage seldom: it holds all that was imported, and that is a fifth of the time."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

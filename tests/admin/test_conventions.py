@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import insert
 
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.admin.app import create_admin_app
@@ -26,6 +27,7 @@ from loramux.admin.rest import document
 from loramux.admin.upkeep import Upkeep
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import adapter_versions
 from loramux.platform import request_body
 from loramux.platform.admission import Admission
 from loramux.platform.model_names import ModelNotFound, ModelResolver
@@ -185,6 +187,17 @@ async def test_of_changes_at_once_one_is_made(http: httpx.AsyncClient) -> None:
     assert sorted(answer.status_code for answer in await asyncio.gather(*changes)) == [200, 412, 412, 412, 412]
 
 
+async def test_of_limits_written_at_once_one_holds(http: httpx.AsyncClient, side: AdminSide) -> None:
+    quota = side.services.quotas.set(side.services.tenants.create("limits").id, "tokens_per_minute", 5)
+    path = f"/quotas/{quota.id}"
+    etag = (await http.get(path)).headers["etag"]
+    changes = (http.patch(path, json={"limit": limit}, headers={"if-match": etag}) for limit in range(10, 15))
+    answers = await asyncio.gather(*changes)
+    assert sorted(answer.status_code for answer in answers) == [200, 412, 412, 412, 412]
+    (written,) = (answer.json()["limit"] for answer in answers if answer.status_code == 200)
+    assert (await http.get(path)).json()["limit"] == written
+
+
 # Bodies and names
 
 
@@ -240,24 +253,40 @@ async def test_hostile_names_are_refused_and_not_repeated(http: httpx.AsyncClien
 # Who may do what
 
 
+def add_version(side: AdminSide, adapter_id: str) -> str:
+    """A version that was validated, without the wait for it."""
+    version_id = new_id("adv")
+    values = {"id": version_id, "adapter_id": adapter_id, "number": 1, "state": "rejected", "upload_id": new_id("upl")}
+    with side.services.database.write() as connection:
+        connection.execute(insert(adapter_versions).values(**values, report={}, created_us=1))
+    return version_id
+
+
 async def test_what_is_anothers_answers_as_what_does_not_exist(http: httpx.AsyncClient, side: AdminSide) -> None:
     owner = side.services.tenants.create("owner")
     adapter = side.services.registry.create_adapter(owner.id, "private")
     key = side.services.api_keys.create(owner.id, "theirs").key
     request_id = reserve(side, owner.id, key.id)
     policy = side.services.quotas.set(owner.id, "requests_per_minute", 5)
+    price = side.services.prices.add(
+        tenant_id=owner.id, scope="all", prompt_nanos=1, cached_nanos=None, completion_nanos=2
+    )
+    version_id = add_version(side, adapter.id)
+    assert (await client(side, ADMIN_KEY).get(f"/jobs/job_{version_id[4:]}")).status_code == 200
     foreign = {
         "adapter_id": adapter.id,
         "key_id": key.id,
         "request_id": request_id,
         "quota_id": policy.id,
+        "price_id": price.id,
+        "job_id": f"job_{version_id[4:]}",
         "id_or_slug": "owner",
         "tenant": "owner",
     }
     unknown = {name: f"{value[:4]}{'0' * 32}" if "_" in value else "nobody" for name, value in foreign.items()}
     described = document.document_of(create_admin_app(side.services))
     stranger = client(side, key_of(side, "stranger", "tenant:admin"))
-    num_hidden = 0
+    num_hidden, hidden = 0, set[str]()
     for path, operation, method in operations(described):
         needed = [one["name"] for one in operation.get("parameters", []) if one["in"] == "path"]
         if not needed or not path.startswith(BASE) or needed[0] not in foreign:
@@ -272,7 +301,10 @@ async def test_what_is_anothers_answers_as_what_does_not_exist(http: httpx.Async
         assert answers[0].status_code == answers[1].status_code, (method, path)
         assert answers[0].status_code in (403, 404), (method, path, answers[0].text)
         assert answers[0].content == answers[1].content, (method, path)
-        num_hidden += answers[0].status_code == 404
+        if answers[0].status_code == 404:
+            hidden.add(needed[0])
+            num_hidden += 1
+    assert hidden == {"adapter_id", "key_id", "request_id", "quota_id", "price_id", "job_id", "id_or_slug"}
     assert num_hidden > 25
 
 

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from sqlalchemy import select, update
 
 from loramux.adapter_store.blobs import BlobStore, upload_key
 from loramux.adapter_store.s3_blobs import S3BlobStore
@@ -23,8 +24,9 @@ from loramux.adapter_store.target import PackTarget
 from loramux.admin.client import AdminClient, AdminError, ServerUnreachable
 from loramux.admin.push import push_adapter
 from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.migrations.schema import idempotency_keys
 from tests.adapter_store.house import wait_until
-from tests.admin.conftest import ADMIN_KEY, RunningServer
+from tests.admin.conftest import ADMIN_KEY, AdminSide, RunningServer
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 SIZE = 4096
@@ -95,11 +97,42 @@ def client(admin_server: RunningServer) -> Iterator[AdminClient]:
 
 def declare(client: AdminClient, directory: Path) -> dict[str, Any]:
     adapter = client.post("adapters", {"tenant": "acme", "name": "support"})
+    return client.post(f"adapters/{adapter['id']}/uploads", {"files": declared(directory)})
+
+
+def declared(directory: Path) -> list[dict[str, Any]]:
     contents = {name: (directory / name).read_bytes() for name in FILES}
-    files = [
+    return [
         {"name": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()
     ]
-    return client.post(f"adapters/{adapter['id']}/uploads", {"files": files})
+
+
+def test_a_kept_answer_forgets_a_url_with_the_url(
+    client: AdminClient, make_wide: Callable[[int], Path], admin_side: AdminSide
+) -> None:
+    directory = make_wide(4)
+    adapter = client.post("adapters", {"tenant": "acme", "name": "support"})
+    headers = {"authorization": f"Bearer {ADMIN_KEY}", "idempotency-key": "once"}
+    body = {"files": declared(directory)}
+    url = f"{client.url}/admin/v1/adapters/{adapter['id']}/uploads"
+
+    def call() -> dict[str, Any]:
+        return dict(httpx.post(url, headers=headers, json=body, trust_env=False).raise_for_status().json())
+
+    first = call()
+    assert "X-Amz-Signature" in first["files"][0]["url"]
+    assert call() == first
+    query = select(idempotency_keys.c.expires_us)
+    database = admin_side.services.database
+    with database.read() as connection:
+        assert connection.execute(query).scalar_one() // 1_000_000 == first["expires_at"]
+    with database.write() as connection:
+        connection.execute(update(idempotency_keys).values(expires_us=database.now_us(connection)))
+    # Its upload is over then, so that the call is a new one.
+    assert call()["id"] != first["id"]
+    with database.write() as connection:
+        connection.execute(update(idempotency_keys).values(expires_us=database.now_us(connection)))
+    assert admin_side.services.idempotency_keys.sweep() == 1
 
 
 @pytest.mark.parametrize("rank", [4, 170], ids=["whole", "in parts"])

@@ -1,4 +1,4 @@
-"""A running server with the demo's tenants, and Chromium in front of its console."""
+"""A running server with the demo's tenants on a PostgreSQL of its own, and Chromium in front of its console."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from loramux.admin.demo_run import ADAPTERS, DEMO_FILES, SERVED_NAME
 from loramux.admin.demo_server import DemoServer
 from loramux.admin.push import push_adapter
 from tests.browser.browser_tools import axe_source, chromium_path
+from tests.platform.faulty_postgres import FaultyPostgres, faulty_postgres
 
 NUM_QUESTIONS = 4
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-proxy-server"]
@@ -27,6 +28,7 @@ class Demo:
     """The server and what a test needs to call it."""
 
     server: DemoServer
+    postgres: FaultyPostgres
     client: AdminClient
     keys: dict[str, str]
     adapter_ids: dict[str, str]
@@ -42,16 +44,24 @@ class Demo:
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+def postgres() -> Iterator[FaultyPostgres]:
+    """The demo's database, which a test may stop."""
+    with faulty_postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory, postgres: FaultyPostgres) -> Iterator[Demo]:
     """One server for all tests, with some requests answered already."""
     data_dir = tmp_path_factory.mktemp("demo")
     # Machines that do much else at the same time are slow to start, which is not what is tested here.
     demo_server.START_TIMEOUT_S = 600.0
-    server = DemoServer(DEMO_FILES / "base", data_dir, _free_port(), _free_port(), SERVED_NAME)
+    more = ["--database-url", postgres.url]
+    server = DemoServer(DEMO_FILES / "base", data_dir, _free_port(), _free_port(), SERVED_NAME, more)
     try:
         with server.client() as client:
             server.wait_until(client.is_alive, "listening")
-            demo = Demo(server, client, {}, {})
+            demo = Demo(server, postgres, client, {}, {})
             for tenant, adapter in ADAPTERS.items():
                 client.post("tenants", {"slug": tenant})
                 client.post("quotas", {"tenant": tenant, "metric": "tokens_per_minute", "limit": 100_000})

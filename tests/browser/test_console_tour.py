@@ -35,6 +35,11 @@ PAGES = {
     "jobs": ("/jobs?state=succeeded", "harbour/pirate@1"),
     "audit": ("/audit", "tenant.create"),
     "health": ("/health", "demo-base"),
+    "move": ("/adapters/{harbour}/move?alias=default", "Weight"),
+    "promote": ("/adapters/{harbour}/move?alias=beta&version=1&weight_1=100", "What changes"),
+    "take out of service": ("/adapters/{harbour}/state", "To undo it"),
+    "suspend": ("/tenants/harbour/state", "usable key"),
+    "quarantine": ("/adapters/{harbour}/versions/1/quarantine", "Who notices"),
     "nothing": ("/nowhere", "Not here"),
 }
 LOOKS = [("light", 1440), ("dark", 1440), ("light", 360), ("dark", 360)]
@@ -93,12 +98,16 @@ def test_an_alias_moves_by_weight_and_rolls_back(
     page.wait_for_selector("#version .tag:text-is('ready')", timeout=120_000)
     tab.open(f"/adapters/{adapter_id}")
     page.click("text=Move…")
-    page.fill("dialog[open] [name=weight_1]", "75")
-    page.fill("dialog[open] [name=weight_2]", "25")
-    page.click("dialog[open] >> text=Move it")
+    page.fill("[name=weight_1]", "75")
+    page.fill("[name=weight_2]", "25")
+    page.click("text=See what changes")
+    page.wait_for_selector("text=To undo it")
+    assert "version 1 (75 %) and version 2 (25 %)" in page.inner_text(".move")
+    _keep(page, "move-light-1440")
+    page.click("button:has-text('Move default')")
     page.wait_for_selector("#notices .done")
     assert "version 1 (75 %) and version 2 (25 %)" in tab.said()
-    page.click("text=Roll back…")
+    page.click("#notices >> text=Undo…")
     page.wait_for_selector("text=What moves")
     assert "v1 75 %, v2 25 %" in page.inner_text(".move")
     page.click("button.primary")
@@ -153,7 +162,9 @@ def test_a_key_is_made_shown_once_and_revoked(tab: Tab, demo: Demo) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == secret
     tab.open("/keys?tenant=chambers")
     assert secret not in page.content()
-    page.click("tr:has-text('from the browser') >> text=Revoke")
+    page.click("tr:has-text('from the browser') >> text=Revoke…")
+    page.wait_for_selector("text=To undo it")
+    page.click("button:has-text('Revoke it')")
     page.wait_for_selector("tr:has-text('from the browser') .tag:text-is('revoked')")
 
 
@@ -161,8 +172,10 @@ def test_a_key_is_rotated_and_its_old_secret_ends(tab: Tab, demo: Demo) -> None:
     made = demo.client.post("api_keys", {"tenant": "harbour", "name": "turns"})
     page = tab.open("/keys?tenant=harbour")
     page.click("tr:has-text('turns') >> text=Rotate…")
-    page.select_option("dialog[open] [name=grace_s]", "0")
-    page.click("dialog[open] button.primary")
+    page.wait_for_selector("text=What changes")
+    page.select_option("[name=grace_s]", "0")
+    page.click("button:has-text('Rotate it')")
+    page.wait_for_selector(".notice.secret")
     secret = page.inner_text(".notice.secret code")
     assert secret != made["secret"]
     kept, demo.keys["harbour"] = demo.keys["harbour"], secret
@@ -192,7 +205,10 @@ def test_a_request_that_streams_is_cancelled(tab: Tab, demo: Demo) -> None:
     started = time.monotonic()
     asking.start()
     # It appears by itself, and can be ended from here.
-    tab.page.click("tr:has-text('chambers/formal@1') >> text=Cancel")
+    tab.page.click("tr:has-text('chambers/formal@1') >> text=Cancel…")
+    tab.page.wait_for_selector("text=What changes")
+    tab.page.click("button:has-text('Cancel the request')")
+    tab.page.wait_for_selector("#notices .done")
     asking.join(60)
     assert answers
     assert time.monotonic() - started < 60
@@ -213,8 +229,7 @@ def test_two_versions_answer_side_by_side(tab: Tab) -> None:
     assert "Paris" in right
     assert "Arr" not in right
     assert "harbour/pirate@1" in page.inner_text(".lane:nth-child(1) [data-figures]")
-    if "LORAMUX_SCREENSHOTS" in os.environ:
-        page.screenshot(path=Path(os.environ["LORAMUX_SCREENSHOTS"]) / "playground-answered-light-1440.png")
+    _keep(page, "playground-answered-light-1440")
 
 
 def test_the_theme_is_kept_and_the_menu_opens_by_keyboard(new_tab: NewTab) -> None:
@@ -256,14 +271,56 @@ def test_a_tenant_sees_its_own_and_a_viewer_changes_nothing(new_tab: NewTab, dem
         assert forms.count() == 0, path
 
 
-def test_a_page_that_is_open_while_the_engine_is_down_says_so_and_recovers(tab: Tab, demo: Demo) -> None:
-    page = tab.open("/")
-    page.wait_for_selector("text=Engine ready")
+def test_pages_that_are_open_while_the_engine_is_down_say_so_and_recover(new_tab: NewTab, demo: Demo) -> None:
+    overview, residency = new_tab(), new_tab()
+    overview.open("/").wait_for_selector("text=Engine ready")
+    residency.open("/residency").wait_for_selector("text=The page pool")
     _engine_of(demo).kill()
-    page.wait_for_selector("text=/Engine (not ready|restarting)/", timeout=30_000)
-    tab.complaints.clear()
-    page.wait_for_selector("text=Engine ready", timeout=120_000)
+    overview.page.wait_for_selector("text=/Engine (not ready|restarting)/", timeout=30_000)
+    residency.page.wait_for_selector("text=What is resident cannot be shown", timeout=30_000)
+    _keep(residency.page, "engine-down-light-1440")
+    overview.page.wait_for_selector("text=Engine ready", timeout=120_000)
+    residency.page.wait_for_selector("text=The page pool", timeout=30_000)
     assert demo.ask("harbour", "pirate", max_tokens=4).status_code == 200
+
+
+def test_pages_that_are_open_while_the_database_is_down_say_so_and_recover(new_tab: NewTab, demo: Demo) -> None:
+    overview, requests, form, reader = new_tab(), new_tab(), new_tab(), new_tab()
+    overview.open("/").wait_for_selector("text=Database reachable")
+    requests.open("/requests").wait_for_selector("text=Nothing runs just now")
+    form.open("/tenants").click("text=New tenant")
+    form.page.fill("dialog[open] [name=slug]", "late")
+    demo.postgres.kill()
+    try:
+        for tab in (overview, requests):
+            tab.page.wait_for_selector("text=The database cannot be reached", timeout=60_000)
+        form.page.click("dialog[open] >> text=Make it")
+        form.page.wait_for_selector("text=nothing was changed", timeout=60_000)
+        # A page that is asked for meanwhile says so, and asks again by itself.
+        reader.open("/keys").wait_for_selector("text=Not available just now")
+        assert reader.serious() == []
+        _keep(reader.page, "database-down-light-1440")
+    finally:
+        demo.postgres.start()
+    overview.page.wait_for_selector("text=Database reachable", timeout=60_000)
+    requests.page.wait_for_selector("text=Nothing runs just now", timeout=60_000)
+    reader.page.wait_for_selector("h1:text-is('Keys')", timeout=60_000)
+    slugs = [tenant["slug"] for tenant in demo.client.get("tenants", limit=100)["data"]]
+    assert "late" not in slugs
+    form.open("/tenants").click("text=New tenant")
+    form.page.fill("dialog[open] [name=slug]", "late")
+    form.page.click("dialog[open] >> text=Make it")
+    form.page.wait_for_selector("h1:text-is('late')")
+    deadline = time.monotonic() + 60
+    while (answer := demo.ask("harbour", "pirate", max_tokens=4)).status_code == 503 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert answer.status_code == 200
+
+
+def _keep(page: Any, name: str) -> None:
+    """A picture for `docs/screenshots`, where somebody wants them."""
+    if "LORAMUX_SCREENSHOTS" in os.environ:
+        page.screenshot(path=Path(os.environ["LORAMUX_SCREENSHOTS"]) / f"{name}.png")
 
 
 def _engine_of(demo: Demo) -> psutil.Process:

@@ -1,62 +1,77 @@
-"""`docs/endpoints.md`, from the admin listener's OpenAPI document."""
+"""`docs/endpoints.md`, from the OpenAPI documents of both listeners."""
 
 from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from loramux.admin.app import create_admin_app
-from loramux.admin.rest.document import PUBLIC, document_of
+from loramux.admin.rest import document as admin_document
+from loramux.platform import document as openai_document
+from loramux.platform.app import create_openai_app
 from loramux.platform.openapi import operations
 from tests.admin.conftest import TARGET, open_admin_side
+from tests.admin.gateways import open_services
+from tests.conftest import DEMO_BASE
+
+_TABLE = ("| call | what | takes | refuses with |", "|---|---|---|---|")
 
 HEAD = """# Every endpoint
 
-Written by `make docs` from the OpenAPI document; a test compares them. The document itself, with every schema, example
-and error, is `GET /openapi.json` on the admin listener, for any key of the admin API.
+Written by `make docs` from the OpenAPI documents of both listeners; a test compares them. A document itself, with every
+schema, example and error, is `GET /openapi.json` on its listener, for any key that the listener takes.
 
 ## The OpenAI API
 
-On the listener of `--port`, for tenants' keys; [writing a client](clients.md) tells how to use it.
+On the listener of `--port`, with `Authorization: Bearer KEY` of a tenant's key; [writing a client](clients.md) tells
+how to use it.
+"""
 
-| call | what |
-|---|---|
-| `GET /v1/models` | the models that the key may call |
-| `GET /v1/models/{id}` | one of them |
-| `POST /v1/chat/completions` | a chat, whole or as a stream |
-| `POST /v1/completions` | a text completion, whole or as a stream |
-| `GET /health/live`, `GET /health/ready` | for load balancers; no key |
-
-## The admin API
+ADMIN_HEAD = """## The admin API
 
 On the listener of `--admin-port`, with `Authorization: Bearer KEY`. A tenant's key sees the same paths filtered to its
 tenant; what is not its own is the same 404 as what does not exist.
 
 - Lists answer `{object: "list", data, first_id, last_id, has_more}`, newest first, and take `limit`, `after` and
   `before`.
-- A POST with an `Idempotency-Key` is done once and answered the same for 24 hours; a secret is never answered twice.
+- A POST with an `Idempotency-Key` is done once and answered the same for 24 hours; a secret is never answered twice,
+  and an answer with presigned requests is kept no longer than they hold.
 - A change of what others may have changed names the state that was seen: `If-Match` with the `ETag` that was read, or
   `*`. Without it 428, with an old one 412.
 - Times are seconds since 1970. Errors are `{"error": {"message", "type", "param", "code"}}`, with an `x-request-id`.
 """
 
 
+HEALTH = "`GET /health/live` and `GET /health/ready` of both listeners are for load balancers and need no key.\n"
+
+
 def endpoints_page() -> str:
     """Makes a server's services in a temporary directory, for the routes and their schemas."""
-    with tempfile.TemporaryDirectory() as directory, open_admin_side(Path(directory), TARGET) as side:
-        document = document_of(create_admin_app(side.services))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        open_admin_side(Path(directory), TARGET) as side,
+        open_services(side.services.database, DEMO_BASE) as services,
+    ):
+        admin = admin_document.document_of(create_admin_app(side.services))
+        openai = openai_document.document_of(create_openai_app(services))
     sections: dict[str, list[str]] = defaultdict(list)
-    for path, operation, method in operations(document):
-        if path in PUBLIC:
-            continue
+    for path, operation, method in _guarded(admin, admin_document.PUBLIC):
         tag = (operation.get("tags") or [path.removeprefix("/admin/v1/").partition("/")[0]])[0]
-        sections[tag.replace("_", " ")].append(_row(path, method, operation, document["components"]["schemas"]))
-    parts = [HEAD]
+        sections[tag.replace("_", " ")].append(_row(path, method, operation, admin["components"]["schemas"]))
+    parts = [HEAD, *_TABLE]
+    for path, operation, method in _guarded(openai, openai_document.PUBLIC):
+        parts.append(_row(path, method, operation, openai["components"]["schemas"]))
+    parts += ["", HEALTH, ADMIN_HEAD]
     for tag in sorted(sections):
-        parts += [f"### {tag}\n", "| call | what | takes | refuses with |", "|---|---|---|---|", *sections[tag], ""]
+        parts += [f"### {tag}\n", *_TABLE, *sections[tag], ""]
     return "\n".join(parts)
+
+
+def _guarded(document: dict[str, Any], public: frozenset[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    return (found for found in operations(document) if found[0] not in public)
 
 
 def _row(path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any]) -> str:

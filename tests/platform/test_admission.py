@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from dataclasses import replace
 from typing import Any
 
@@ -372,3 +373,68 @@ def test_an_extension_and_a_settlement_in_one_transaction_hold_nothing_afterward
     )
     assert outcomes == [True, False, True, False]
     assert (counter(clocked).level, counter(clocked).reserved) == (40 * UNITS, 0)
+
+
+def test_a_limit_that_changes_while_a_request_waits_for_its_counter_binds_it(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
+    admission = Admission(clocked)
+    # From now on it knows the rule by heart.
+    admission.settle(admission.reserve(make_request()).request_id, used(10, 0))
+    policies, counters = schema.quota_policies, schema.quota_counters
+    with ThreadPoolExecutor(1) as other:
+        with clocked.write() as connection:
+            connection.execute(counters.update().values(level=20 * UNITS))
+            waiting = other.submit(admission.reserve, make_request(most=30))
+            assert not futures_wait([waiting], timeout=0.2).done
+            connection.execute(policies.update().values(limit_value=20, burst=20))
+        with pytest.raises(RequestTooLarge):
+            waiting.result()
+    assert counter(clocked).reserved == 0
+
+
+def test_counters_of_windows_long_past_are_swept_and_what_is_held_or_current_stays(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
+) -> None:
+    for metric in ("tokens_per_minute", "tokens_per_day"):
+        QuotaPolicies(clocked).set(acme.id, metric, 100)
+    admission = Admission(clocked)
+
+    def windows() -> list[tuple[int, int]]:
+        columns = schema.quota_counters.c
+        with clocked.read() as connection:
+            query = select(columns.window_start_us, columns.reserved).order_by(columns.window_start_us)
+            return [(row[0], row[1]) for row in connection.execute(query)]
+
+    admission.settle(admission.reserve(make_request()).request_id, used(10, 5))
+    clock.advance(86_400)
+    admission.reserve(make_request(most=40))
+    clock.advance(98 * 86_400)
+    assert admission.sweep_counters() == 0
+    clock.advance(2 * 86_400)
+    admission.settle(admission.reserve(make_request()).request_id, used(10, 5))
+    assert len(windows()) == 4
+    assert admission.sweep_counters() == 1
+    bucket, held, current = windows()
+    assert (bucket[0], held[1], current[1]) == (0, 40, 0)
+    assert admission.sweep_counters() == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "second", "counted"),
+    [("tokens_per_day", 60, 1), ("tokens_per_minute", 60, 1), ("tokens_per_day", 40, 0)],
+)
+def test_a_late_settlement_that_takes_a_limit_beyond_what_it_admits_is_counted(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any, metric: str, second: int, counted: int
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, metric, 100)
+    noted: list[int] = []
+    admission = Admission(clocked, noted.append)
+    late = admission.reserve(make_request(prompt=10, most=60)).request_id
+    clock.advance((LEASE_US + 1) / 1_000_000)
+    assert admission.recover_expired() == 1
+    # What was given back by recovery is held by others when the truth comes.
+    admission.reserve(make_request(prompt=10, most=second))
+    assert admission.settle(late, used(10, 50))
+    assert noted == [1] * counted

@@ -219,3 +219,23 @@ async def test_two_gateways_that_race_for_the_last_tokens_never_overspend(
         rows = connection.execute(select(schema.quota_counters.c.level, schema.quota_counters.c.reserved)).all()
     assert {row.reserved for row in rows} == {0}
     assert min(row.level for row in rows) == 10 * UNITS
+
+
+async def test_two_threads_together_admit_no_more_than_there_is(
+    admission: CountedAdmission, clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 1000)
+    committer = GroupCommit(admission, num_threads=2)
+    try:
+        outcomes = await asyncio.gather(
+            *(committer.submit(make_request(40)) for _ in range(150)), return_exceptions=True
+        )
+        reserved = [outcome for outcome in outcomes if isinstance(outcome, Reservation)]
+        assert len(reserved) == 25
+        assert sum(isinstance(outcome, QuotaExceeded) for outcome in outcomes) == 125
+        assert all(await asyncio.gather(*(committer.submit(closing(one)) for one in reserved)))
+    finally:
+        committer.close()
+    with clocked.read() as connection:
+        counter = connection.execute(select(schema.quota_counters)).one()
+    assert (counter.level, counter.reserved) == ((1000 - 25 * 15) * UNITS, 0)

@@ -49,7 +49,7 @@ from tests.platform.quota_oracle import (
     cost,
 )
 
-NUM_STEPS = int(os.environ.get("LORAMUX_QUOTA_STEPS", "20000"))
+NUM_STEPS = int(os.environ.get("LORAMUX_QUOTA_STEPS", "1500"))
 """Of the campaign, on each database."""
 
 ZONES = ("Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe")

@@ -1,21 +1,17 @@
-"""Adapters: the list, one of them, its aliases and how they move, its grants."""
+"""Adapters: the list, one of them, whether it is in service, its grants."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from starlette.responses import Response
 
-from loramux.admin.console.latency import latency_of
+from loramux.admin.console.confirmation import Confirmation
+from loramux.admin.console.pages.adapter_use import requests_of_adapter, speed_by_version, use_by_version
 from loramux.admin.console.panels import panel
-from loramux.admin.console.rest_calls import Document, RestCalls, RestError
 from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
-DAY_S = 86_400
 USE_FRESH_S = 5.0
 MAX_SUMMED = 10
 """Of the tenants that an adapter is granted to, whose use is summed up."""
@@ -49,8 +45,12 @@ async def show(visit: Visit) -> Response:
         [grant["tenant"] for grant in grants.data["data"]][:MAX_SUMMED] if grants.data and visit.is_platform else []
     )
     use, speed = await asyncio.gather(
-        visit.site.recent.get(("use", adapter_id, visit.sees), USE_FRESH_S, lambda: panel(_use(rest, adapter, others))),
-        visit.site.recent.get(("speed", adapter_id, visit.sees), USE_FRESH_S, lambda: panel(_speed(rest, adapter))),
+        visit.site.recent.get(
+            ("use", adapter_id, visit.sees), USE_FRESH_S, lambda: panel(use_by_version(rest, adapter, others))
+        ),
+        visit.site.recent.get(
+            ("speed", adapter_id, visit.sees), USE_FRESH_S, lambda: panel(speed_by_version(rest, adapter))
+        ),
     )
     return visit.page(
         "adapter.html",
@@ -64,66 +64,32 @@ async def show(visit: Visit) -> Response:
     )
 
 
-async def set_alias(visit: Visit) -> Response:
-    """Point an alias at versions by weight, unless somebody moved it since the form was shown."""
+async def confirm_state(visit: Visit) -> Response:
+    """What taking the adapter out of service, or back into it, means."""
     adapter_id = visit.param("adapter_id")
-    form = visit.form
-    name = form.text("alias")
-    targets = []
-    for number in form.all("version"):
-        weight = form.optional_integer(f"weight_{number}", "a weight")
-        if weight:
-            targets.append({"version": _integer(number), "weight": weight})
-    if not targets:
-        raise InvalidRequest("give at least one version a weight above 0")
-    revision = form.text("revision")
-    try:
-        alias, _ = await visit.rest.call(
-            "PUT",
-            f"/adapters/{adapter_id}/aliases/{name}",
-            {"targets": targets},
-            etag=f'"{revision}"' if revision else None,
-        )
-    except RestError as error:
-        if error.status != 412:
-            raise
-        raise InvalidRequest(
-            f"somebody has moved {name} since you opened this page, and nothing was changed: "
-            "look at where it leads now, and move it again if you still want to"
-        ) from None
-    return visit.done(f"{name} now leads to {described(alias['targets'])}.", f"/adapters/{adapter_id}")
-
-
-async def confirm_rollback(visit: Visit) -> Response:
-    """What a rollback would move, before it does."""
-    adapter_id, name = visit.param("adapter_id"), visit.param("name")
-    adapter, alias, history = await asyncio.gather(
-        visit.rest.get(f"/adapters/{adapter_id}"),
-        visit.rest.get(f"/adapters/{adapter_id}/aliases/{name}"),
-        visit.rest.get(f"/adapters/{adapter_id}/aliases/{name}/history", limit=20),
+    adapter = await visit.rest.get(f"/adapters/{adapter_id}")
+    grants, used = await asyncio.gather(
+        visit.rest.get(f"/adapters/{adapter_id}/grants", limit=100), requests_of_adapter(visit.rest, adapter)
     )
-    wanted = visit.query("revision")
-    others = [change for change in history["data"] if change["revision"] != alias["revision"]]
-    chosen = next((change for change in others if wanted is None or str(change["revision"]) == wanted), None)
-    return visit.page("rollback.html", adapter=adapter, alias=alias, history=history["data"], chosen=chosen)
-
-
-async def roll_back(visit: Visit) -> Response:
-    adapter_id, name = visit.param("adapter_id"), visit.param("name")
-    current = await visit.rest.get(f"/adapters/{adapter_id}/aliases/{name}")
-    if str(current["revision"]) != visit.form.text("seen"):
-        raise InvalidRequest(
-            f"somebody has moved {name} since you opened this page, and nothing was changed: look again"
-        )
-    revision = visit.form.integer("revision", "the revision")
-    alias = await visit.rest.post(f"/adapters/{adapter_id}/aliases/{name}/rollback", {"revision": revision})
-    return visit.done(f"{name} leads to {described(alias['targets'])} again.", f"/adapters/{adapter_id}")
-
-
-async def delete_alias(visit: Visit) -> Response:
-    name = visit.param("name")
-    await visit.rest.delete(f"/adapters/{visit.param('adapter_id')}/aliases/{name}")
-    return visit.done(f"The alias {name} is gone.")
+    is_active, model = adapter["state"] == "active", adapter["model"]
+    serves, refuses = f"{model} answers, under all its names", f"{model} answers no new request, under any name"
+    others = [grant["tenant"] for grant in grants["data"]]
+    return Confirmation(
+        title=f"Take {model} out of service" if is_active else f"Put {model} back into service",
+        before=serves if is_active else refuses,
+        after=refuses if is_active else serves,
+        affects=f"Callers of {adapter['tenant']}"
+        + (f" and of {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}" if others else "")
+        + ", from the next request on. Running requests finish.",
+        undo="One click on the adapter's page. Versions, aliases and grants stay as they are.",
+        verb="Take it out of service" if is_active else "Put it back",
+        path=f"/adapters/{adapter_id}/state",
+        back=f"/adapters/{adapter_id}",
+        back_label=model,
+        fields={"state": "disabled" if is_active else "active"},
+        facts=[("Requests", used)],
+        is_danger=is_active,
+    ).ask(visit)
 
 
 async def set_disabled(visit: Visit) -> Response:
@@ -131,7 +97,29 @@ async def set_disabled(visit: Visit) -> Response:
     verb = "disable" if visit.form.text("state") == "disabled" else "enable"
     await visit.rest.post(f"/adapters/{visit.param('adapter_id')}/{verb}")
     done = "answers no new request" if verb == "disable" else "answers requests again"
-    return visit.done(f"The adapter {done}.")
+    undo = visit.url(f"/adapters/{visit.param('adapter_id')}/state")
+    return visit.done(f"The adapter {done}.", f"/adapters/{visit.param('adapter_id')}", undo)
+
+
+async def confirm_delete(visit: Visit) -> Response:
+    adapter = await visit.rest.get(f"/adapters/{visit.param('adapter_id')}")
+    return Confirmation(
+        title=f"Delete {adapter['model']}",
+        before=f"{adapter['model']} has no version yet",
+        after="Its name is free",
+        affects="Nobody: an adapter that ever had a version can only be taken out of service.",
+        undo="Make it again; it gets another identifier.",
+        verb="Delete it",
+        path=f"/adapters/{adapter['id']}/delete",
+        back=f"/adapters/{adapter['id']}",
+        back_label=adapter["model"],
+    ).ask(visit)
+
+
+async def delete(visit: Visit) -> Response:
+    adapter = await visit.rest.get(f"/adapters/{visit.param('adapter_id')}")
+    await visit.rest.delete(f"/adapters/{adapter['id']}")
+    return visit.done(f"{adapter['model']} is deleted.", "/adapters")
 
 
 async def add_grant(visit: Visit) -> Response:
@@ -142,49 +130,24 @@ async def add_grant(visit: Visit) -> Response:
     return visit.done(f"{tenant} may call this adapter, and pays for its calls.")
 
 
+async def confirm_remove_grant(visit: Visit) -> Response:
+    adapter = await visit.rest.get(f"/adapters/{visit.param('adapter_id')}")
+    tenant = visit.query("tenant") or ""
+    return Confirmation(
+        title=f"Take the grant of {tenant} back",
+        before=f"{tenant} may call {adapter['model']}",
+        after=f"{adapter['model']} is 404 for {tenant}",
+        affects=f"Callers of {tenant}, from the next request on. Running requests finish.",
+        undo="Grant it again on the adapter's page.",
+        verb="Take it back",
+        path=f"/adapters/{adapter['id']}/grants/remove",
+        back=f"/adapters/{adapter['id']}",
+        back_label=adapter["model"],
+        fields={"tenant": tenant},
+    ).ask(visit)
+
+
 async def remove_grant(visit: Visit) -> Response:
-    tenant = visit.form.text("tenant")
-    await visit.rest.delete(f"/adapters/{visit.param('adapter_id')}/grants/{tenant}")
-    return visit.done(f"{tenant} may not call this adapter any more.")
-
-
-def described(targets: Sequence[Mapping[str, Any]]) -> str:
-    """`version 3`, or `version 2 (90 %) and version 3 (10 %)`."""
-    total = sum(target["weight"] for target in targets)
-    if len(targets) == 1:
-        return f"version {targets[0]['version']}"
-    return " and ".join(f"version {target['version']} ({100 * target['weight'] / total:.3g} %)" for target in targets)
-
-
-async def _use(rest: RestCalls, adapter: Document, others: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Requests, failures and tokens of the last day by version id, of the owner and of `others` with a grant."""
-    now = int(time.time())
-    pages = await asyncio.gather(
-        *(
-            rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="version,status", tenant=tenant)
-            for tenant in (adapter["tenant"], *others)
-        )
-    )
-    found: dict[str, dict[str, int]] = {}
-    for row in (row for page in pages for bucket in page["data"] for row in bucket["results"]):
-        sums = found.setdefault(row["version"] or "", {"requests": 0, "failed": 0, "tokens": 0})
-        sums["requests"] += row["requests"]
-        sums["tokens"] += row["prompt_tokens"] + row["completion_tokens"]
-        if row["status"] == "failed":
-            sums["failed"] += row["requests"]
-    return found
-
-
-async def _speed(rest: RestCalls, adapter: Document) -> dict[str, Any]:
-    """How fast the versions answered, from the tenant's latest requests."""
-    events = (await rest.get("/usage/events", tenant=adapter["tenant"], limit=100))["data"]
-    by_version: dict[str, list[Document]] = {}
-    for event in events:
-        by_version.setdefault(event["adapter_version_id"] or "", []).append(event)
-    return {version: latency_of(of_version) for version, of_version in by_version.items()}
-
-
-def _integer(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise InvalidRequest("a version is a whole number", param="version")
-    return int(text)
+    adapter_id, tenant = visit.param("adapter_id"), visit.form.text("tenant")
+    await visit.rest.delete(f"/adapters/{adapter_id}/grants/{tenant}")
+    return visit.done(f"{tenant} may not call this adapter any more.", f"/adapters/{adapter_id}")

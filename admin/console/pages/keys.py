@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from starlette.responses import Response
 
+from loramux.admin.console.confirmation import Confirmation
 from loramux.admin.console.rest_calls import Document
 from loramux.admin.console.visit import Visit
 
@@ -17,6 +19,7 @@ TENANT_SCOPES = {
     "tenant:develop": "bring adapters and versions",
     "tenant:admin": "change the tenant's things",
 }
+GRACES = (("86400", "in a day"), ("3600", "in an hour"), ("604800", "in a week"), ("0", "at once"))
 PLATFORM_SCOPES = {"platform:read": "look at everything", "platform:admin": "change everything"}
 
 
@@ -45,7 +48,27 @@ async def create(visit: Visit) -> Response:
         body["adapters"] = adapters
     if (days := form.optional_integer("days", "the number of days")) is not None:
         body["expires_in_s"] = days * DAY_S
-    return _shown_once(visit, await visit.rest.post("/api_keys", body), "Made")
+    return await _shown_once(visit, await visit.rest.post("/api_keys", body), "Made")
+
+
+async def confirm_rotate(visit: Visit) -> Response:
+    key, owner, used = await _facts(visit)
+    return Confirmation(
+        title=f"Rotate {key['name']}",
+        before=f"The key {key['name']} of {owner} has the secret that its callers know",
+        after="It has a new one, which is shown once; the old one ends as chosen below",
+        affects="Whoever still uses the old secret when it ends. The key keeps its identifier, scopes and limits.",
+        undo="Not possible: a secret that has ended stays so. The key can be rotated again.",
+        verb="Rotate it",
+        path=f"/keys/{key['id']}/rotate",
+        back="/keys",
+        back_label="Keys",
+        facts=_shown(key, used),
+        choices=GRACES,
+        choice_name="grace_s",
+        choice_label="The old secret ends",
+        is_danger=False,
+    ).ask(visit)
 
 
 async def rotate(visit: Visit) -> Response:
@@ -58,16 +81,60 @@ async def rotate(visit: Visit) -> Response:
     if key_id == visit.session.principal.key_id:
         # Or the answer, which shows the secret, would find the session ended.
         visit.session.now_holds(made["secret"])
-    return _shown_once(visit, made, "Rotated")
+    return await _shown_once(visit, made, "Rotated")
+
+
+async def confirm_revoke(visit: Visit) -> Response:
+    key, owner, used = await _facts(visit)
+    is_own = key["id"] == visit.session.principal.key_id
+    return Confirmation(
+        title=f"Revoke {key['name']}",
+        before=f"The key {key['name']} of {owner} opens what its scopes say",
+        after="It opens nothing, for good",
+        affects="Whoever uses it, within five seconds; running requests finish."
+        + (" You are signed in with this key: your session ends." if is_own else ""),
+        undo="Not possible. Make another key, and give it to whoever needs it. To change the secret alone, rotate it.",
+        verb="Revoke it",
+        path=f"/keys/{key['id']}/revoke",
+        back="/keys",
+        back_label="Keys",
+        facts=_shown(key, used),
+    ).ask(visit)
 
 
 async def revoke(visit: Visit) -> Response:
     key = await visit.rest.delete(f"/api_keys/{visit.param('key_id')}")
-    return visit.done(f"The key {key['name']} is revoked; it opens nothing within five seconds.")
+    said = f"The key {key['name']} is revoked; it opens nothing within five seconds."
+    visit.session.say("done", said)
+    return visit.go("/keys", tenant=await _tenant_of(visit, key))
 
 
-def _shown_once(visit: Visit, made: Document, verb: str) -> Response:
+async def _facts(visit: Visit) -> tuple[Document, str, str]:
+    """A key, whose it is, and how much it was used."""
+    key = await visit.rest.get(f"/api_keys/{visit.param('key_id')}")
+    if key["tenant_id"] is None:
+        return key, "the platform", ""
+    owner = await visit.rest.get(f"/tenants/{key['tenant_id']}")
+    now = int(time.time())
+    page = await visit.rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="key", tenant=owner["slug"])
+    rows = [row for bucket in page["data"] for row in bucket["results"] if row["key"] == key["id"]]
+    return key, owner["slug"], f"{sum(row['requests'] for row in rows):,} in the last 24 hours"
+
+
+def _shown(key: Document, used: str) -> list[tuple[str, str]]:
+    facts = [("Identifier", key["id"]), ("Scopes", ", ".join(key["scopes"]))]
+    return [*facts, ("Requests with it", used)] if used else facts
+
+
+async def _tenant_of(visit: Visit, key: Document) -> str | None:
+    """Whose keys the list is asked for that has this one."""
+    if key["tenant_id"] is None or not visit.is_platform:
+        return None
+    return str((await visit.rest.get(f"/tenants/{key['tenant_id']}"))["slug"])
+
+
+async def _shown_once(visit: Visit, made: Document, verb: str) -> Response:
     visit.session.say(
         "secret", f"{verb} the key {made['name']}. Copy its secret now: it is not shown again.", made["secret"]
     )
-    return visit.back()
+    return visit.go("/keys", tenant=await _tenant_of(visit, made))

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from loramux.admin.console.confirmation import Confirmation
 from loramux.admin.console.forms import Form
 from loramux.admin.console.panels import panel
 from loramux.admin.console.rest_calls import Document, RestError
@@ -17,6 +18,7 @@ from loramux.platform.quota_metrics import METRICS, Unit
 from loramux.platform.quotas import MODES
 
 NANOS = 10**9
+MODE_WORDS = {"hard": "refused beyond it", "soft": "admitted and reported beyond it", "shadow": "only watched"}
 PROMPT_TOKENS, MAX_TOKENS = 100, 200
 """The request that a dry run asks about unless the form says another."""
 
@@ -79,9 +81,71 @@ async def set_limit(visit: Visit) -> Response:
     )
 
 
+async def confirm_delete(visit: Visit) -> Response:
+    """What lifting a limit means."""
+    quota = await visit.rest.get(f"/quotas/{visit.param('quota_id')}")
+    owner = await _owner(visit, quota)
+    metric, limit = quota["metric"].replace("_", " "), shown_amount(quota["limit"], quota["unit"])
+    facts = []
+    if quota["tenant_id"] is not None:
+        effective = await visit.rest.get("/quotas/effective", tenant=quota["tenant_id"])
+        used = [
+            f"{shown_amount(one['limit'] - one['remaining'], one['unit'])} of {limit}"
+            for one in effective["data"]
+            if one["id"] == quota["id"]
+        ]
+        facts = [("In use just now", used[0])] if used else []
+    return Confirmation(
+        title=f"Lift {metric} of {owner}",
+        before=f"{limit} at most, {MODE_WORDS[quota['mode']]}",
+        after="Without a limit of its own: what is set for every tenant holds, if anything is"
+        if quota["tenant_id"] is not None
+        else "Tenants without a limit of their own are free in it",
+        affects=f"{owner[:1].upper()}{owner[1:]}, from the next request on.",
+        undo="Set it again, by the notice that comes next or with New limit. What was counted begins anew.",
+        verb="Lift it",
+        path=f"/quotas/{quota['id']}/delete",
+        back="/quotas",
+        back_label="Quotas",
+        fields={"tenant": owner if quota["tenant_id"] is not None else ""},
+        facts=facts,
+    ).ask(visit)
+
+
 async def delete(visit: Visit) -> Response:
-    await visit.rest.delete(f"/quotas/{visit.param('quota_id')}")
-    return visit.done("The limit is lifted.")
+    quota = await visit.rest.get(f"/quotas/{visit.param('quota_id')}")
+    await visit.rest.delete(f"/quotas/{quota['id']}")
+    undo = ""
+    if quota["scope"] in ("tenant", "platform"):
+        slug = None if quota["tenant_id"] is None else await _owner(visit, quota)
+        again = {"metric": quota["metric"], "mode": quota["mode"], "tenant": slug}
+        again["limit"] = editable(quota["limit"], quota["unit"])
+        if METRICS[quota["metric"]].kind == "rate":
+            again["burst"] = editable(quota["burst"], quota["unit"])
+        undo = visit.url("/quotas/again", **again)
+    visit.session.say("done", f"{quota['metric'].replace('_', ' ')} has no such limit any more.", undo_url=undo)
+    return visit.go("/quotas", tenant=visit.form.optional("tenant"))
+
+
+async def confirm_again(visit: Visit) -> Response:
+    """Set a limit that was lifted."""
+    asked = Form(visit.request.query_params.multi_items())
+    metric, tenant = _metric(asked), asked.text("tenant")
+    limit = shown_amount(_amount(asked, "limit", metric), METRICS[metric].unit)
+    owner = tenant or "every tenant"
+    return Confirmation(
+        title=f"Set {metric.replace('_', ' ')} of {owner} again",
+        before="No limit of its own",
+        after=f"{limit} at most, {MODE_WORDS.get(asked.text('mode'), 'hard')}",
+        affects=f"{owner[:1].upper()}{owner[1:]}, from the next request on; requests that run are not counted.",
+        undo="Lift it again.",
+        verb="Set it again",
+        path="/quotas",
+        back="/quotas",
+        back_label="Quotas",
+        fields={name: asked.text(name) for name in ("tenant", "metric", "limit", "burst", "mode")},
+        is_danger=False,
+    ).ask(visit)
 
 
 def bars_of(effective: Document) -> dict[str, Document]:
@@ -125,6 +189,11 @@ async def _change(visit: Visit, quota_id: str, body: Mapping[str, Any]) -> Docum
             f"and your {wanted} was not taken: look at it, and set it again if you still want to"
         ) from None
     return changed
+
+
+async def _owner(visit: Visit, quota: Document) -> str:
+    names = await _owners(visit, [quota])
+    return names.get(quota["tenant_id"], "every tenant")
 
 
 async def _owners(visit: Visit, quotas: list[Document]) -> dict[str, str]:

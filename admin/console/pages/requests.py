@@ -6,8 +6,11 @@ from typing import Any
 
 from starlette.responses import Response
 
+from loramux.admin.console.confirmation import Confirmation, counted
+from loramux.admin.console.formats import duration
 from loramux.admin.console.live import LiveParts
 from loramux.admin.console.panels import panel
+from loramux.admin.console.rest_calls import RestError
 from loramux.admin.console.visit import Visit
 
 EVERY_S = 1.0
@@ -29,12 +32,33 @@ class Requests:
 
         return self._live.stream(visit, EVERY_S, {"requests": render})
 
-    async def cancel(self, visit: Visit) -> Response:
-        request_id = visit.param("request_id")
-        await visit.rest.post(f"/requests/{request_id}/cancel")
-        if visit.is_partial:
-            return visit.page("requests_live.html", **await _facts(visit))
-        return visit.done("The request is being cancelled; what it made so far is paid for.")
+
+async def confirm_cancel(visit: Visit) -> Response:
+    """What ending a request means; one that has ended meanwhile is said to have."""
+    request_id = visit.param("request_id")
+    try:
+        found = await visit.rest.get(f"/requests/{request_id}")
+    except RestError as error:
+        if error.status != 404:
+            raise
+        return visit.done("The request has ended already: look under Usage.", "/requests")
+    return Confirmation(
+        title="Cancel a request",
+        before=f"{found['model']} answers {found['tenant']}, {counted(found['completion_tokens'], 'token')} so far",
+        after="Its stream ends with an error; the tokens made until then are paid for",
+        affects=f"Whoever of {found['tenant']} waits for this answer, within seconds.",
+        undo="Not possible: its caller has to ask again.",
+        verb="Cancel the request",
+        path=f"/requests/{request_id}/cancel",
+        back="/requests",
+        back_label="Live requests",
+        facts=[("Request", request_id), ("Key", found["api_key_id"]), ("Running for", duration(found["age_s"]))],
+    ).ask(visit)
+
+
+async def cancel(visit: Visit) -> Response:
+    await visit.rest.post(f"/requests/{visit.param('request_id')}/cancel")
+    return visit.done("The request is being cancelled; what it made so far is paid for.", "/requests")
 
 
 async def _facts(visit: Visit) -> dict[str, Any]:

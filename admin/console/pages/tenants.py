@@ -8,8 +8,9 @@ from typing import Any
 
 from starlette.responses import Response
 
+from loramux.admin.console.confirmation import Confirmation, counted
 from loramux.admin.console.panels import panel
-from loramux.admin.console.rest_calls import RestCalls, RestError
+from loramux.admin.console.rest_calls import Document, RestCalls, RestError
 from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
@@ -74,7 +75,69 @@ async def change(visit: Visit) -> Response:
         raise InvalidRequest(
             f"somebody has changed {slug} since you opened this page, and nothing was changed: look again"
         ) from None
-    return visit.done(f"Changed {slug}.")
+    undo = visit.url(f"/tenants/{slug}/state") if "state" in body else ""
+    return visit.done(f"Changed {slug}.", f"/tenants/{slug}", undo)
+
+
+async def confirm_state(visit: Visit) -> Response:
+    """What suspending a tenant, or taking it back, means."""
+    tenant, headers = await visit.rest.call("GET", f"/tenants/{visit.param('tenant')}")
+    slug, is_active = tenant["slug"], tenant["state"] == "active"
+    keys, running, use = await asyncio.gather(
+        visit.rest.get("/api_keys", tenant=slug, limit=100),
+        visit.rest.get("/requests", tenant=slug, limit=100),
+        _use(visit.rest, slug),
+    )
+    now = int(time.time())
+    keys["data"] = [key for key in keys["data"] if not key["revoked_at"] and (key["expires_at"] or now + 1) > now]
+    active, suspended = (
+        f"{slug} is active, with {_some(keys, 'usable key')}",
+        f"{slug} is suspended: its keys are refused",
+    )
+    return Confirmation(
+        title=f"Suspend {slug}" if is_active else f"Take {slug} back",
+        before=active if is_active else suspended,
+        after=suspended if is_active else active,
+        affects=f"Everybody who calls as {slug}, and its people in this console, within five seconds. Running "
+        "requests finish; other tenants go on calling adapters that were granted to them.",
+        undo="One click on the tenant's page. Keys, adapters, quotas and usage stay as they are.",
+        verb=f"Suspend {slug}" if is_active else f"Take {slug} back",
+        path=f"/tenants/{slug}",
+        back=f"/tenants/{slug}",
+        back_label=slug,
+        fields={"state": "suspended" if is_active else "active", "etag": headers["etag"]},
+        facts=[
+            ("Running just now", _some(running, "request")),
+            ("In the last 24 hours", counted(use.get(slug, {"requests": 0})["requests"], "request")),
+        ],
+        is_danger=is_active,
+    ).ask(visit)
+
+
+async def confirm_delete(visit: Visit) -> Response:
+    tenant = await visit.rest.get(f"/tenants/{visit.param('tenant')}")
+    slug = tenant["slug"]
+    return Confirmation(
+        title=f"Delete {slug}",
+        before=f"{slug} has no adapter and no usable key, and has used nothing",
+        after="Its slug is free",
+        affects="Nobody: a tenant with adapters, usable keys or usage can only be suspended.",
+        undo="Make it again; it gets another identifier.",
+        verb="Delete it",
+        path=f"/tenants/{slug}/delete",
+        back=f"/tenants/{slug}",
+        back_label=slug,
+    ).ask(visit)
+
+
+async def delete(visit: Visit) -> Response:
+    slug = visit.param("tenant")
+    await visit.rest.delete(f"/tenants/{slug}")
+    return visit.done(f"{slug} is deleted.", "/tenants")
+
+
+def _some(page: Document, one: str) -> str:
+    return counted(len(page["data"]), one) + (" and more" if page["has_more"] else "")
 
 
 async def _use(rest: RestCalls, tenant: str | None = None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loramux.admin.console.panels import panel
+from loramux.admin.console.rendering import visible
 from loramux.admin.console.rest_calls import Document
 from loramux.admin.console.visit import Visit
 
@@ -99,7 +100,7 @@ def _chart(page: Document, group: str, params: dict[str, Any], length_s: int) ->
     for bucket in page["data"]:
         at = bucket["start_time"] // length_s * length_s
         for row in bucket["results"]:
-            name = str(row[group] or "none") if group else "tokens"
+            name = visible(str(row[group] or "none")) if group else "tokens"
             totals[name] = totals.get(name, 0) + _tokens(row)
             points[name, at] = points.get((name, at), 0) + _tokens(row)
     names = sorted(totals, key=lambda name: -totals[name])

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from loramux.admin.console.confirmation import Confirmation
 from loramux.admin.console.rest_calls import RestCalls
 from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
@@ -33,13 +34,54 @@ async def show(visit: Visit) -> Response:
     return visit.page(template, adapter=adapter, version=version, report=report, api_url=visit.site.services.api_url)
 
 
+async def confirm_move(visit: Visit) -> Response:
+    """What a change of the version's state means."""
+    adapter_id, number, verb = visit.param("adapter_id"), visit.param("number"), visit.param("verb")
+    adapter = await visit.rest.get(f"/adapters/{adapter_id}")
+    version = await visit.rest.get(f"/adapters/{adapter_id}/versions/{number}")
+    named = [name for name, targets in adapter["aliases"].items() if int(number) in {one["version"] for one in targets}]
+    called = f"{adapter['model']}@{number}"
+    texts = {
+        "archive": ("Archive", "is out of service", "Put it back into service on the version's page."),
+        "quarantine": (
+            "Quarantine",
+            "is out of service at once, whatever names it",
+            "A platform administrator puts it back into service on the version's page.",
+        ),
+        "restore": ("Put back", "answers requests again", "Archive or quarantine it again."),
+    }
+    if verb not in texts:
+        raise InvalidRequest("versions have no such change")
+    title, after, undo = texts[verb]
+    affects = f"Whoever calls {called}; running requests finish."
+    if named and verb == "quarantine":
+        affects = f"Whoever calls {called} or {', '.join(named)}, which go on with their other versions, if any."
+    elif named and verb == "archive":
+        affects = f"Nobody yet: {', '.join(named)} still leads here, and must be moved away first."
+    return Confirmation(
+        title=f"{title} version {number}",
+        before=f"{called} is {version['state']}",
+        after=f"{called} {after}",
+        affects=affects,
+        undo=undo,
+        verb=f"{title} version {number}",
+        path=f"/adapters/{adapter_id}/versions/{number}/{verb}",
+        back=f"/adapters/{adapter_id}/versions/{number}",
+        back_label=called,
+        facts=[("Aliases that lead here", ", ".join(named) or "none")],
+        is_danger=verb != "restore",
+    ).ask(visit)
+
+
 async def move(visit: Visit) -> Response:
     """Change the version's state or place."""
     adapter_id, number, verb = visit.param("adapter_id"), visit.param("number"), visit.param("verb")
     if verb not in MOVES:
         raise InvalidRequest("versions have no such change")
-    await visit.rest.post(f"/adapters/{adapter_id}/versions/{number}/{verb}")
-    return visit.done(f"Version {number} {MOVES[verb]}.")
+    here = f"/adapters/{adapter_id}/versions/{number}"
+    await visit.rest.post(f"{here}/{verb}")
+    is_withdrawn = verb in ("archive", "quarantine")
+    return visit.done(f"Version {number} {MOVES[verb]}.", here, visit.url(f"{here}/restore") if is_withdrawn else "")
 
 
 async def declare_upload(visit: Visit) -> Response:

@@ -25,8 +25,19 @@
     return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
   }
 
+  // Times of the day for up to two days, else dates; of 24 hours, as the tables have them.
+  function timesOf(x) {
+    const day = { month: "short", day: "numeric" };
+    const clock = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
+    const axis = new Intl.DateTimeFormat("en", x.at(-1) - x[0] > 2 * 86400 ? day : clock);
+    const whole = new Intl.DateTimeFormat("en", { ...day, ...clock });
+    const shown = (format) => (seconds) => (seconds === null || seconds === undefined ? "–" : format.format(new Date(seconds * 1000)));
+    return { axis: shown(axis), whole: shown(whole) };
+  }
+
   function drawChart(element) {
     const series = JSON.parse(element.dataset.chart);
+    const times = timesOf(series.x);
     element.plot?.destroy();
     const axis = { stroke: colour("--ink-3"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
     element.plot = new uPlot({
@@ -34,8 +45,8 @@
       height: Number(element.dataset.height ?? 180),
       cursor: { points: { size: 6 } },
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
-      axes: [axis, { ...axis, size: 46, values: (_, ticks) => ticks.map(compact) }],
-      series: [{}, ...series.names.map((label, i) => ({
+      axes: [{ ...axis, values: (_, ticks) => ticks.map(times.axis) }, { ...axis, size: 46, values: (_, ticks) => ticks.map(compact) }],
+      series: [{ label: "Time", value: (_, value) => times.whole(value) }, ...series.names.map((label, i) => ({
         label,
         stroke: colour(shades[i % shades.length]),
         fill: series.names.length === 1 ? colour("--accent-soft") : undefined,
@@ -199,8 +210,6 @@
     } else if (form.matches("[data-playground]")) {
       event.preventDefault();
       play(form);
-    } else if (form.dataset.confirm && !confirm(form.dataset.confirm)) {
-      event.preventDefault();
     }
   });
 

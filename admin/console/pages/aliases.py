@@ -1,0 +1,194 @@
+"""Aliases: where they lead, moving them by weight, going back, forgetting them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from starlette.responses import Response
+
+from loramux.admin.console.confirmation import Confirmation, counted
+from loramux.admin.console.forms import Form
+from loramux.admin.console.pages.adapter_use import requests_of_adapter
+from loramux.admin.console.rest_calls import Document, RestError
+from loramux.admin.console.visit import Visit
+from loramux.platform.errors import InvalidRequest
+
+MAX_CHOSEN = 100
+"""Of an adapter's versions, how many of the newest can be chosen from."""
+
+
+async def move(visit: Visit) -> Response:
+    """Choose versions for an alias; once they are chosen, what that will change."""
+    adapter_id, asked = visit.param("adapter_id"), Form(visit.request.query_params.multi_items())
+    name = asked.text("alias")
+    adapter, versions, aliases = await asyncio.gather(
+        visit.rest.get(f"/adapters/{adapter_id}"),
+        visit.rest.get(f"/adapters/{adapter_id}/versions", limit=MAX_CHOSEN),
+        visit.rest.get(f"/adapters/{adapter_id}/aliases"),
+    )
+    alias = next((one for one in aliases["data"] if one["name"] == name), None)
+    problem = None
+    if asked.all("version"):
+        try:
+            return await _ask(visit, adapter, alias, name, _targets(asked))
+        except InvalidRequest as error:
+            problem = error.message
+    return visit.page(
+        "move.html",
+        adapter=adapter,
+        alias=alias,
+        name=name,
+        ready=[version for version in versions["data"] if version["state"] == "ready"],
+        weights={} if alias is None else {target["version"]: target["weight"] for target in alias["targets"]},
+        problem=problem,
+    )
+
+
+async def set_alias(visit: Visit) -> Response:
+    """Point an alias at versions by weight, unless somebody moved it since the form was shown."""
+    adapter_id, name, revision = visit.param("adapter_id"), visit.form.text("alias"), visit.form.text("revision")
+    path = f"/adapters/{adapter_id}/aliases/{name}"
+    try:
+        etag = f'"{revision}"' if revision else None
+        alias, _ = await visit.rest.call("PUT", path, {"targets": _targets(visit.form)}, etag=etag)
+    except RestError as error:
+        if error.status != 412:
+            raise
+        raise InvalidRequest(
+            f"somebody has moved {name} since you opened this page, and nothing was changed: "
+            "look at where it leads now, and move it again if you still want to"
+        ) from None
+    undo = visit.url(f"{path}/rollback") if revision else visit.url(f"{path}/delete")
+    return visit.done(f"{name} now leads to {described(alias['targets'])}.", f"/adapters/{adapter_id}", undo)
+
+
+async def confirm_rollback(visit: Visit) -> Response:
+    """What a rollback would move, before it does."""
+    adapter_id, name = visit.param("adapter_id"), visit.param("name")
+    adapter, alias, history = await asyncio.gather(
+        visit.rest.get(f"/adapters/{adapter_id}"),
+        visit.rest.get(f"/adapters/{adapter_id}/aliases/{name}"),
+        visit.rest.get(f"/adapters/{adapter_id}/aliases/{name}/history", limit=20),
+    )
+    wanted = visit.query("revision")
+    others = [change for change in history["data"] if change["revision"] != alias["revision"]]
+    chosen = next((change for change in others if wanted is None or str(change["revision"]) == wanted), None)
+    return visit.page("rollback.html", adapter=adapter, alias=alias, history=history["data"], chosen=chosen)
+
+
+async def roll_back(visit: Visit) -> Response:
+    adapter_id, name = visit.param("adapter_id"), visit.param("name")
+    path = f"/adapters/{adapter_id}/aliases/{name}"
+    current = await visit.rest.get(path)
+    if str(current["revision"]) != visit.form.text("seen"):
+        raise InvalidRequest(
+            f"somebody has moved {name} since you opened this page, and nothing was changed: look again"
+        )
+    alias = await visit.rest.post(f"{path}/rollback", {"revision": visit.form.integer("revision", "the revision")})
+    said = f"{name} leads to {described(alias['targets'])} again."
+    return visit.done(said, f"/adapters/{adapter_id}", visit.url(f"{path}/rollback"))
+
+
+async def confirm_delete(visit: Visit) -> Response:
+    adapter_id, name = visit.param("adapter_id"), visit.param("name")
+    adapter, alias = await asyncio.gather(
+        visit.rest.get(f"/adapters/{adapter_id}"), visit.rest.get(f"/adapters/{adapter_id}/aliases/{name}")
+    )
+    called = f"{adapter['model']}:{name}"
+    return Confirmation(
+        title=f"Forget {name}",
+        before=f"{called} leads to {described(alias['targets'])}",
+        after=f"{called} is 404",
+        affects=f"Whoever calls {called}, from the next request on; running requests finish.",
+        undo="Make the alias again. Its history is lost; the versions stay, and can be called by number.",
+        verb="Forget it",
+        path=f"/adapters/{adapter_id}/aliases/{name}/delete",
+        back=f"/adapters/{adapter_id}",
+        back_label=adapter["model"],
+    ).ask(visit)
+
+
+async def delete(visit: Visit) -> Response:
+    adapter_id, name = visit.param("adapter_id"), visit.param("name")
+    alias = await visit.rest.get(f"/adapters/{adapter_id}/aliases/{name}")
+    await visit.rest.delete(f"/adapters/{adapter_id}/aliases/{name}")
+    again = visit.url(f"/adapters/{adapter_id}/move", **_asked_again(name, alias["targets"]))
+    return visit.done(f"The alias {name} is gone.", f"/adapters/{adapter_id}", again)
+
+
+def described(targets: Sequence[Mapping[str, Any]]) -> str:
+    """`version 3`, or `version 2 (90 %) and version 3 (10 %)`."""
+    if not targets:
+        return "nothing"
+    total = sum(target["weight"] for target in targets)
+    if len(targets) == 1:
+        return f"version {targets[0]['version']}"
+    return " and ".join(f"version {target['version']} ({100 * target['weight'] / total:.3g} %)" for target in targets)
+
+
+async def _ask(
+    visit: Visit, adapter: Document, alias: Document | None, name: str, targets: Sequence[Mapping[str, int]]
+) -> Response:
+    if not name:
+        raise InvalidRequest("give the alias a name")
+    if alias is not None and _shares(alias["targets"]) == _shares(targets):
+        raise InvalidRequest(f"{name} leads there already")
+    path, called = f"/adapters/{adapter['id']}", adapter["model"] + ("" if name == "default" else f":{name}")
+    grants, used = await asyncio.gather(
+        visit.rest.get(f"{path}/grants", limit=100), requests_of_adapter(visit.rest, adapter)
+    )
+    others = counted(len(grants["data"]), "tenant") + (" and more" if grants["has_more"] else "")
+    fields = {f"weight_{target['version']}": str(target["weight"]) for target in targets}
+    undo = "Roll back: one click on the adapter's page, and in the notice that comes next."
+    return Confirmation(
+        title=f"Move {name}" if alias else f"Make {name}",
+        before=described(alias["targets"]) if alias else f"{called} is 404",
+        after=described(targets),
+        affects=f"New requests for {called}, of {adapter['tenant']}"
+        + (f" and of {others} with a grant" if grants["data"] else "")
+        + ", once the versions are loaded. Running requests finish where they are.",
+        undo=undo if alias else "Forget it again.",
+        verb=f"Move {name}" if alias else f"Make {name}",
+        path=f"{path}/aliases",
+        back=path,
+        back_label=adapter["model"],
+        fields={
+            "alias": name,
+            "revision": str(alias["revision"]) if alias else "",
+            "version": [str(target["version"]) for target in targets],
+            **fields,
+        },
+        facts=[("Requests for the adapter", used)],
+        is_danger=False,
+    ).ask(visit)
+
+
+def _targets(form: Form) -> list[dict[str, int]]:
+    targets = []
+    for number in form.all("version"):
+        weight = form.optional_integer(f"weight_{number}", "a weight")
+        if weight:
+            targets.append({"version": _integer(number), "weight": weight})
+    if not targets:
+        raise InvalidRequest("give at least one version a weight above 0")
+    return sorted(targets, key=lambda target: target["version"])
+
+
+def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:
+    total = sum(target["weight"] for target in targets)
+    return {target["version"]: Fraction(target["weight"], total) for target in targets}
+
+
+def _asked_again(name: str, targets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `move` is asked so that it offers to point the alias there."""
+    weights = {f"weight_{target['version']}": target["weight"] for target in targets}
+    return {"alias": name, "version": [target["version"] for target in targets], **weights}
+
+
+def _integer(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+        raise InvalidRequest("a version is a whole number", param="version")
+    return int(text)

@@ -1,0 +1,66 @@
+"""Whose rules hold for a request, and for which window: by hand, where the property machine has the same idea twice."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from loramux.platform.policy_book import PolicyBook
+from loramux.platform.quota_metrics import Period
+from loramux.platform.quota_windows import Window, window_at
+from loramux.platform.quotas import HARD, PLATFORM, SHADOW, SOFT, QuotaPolicy
+
+
+def policy(name: str, subject_id: str, mode: str = HARD, metric: str = "requests_per_minute") -> QuotaPolicy:
+    scope = PLATFORM if subject_id == PLATFORM else subject_id
+    return QuotaPolicy(name, scope, subject_id, None, metric, mode, 1, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (HARD, {"own", "key", "adapter"}),
+        (SOFT, {"own", "key", "adapter"}),
+        (SHADOW, {"own", "platform", "key", "adapter"}),
+    ],
+    ids=["hard", "soft", "shadow"],
+)
+def test_a_tenants_own_policy_replaces_the_platforms_unless_it_only_watches(mode: str, expected: set[str]) -> None:
+    book = PolicyBook(0)
+    for one in (
+        policy("platform", PLATFORM),
+        policy("own", "tenant", mode),
+        policy("key", "key"),
+        policy("adapter", "adapter"),
+        policy("another tenant's", "other"),
+    ):
+        book.put(one)
+    assert {binding.policy.id for binding in book.bindings("tenant", "key", "adapter", 0)} == expected
+    inherited = {binding.key.subject_id for binding in book.bindings("stranger", None, None, 0)}
+    assert inherited == {"stranger"}, "each tenant has a count of its own"
+
+
+def us(*date: int) -> int:
+    return int(datetime(*date, tzinfo=UTC).timestamp()) * 1_000_000  # type: ignore[arg-type, misc]
+
+
+@pytest.mark.parametrize(
+    ("period", "zone", "now", "start", "end"),
+    [
+        (Period.DAY, "UTC", (2026, 5, 4, 12), (2026, 5, 4), (2026, 5, 5)),
+        (Period.DAY, "UTC", (2026, 5, 4), (2026, 5, 4), (2026, 5, 5)),
+        (Period.MONTH, "UTC", (2026, 2, 28, 23, 59), (2026, 2, 1), (2026, 3, 1)),
+        (Period.DAY, "Europe/Berlin", (2026, 3, 29, 12), (2026, 3, 28, 23), (2026, 3, 29, 22)),
+        (Period.DAY, "Europe/Berlin", (2026, 10, 25, 12), (2026, 10, 24, 22), (2026, 10, 25, 23)),
+        (Period.MONTH, "America/St_Johns", (2027, 1, 1, 3, 29), (2026, 12, 1, 3, 30), (2027, 1, 1, 3, 30)),
+        (Period.DAY, "Asia/Kathmandu", (2026, 5, 4, 18, 15), (2026, 5, 4, 18, 15), (2026, 5, 5, 18, 15)),
+    ],
+    ids=["noon", "midnight", "month", "short day", "long day", "year's end", "a quarter hour"],
+)
+def test_windows_begin_and_end_at_the_midnights_of_the_timezone(
+    period: Period, zone: str, now: tuple[int, ...], start: tuple[int, ...], end: tuple[int, ...]
+) -> None:
+    assert window_at(period, zone, us(*now)) == Window(us(*start), us(*end))
+    assert window_at(period, zone, us(*start)) == Window(us(*start), us(*end))
+    assert window_at(period, zone, us(*start) - 1).end_us == us(*start)
