@@ -151,6 +151,8 @@ class FairQueue:
     def order(self, num_ready: int, num_cold: int, is_exact: bool = True) -> list[Sequence]:
         """The first so many ready and cold sequences in the order of their turns, as if each were admitted in turn.
 
+        Where more are ready than asked for, it ends with the last ready one: what comes behind is not known.
+
         Costs a logarithm of the number of shares for each sequence returned and each share that changed, and next to
         nothing where nothing changed. Where the order need not be exact, counters that rose since are no change.
         """
@@ -169,6 +171,11 @@ class FairQueue:
         self._changed.clear()
         ready = self._order(True, num_ready) if self.num_ready else []
         cold = self._order(False, num_cold) if self.num_cold else []
+        if 0 < num_ready < self.num_ready:
+            # An adapter that was loaded for one behind the last ready one would find its sequence ready, but not
+            # listed, and give way to the next before it was used.
+            last = ready[-1][0]
+            cold = [item for item in cold if item[0] <= last]
         self._last_asked = num_ready, num_cold
         self._last_order = [sequence for _, sequence in heapq.merge(ready, cold, key=_turn_of)]
         return self._last_order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_, update
@@ -45,10 +45,12 @@ class Admission:
     """Reserve, checkpoint, settle, recover: the same on SQLite and PostgreSQL. `AdmissionBatch` says how.
 
     Blocking. A gateway commits through `GroupCommit`, which puts many operations into one transaction.
+    `note_overdrawn` is told how many settlements came after recovery and took a hard limit beyond what it admits.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, note_overdrawn: Callable[[int], None] = lambda _: None) -> None:
         self._database = database
+        self._note_overdrawn = note_overdrawn
         self._policies = PolicyReader(database)
         self._prices = PriceReader(database)
         self._rollups = UsageRollups(database)
@@ -68,7 +70,11 @@ class Admission:
         for _ in range(MAX_ATTEMPTS):
             try:
                 with self._write() as connection:
-                    return AdmissionBatch(connection, self._database, self._policies, self._prices).apply(operations)
+                    batch = AdmissionBatch(connection, self._database, self._policies, self._prices)
+                    outcomes = batch.apply(operations)
+                if batch.num_overdrawn:
+                    self._note_overdrawn(batch.num_overdrawn)
+                return outcomes
             except Uncounted as missing:
                 # In a transaction of its own: who makes counters while it holds others could wait in a circle.
                 with self._write() as connection:

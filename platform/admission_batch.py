@@ -91,6 +91,8 @@ class AdmissionBatch:
         self._entries = LedgerEntries(connection, prices)
         self._book = PriceBook((), 0)
         self._adapters: Mapping[str, str] = {}
+        self.num_overdrawn = 0
+        """Settlements that came after recovery and took a hard limit beyond what it admits."""
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """The outcome of each; a refused one changes nothing. Raises Uncounted and SQLAlchemyError, and then nothing
@@ -293,10 +295,14 @@ class AdmissionBatch:
         charged, truth = self._charged[closing.request_id], closing.settlement
         price = self._price_of(reservation)
         guess, spent = _spent(charged, price), _spent(truth, price)
+        is_overdrawn = False
         for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
             if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
                 counter = binding.correct(binding.current(counter, self._now_us), charge.amount, guess, spent)
                 self._quotas.change(binding.key, counter)
+                is_more = spent.of(binding.metric) > guess.of(binding.metric)
+                is_overdrawn |= is_more and binding.is_hard and binding.is_overdrawn(counter)
+        self.num_overdrawn += is_overdrawn
         self._closed.append({"id": closing.request_id, "state": closing.state})
         self._entries.correct(reservation, charged, truth)
         return True

@@ -58,6 +58,10 @@ class GatewayMetrics:
         self.settle_failures = self._counter("loramux_settle_failures", "Requests left to recovery")
         self.recovered = self._counter("loramux_recovered_requests", "Reservations recovered after their lease")
 
+        self.overdrawn = self._counter(
+            "loramux_overdrawn_settlements", "Settlements after recovery that took a hard limit beyond what it admits"
+        )
+
         self.database_connections = self._gauge("loramux_database_connections", "Database connections in use")
 
         self.database_trouble = self._gauge(

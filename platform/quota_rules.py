@@ -143,6 +143,12 @@ class Binding:
             return counter.changed(reserved=-held, level=-spent.of(self.metric) * UNITS)
         return counter if spent.keeps(self.metric) else self._filled(counter, held)
 
+    def is_overdrawn(self, counter: Counter) -> bool:
+        """Whether more is used and held than the policy ever admits."""
+        if self.metric.kind is Kind.RATE:
+            return counter.free_units < 0
+        return self.metric.kind is Kind.BUDGET and counter.used + counter.reserved > self.policy.limit
+
     def correct(self, counter: Counter, held: int, charged: Spent, truth: Spent) -> Counter:
         """A request that was charged by a guess turned out to have cost something else."""
         more = truth.of(self.metric) - charged.of(self.metric)

@@ -108,7 +108,7 @@ class GatewayServices:
         Without a `spool`, what cannot be settled is left to recovery.
         """
         metrics = metrics if metrics is not None else GatewayMetrics()
-        admission = Admission(database)
+        admission = Admission(database, metrics.overdrawn.inc)
         state = DatabaseState()
         commit = GroupCommit(admission, metrics.note_commit, state, admission.num_writers)
         metrics.database_connections.set_function(lambda: database.num_connections)

@@ -187,6 +187,17 @@ async def test_of_changes_at_once_one_is_made(http: httpx.AsyncClient) -> None:
     assert sorted(answer.status_code for answer in await asyncio.gather(*changes)) == [200, 412, 412, 412, 412]
 
 
+async def test_of_limits_written_at_once_one_holds(http: httpx.AsyncClient, side: AdminSide) -> None:
+    quota = side.services.quotas.set(side.services.tenants.create("limits").id, "tokens_per_minute", 5)
+    path = f"/quotas/{quota.id}"
+    etag = (await http.get(path)).headers["etag"]
+    changes = (http.patch(path, json={"limit": limit}, headers={"if-match": etag}) for limit in range(10, 15))
+    answers = await asyncio.gather(*changes)
+    assert sorted(answer.status_code for answer in answers) == [200, 412, 412, 412, 412]
+    (written,) = (answer.json()["limit"] for answer in answers if answer.status_code == 200)
+    assert (await http.get(path)).json()["limit"] == written
+
+
 # Bodies and names
 
 

@@ -45,7 +45,7 @@ def joined(chunks: Any) -> dict[str, Any]:
 
 
 def retried() -> dict[str, Any]:
-    """A limit of one request a second, met by a client that may try again."""
+    """A limit of one request in five seconds, met by a client that may try again."""
     patient = OpenAI(base_url=URL, api_key=LIMITED_KEY, max_retries=5)
     begun = time.monotonic()
     answers = [patient.chat.completions.create(**CHAT) for _ in range(3)]

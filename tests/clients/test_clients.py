@@ -38,7 +38,7 @@ MODEL = "harbour/pirate"
 
 @dataclass(frozen=True)
 class Stand:
-    """A running server, a key without limits and one that may send a request a second."""
+    """A running server, a key without limits and one that may send a request in five seconds."""
 
     deployment: Deployment
     key: str
@@ -60,7 +60,8 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
         pushed = made.json("adapters", "push", str(PIRATE), "--tenant", "harbour", "--name", "pirate")
         assert pushed["model"] == MODEL
         made.command("grants", "add", MODEL, "--tenant", "limited")
-        limit = ("--metric", "requests_per_minute", "--limit", "60", "--burst", "1")
+        # One in five seconds: a request takes less, on a machine that is busy too.
+        limit = ("--metric", "requests_per_minute", "--limit", "12", "--burst", "1")
         assert made.command("quotas", "set", "--tenant", "limited", *limit).returncode == 0
         yield Stand(made, *keys)
 

@@ -162,6 +162,8 @@ class PlainOrder:
             if kept[arrival in resident]:
                 kept[arrival in resident] -= 1
                 self.arrivals.append(arrival)
+            if num_ready and not kept[True] and len(resident) > num_ready:
+                break
 
     def go_through(self, share: Share, is_ready: bool, rounds: int) -> None:
         served, running = share.served, share.num_running

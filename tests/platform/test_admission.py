@@ -419,3 +419,22 @@ def test_counters_of_windows_long_past_are_swept_and_what_is_held_or_current_sta
     bucket, held, current = windows()
     assert (bucket[0], held[1], current[1]) == (0, 40, 0)
     assert admission.sweep_counters() == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "second", "counted"),
+    [("tokens_per_day", 60, 1), ("tokens_per_minute", 60, 1), ("tokens_per_day", 40, 0)],
+)
+def test_a_late_settlement_that_takes_a_limit_beyond_what_it_admits_is_counted(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any, metric: str, second: int, counted: int
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, metric, 100)
+    noted: list[int] = []
+    admission = Admission(clocked, noted.append)
+    late = admission.reserve(make_request(prompt=10, most=60)).request_id
+    clock.advance((LEASE_US + 1) / 1_000_000)
+    assert admission.recover_expired() == 1
+    # What was given back by recovery is held by others when the truth comes.
+    admission.reserve(make_request(prompt=10, most=second))
+    assert admission.settle(late, used(10, 50))
+    assert noted == [1] * counted
