@@ -20,7 +20,7 @@ _FINEST_NUMBER, _EVERYBODY_NUMBER = 5, 0
 
 
 def upgrade() -> None:
-    """The ledger is rolled up anew, which takes a minute or two for ten million requests."""
+    """The ledger is rolled up anew, which takes minutes where it has millions of requests."""
     op.drop_table("usage_rollups")
     op.drop_table("usage_series")
     _create_series((*_BEFORE[:-1], "end_user", "status"))
