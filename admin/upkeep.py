@@ -47,6 +47,7 @@ class Upkeep:
         await services.call(services.idempotency_keys.sweep)
         await services.call(sweep_sessions, services.database)
         await services.call(sweep_login_failures, services.database)
+        await services.call(services.database.refresh_statistics)
 
     async def renew_pins(self) -> None:
         """Pin what is to be pinned and is not, as after a restart of the engine."""

@@ -98,6 +98,8 @@ def open_usage_world(
             database.upgrade()
             made = make_usage_world(kind, database, num_events, world, progress)
             label.write_bytes(msgspec.json.encode(made))
+        # As every server does when it starts.
+        database.refresh_statistics()
         yield database, msgspec.json.decode(label.read_bytes(), type=UsageWorld)
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from sqlalchemy import (
+    BigInteger,
+    Column,
     ColumnElement,
     Row,
     Select,
-    case,
+    TextClause,
+    cast,
     false,
     func,
     literal,
     literal_column,
-    or_,
     select,
+    text,
     union_all,
 )
 
@@ -108,7 +111,7 @@ class UsageQuestion:
         return grains_for([*of_tenant, *(_COLUMNS[name] for name in self.group_by)])
 
 
-class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Sums over `[start_us, end_us)`; a field that was not grouped by is None. `tenant` is the slug."""
 
     start_us: int
@@ -156,7 +159,8 @@ def _statement(question: UsageQuestion, days: Sequence[int]) -> Select[Any]:
         *_event_facts(question, parts, days),
     ).subquery("facts")
     keys = [facts.c[name] for name in (("bucket_us",) if question.bucket else ()) + question.group_by]
-    sums = [func.coalesce(func.sum(facts.c[name]), 0).label(name) for name in AMOUNTS]
+    # PostgreSQL's sums are decimals, which take the driver a while; these are integers that fit.
+    sums = [cast(func.coalesce(func.sum(facts.c[name]), 0), BigInteger).label(name) for name in AMOUNTS]
     grouped = select(*keys, *sums)
     if not keys:
         return grouped
@@ -187,33 +191,34 @@ def _rollup_facts(
     table = _rollups.c
     # Summed up by series first, so that what they are is looked up once for each.
     is_by_series = bool(set(question.group_by) - {"tenant"})
-    facts = []
+    arms = []
     for span_us, ranges in _arms(parts, days):
-        bucket: list[ColumnElement[Any]] = []
+        keys: list[ColumnElement[Any]] = []
         if question.bucket is not None:
-            bucket.append(_bucket(table.start_us, question.bucket, days).label("bucket_us"))
-        keys = list(bucket)
+            keys.append(_bucket(table.start_us, question.bucket, days).label("bucket_us"))
         if is_by_series:
             keys.append(table.series_id)
         elif question.group_by:
             keys.append(table.tenant_id.label("tenant"))
-        sums = select(*keys, *(func.sum(table[name]).label(name) for name in AMOUNTS))
-        sums = sums.where(table.grain == grains[span_us].number, table.span_us == span_us)
-        sums = sums.where(_within(table.start_us, ranges))
+        arm = select(*keys, *(table[name] for name in AMOUNTS))
+        arm = arm.where(table.grain == grains[span_us].number, table.span_us == span_us)
+        arm = arm.where(_within(table.start_us, ranges))
         if question.tenant_id is not None:
-            # Without statistics, SQLite would read the rows of all tenants.
-            sums = sums.where(table.tenant_id == question.tenant_id).with_hint(
-                _rollups, "INDEXED BY ix_usage_rollups_tenant_span_start", "sqlite"
-            )
-        by_series = (sums.group_by(*keys) if keys else sums).subquery()
-        columns: list[ColumnElement[Any]] = [by_series.c.bucket_us] if bucket else []
-        for name in question.group_by:
-            columns.append((_series.c[_COLUMNS[name]] if is_by_series else by_series.c.tenant).label(name))
-        query = select(*columns, *(by_series.c[name] for name in AMOUNTS))
-        if is_by_series:
-            query = query.join_from(by_series, _series, _series.c.id == by_series.c.series_id)
-        facts.append(query)
-    return facts
+            arm = arm.where(table.tenant_id == question.tenant_id)
+        arms.append(arm)
+    if not arms:
+        return []
+    rows = union_all(*arms).subquery("spans")
+    names = [column.name for column in rows.c if column.name not in AMOUNTS]
+    sums = select(*(rows.c[name] for name in names), *(func.sum(rows.c[name]).label(name) for name in AMOUNTS))
+    by_key = sums.group_by(*(rows.c[name] for name in names)).subquery("sums") if names else sums.subquery("sums")
+    columns: list[ColumnElement[Any]] = [by_key.c.bucket_us] if question.bucket is not None else []
+    for name in question.group_by:
+        columns.append((_series.c[_COLUMNS[name]] if is_by_series else by_key.c.tenant).label(name))
+    query = select(*columns, *(by_key.c[name] for name in AMOUNTS))
+    if is_by_series:
+        query = query.join_from(by_key, _series, _series.c.id == by_key.c.series_id)
+    return [query]
 
 
 def _arms(parts: Cut, days: Sequence[int]) -> Iterator[tuple[int, Sequence[Range]]]:
@@ -244,7 +249,7 @@ def _event_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> li
         query = select(*columns, *amounts)
         if question.tenant_id is not None:
             query = query.where(table.c.tenant_id == question.tenant_id)
-        facts.append(query.select_from(tables).where(_within(time, parts.events)))
+        facts.append(query.select_from(tables).where(_within(time, parts.events, question.tenant_id)))
         if rolled_up:
             # The few times of batches that wait are what an index is asked for, never the long range itself.
             waiting = select(_batches.c.at_us).where(_within(_batches.c.at_us, rolled_up))
@@ -254,37 +259,63 @@ def _event_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> li
     return facts
 
 
-def _within(column: ColumnElement[int], ranges: Iterable[Range]) -> ColumnElement[bool]:
-    conditions = [(column >= start_us) & (column < end_us) for start_us, end_us in ranges]
-    return or_(*conditions) if conditions else false()
+def _within(
+    column: Column[int], ranges: Sequence[Range], tenant_id: str | None = None
+) -> ColumnElement[bool] | TextClause:
+    """Whether a time lies in one of the ranges, and if a tenant is given is its own."""
+    if not ranges:
+        return false()
+    # A timezone of half hours has two ranges a day: as text, since SQLAlchemy takes seconds over thousands of parts.
+    name, is_of_tenant = f"{column.table.name}.{column.name}", ""
+    if tenant_id is not None:
+        # In every range, so that SQLite takes the index of both for each.
+        is_of_tenant = f" AND {column.table.name}.tenant_id = :tenant_of_range"
+    anyone = _any_of([f"({name} >= {start_us} AND {name} < {end_us}{is_of_tenant})" for start_us, end_us in ranges])
+    return text(anyone).bindparams(**({} if tenant_id is None else {"tenant_of_range": tenant_id}))
 
 
-def _bucket(column: ColumnElement[int], bucket: str, days: Sequence[int]) -> ColumnElement[int]:
+def _any_of(conditions: Sequence[str]) -> str:
+    """One of them holds: a tree of them, of which SQLite takes no more than a thousand in depth."""
+    if len(conditions) == 1:
+        return conditions[0]
+    middle = len(conditions) // 2
+    return f"({_any_of(conditions[:middle])} OR {_any_of(conditions[middle:])})"
+
+
+def _bucket(column: Column[int], bucket: str, days: Sequence[int]) -> ColumnElement[int]:
     """The start of the bucket that a time lies in: of a fixed length, or the last of `days` before it."""
     if not days:
         return column - column % BUCKET_US[bucket]
+    name = f"{column.table.name}.{column.name}"
     if len(days) == 1:
         # Not a constant alone, by which PostgreSQL would not group.
-        return column - column + literal_column(str(days[0]))
-    # A tree of comparisons, so that a row needs as many as its depth.
+        return literal_column(f"({name} - {name} + {days[0]})", BigInteger)
+    return literal_column(_last_before(name, days), BigInteger)
+
+
+def _last_before(name: str, days: Sequence[int]) -> str:
+    """A tree of comparisons, so that a row needs as many as its depth."""
+    if len(days) == 1:
+        return str(days[0])
     middle = len(days) // 2
-    before, behind = _bucket(column, bucket, days[:middle]), _bucket(column, bucket, days[middle:])
-    return case((column < literal_column(str(days[middle])), before), else_=behind)
+    before, behind = _last_before(name, days[:middle]), _last_before(name, days[middle:])
+    return f"CASE WHEN {name} < {days[middle]} THEN {before} ELSE {behind} END"
 
 
 def _rows(rows: Sequence[Row[Any]], question: UsageQuestion, ends: Mapping[int, int]) -> Iterator[UsageRow]:
     """Rows of the bucket, the groups and the amounts, in this order; there are thousands of them."""
     start_us, end_us = question.start_us, question.end_us
     num_buckets, groups = int(question.bucket is not None), question.group_by
+    optional = _OPTIONAL.intersection(groups)
     for row in rows:
         if question.bucket is not None:
             bucket_us = row[0]
             following_us = ends[bucket_us] if ends else bucket_us + BUCKET_US[question.bucket]
             start_us, end_us = max(question.start_us, bucket_us), min(question.end_us, following_us)
         fields = dict(zip(groups, row[num_buckets:], strict=False))
-        for name in _OPTIONAL.intersection(groups):
+        for name in optional:
             fields[name] = fields[name] or None
-        requests, prompt, cached, completion, cost = map(int, row[num_buckets + len(groups) :])
+        requests, prompt, cached, completion, cost = row[num_buckets + len(groups) :]
         yield UsageRow(
             start_us=start_us,
             end_us=end_us,

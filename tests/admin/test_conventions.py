@@ -188,7 +188,7 @@ async def test_of_changes_at_once_one_is_made(http: httpx.AsyncClient) -> None:
 
 
 async def test_of_limits_written_at_once_one_holds(http: httpx.AsyncClient, side: AdminSide) -> None:
-    quota = side.services.quotas.set(side.services.tenants.create("limits").id, "tokens_per_minute", 5)
+    quota = side.services.quotas.set(side.services.tenants.create("raced").id, "tokens_per_minute", 5)
     path = f"/quotas/{quota.id}"
     etag = (await http.get(path)).headers["etag"]
     changes = (http.patch(path, json={"limit": limit}, headers={"if-match": etag}) for limit in range(10, 15))

@@ -25,6 +25,7 @@ from loramux.migrations.schema import (
     tenants,
     usage_rollups,
 )
+from tests.migrated import migrated_sqlite
 
 
 def add_tenant(database: Database, slug: str) -> None:
@@ -45,6 +46,30 @@ def add_tenant(database: Database, slug: str) -> None:
 def test_migrations_make_exactly_the_schema(database: Database) -> None:
     with database.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_with_statistics_sqlite_reads_one_tenants_rows_by_their_index(tmp_path: Path) -> None:
+    empty = ", ''" * 9
+    names = "tenant_id, api_key_id, adapter_id, adapter_version_id, model, base, endpoint, end_user, status"
+    fill = """
+        INSERT INTO usage_rollups
+        WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < 9999)
+        SELECT 1, 3600000000, i / 50 * 3600000000, 'ten_' || (i % 50), 1, 1, 1, 1, 1, 1 FROM n
+    """
+    asked = """
+        EXPLAIN QUERY PLAN SELECT sum(requests) FROM usage_rollups WHERE grain = 1 AND span_us = 3600000000
+        AND tenant_id = 'ten_7' AND (start_us < 36000000000 OR start_us > 360000000000)
+    """
+    database = Database(migrated_sqlite(tmp_path / "loramux.db"))
+    with database.write() as connection:
+        connection.exec_driver_sql(f"INSERT INTO usage_series (id, {names}) VALUES (1{empty})")
+        connection.exec_driver_sql(fill)
+        assert "PRIMARY KEY" in connection.exec_driver_sql(asked).one()[3]
+    database.refresh_statistics()
+    with database.read() as connection:
+        plan = [row[3] for row in connection.exec_driver_sql(asked)]
+    assert all("ix_usage_rollups_tenant_span_start" in step for step in plan if "usage_rollups" in step), plan
+    database.close()
 
 
 def test_upgrade_twice_changes_nothing(database: Database) -> None:

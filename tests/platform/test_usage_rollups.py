@@ -335,6 +335,23 @@ def test_a_cut_range_has_no_gap_and_no_overlap(start: int, length: int, spans_us
     assert not any(-(-low // span) * span + span <= high for low, high in parts.events for span in spans_us)
 
 
+def test_the_longest_report_by_days_of_half_hours_is_one_statement_still(clocked: Database, clock: Any) -> None:
+    ledgers = Ledgers(clocked, clock, seed=2)
+    for _ in range(3):
+        ledgers.settle()
+    asked = {
+        "tenant_id": ledgers.keys[0][0].id,
+        "start_us": clock.now_us - 799 * DAY_US,
+        "end_us": clock.now_us + DAY_US,
+        "bucket": "1d",
+        "group_by": ("key",),
+        "timezone": "Asia/Kolkata",
+    }
+    for _ in range(2):
+        assert reported(Ledger(clocked).report(**asked), ("key",)) == summed(ledgers.facts(), asked)
+        ledgers.rollups.fold_all()
+
+
 def test_an_idle_ledger_is_left_alone(clocked: Database) -> None:
     assert UsageRollups(clocked).fold_all() == 0
 
