@@ -47,6 +47,8 @@ PROMPT, MOST, USED = 20, 100, 50
 
 Commit = Callable[[Operation], Awaitable[Any]]
 
+WARM_UP_S = 1.5
+
 
 def main() -> None:
     arguments = _arguments()
@@ -56,16 +58,21 @@ def main() -> None:
         for num_tenants in (1, arguments.tenants):
             with open_database(kind) as database:
                 accounts = _accounts(database, num_tenants)
-                # The ways take turns, so that no moment of the machine is one way's alone.
-                rounds = [
-                    asyncio.run(_measure(database, accounts, way, arguments))
-                    for _ in range(arguments.repeats)
-                    for way in WAYS
-                ]
-                for index, way in enumerate(WAYS):
-                    cases.append({"database": kind, "tenants": num_tenants, "way": way, **_pooled(rounds[index::2])})
-                    Console(stderr=True).print(f"{kind}, {num_tenants} tenants, {way}: {cases[-1]['pairs_s']:.0f}/s")
-    document = {"machine": describe(), "clients": arguments.clients, "seconds": arguments.seconds, "cases": cases}
+                for clients in arguments.clients:
+                    # What a tenant's first request reads is kept for the next ones.
+                    asyncio.run(_measure(database, accounts, GROUP, clients, WARM_UP_S))
+                    # The ways take turns, so that no moment of the machine is one way's alone.
+                    rounds = [
+                        asyncio.run(_measure(database, accounts, way, clients, arguments.seconds))
+                        for _ in range(arguments.repeats)
+                        for way in WAYS
+                    ]
+                    for index, way in enumerate(WAYS):
+                        setting = {"database": kind, "tenants": num_tenants, "clients": clients, "way": way}
+                        cases.append({**setting, **_pooled(rounds[index::2])})
+                        named = f"{kind}, {num_tenants} tenants, {clients} clients, {way}"
+                        Console(stderr=True).print(f"{named}: {cases[-1]['pairs_s']:.0f}/s")
+    document = {"machine": describe(), "seconds": arguments.seconds, "cases": cases}
     _print(cases)
     if arguments.out is not None:
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
@@ -74,7 +81,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tenants", type=int, default=1000, help="tenants of the second setting")
-    parser.add_argument("--clients", type=int, default=64, help="requests in flight")
+    parser.add_argument("--clients", type=int, nargs="+", default=[64, 256], help="requests in flight")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
@@ -95,14 +102,14 @@ def _accounts(database: Database, num_tenants: int) -> list[tuple[str, str]]:
 
 
 async def _measure(
-    database: Database, accounts: Sequence[tuple[str, str]], way: str, arguments: argparse.Namespace
+    database: Database, accounts: Sequence[tuple[str, str]], way: str, clients: int, seconds: float
 ) -> dict[str, Any]:
     admission = Admission(database)
     before = _ledger_tokens(database)
     if way == GROUP:
         committer = GroupCommit(admission, num_threads=admission.num_writers)
         try:
-            figures = await _run(accounts, committer.submit, arguments)
+            figures = await _run(accounts, committer.submit, clients, seconds)
         finally:
             committer.close()
     else:
@@ -115,21 +122,22 @@ async def _measure(
             return outcome
 
         with ThreadPoolExecutor(GATEWAY_THREADS) as threads:
-            figures = await _run(accounts, lambda operation: loop.run_in_executor(threads, only, operation), arguments)
+            commit: Commit = lambda operation: loop.run_in_executor(threads, only, operation)  # noqa: E731
+            figures = await _run(accounts, commit, clients, seconds)
     _check(database, before, figures["num_pairs"])
     return figures
 
 
-async def _run(accounts: Sequence[tuple[str, str]], commit: Commit, arguments: argparse.Namespace) -> dict[str, Any]:
+async def _run(accounts: Sequence[tuple[str, str]], commit: Commit, num_clients: int, most_s: float) -> dict[str, Any]:
     reserved: list[float] = []
     settled: list[float] = []
-    deadline = time.perf_counter() + arguments.seconds
+    deadline = time.perf_counter() + most_s
 
     async def client(number: int) -> None:
         sent = number
         while (started := time.perf_counter()) < deadline:
             tenant_id, key_id = accounts[sent % len(accounts)]
-            sent += arguments.clients
+            sent += num_clients
             request = ReservationRequest(
                 request_id=new_id("req"),
                 tenant_id=tenant_id,
@@ -149,7 +157,7 @@ async def _run(accounts: Sequence[tuple[str, str]], commit: Commit, arguments: a
             settled.append(time.perf_counter() - started)
 
     started = time.perf_counter()
-    await asyncio.gather(*(client(number) for number in range(arguments.clients)))
+    await asyncio.gather(*(client(number) for number in range(num_clients)))
     seconds = time.perf_counter() - started
     return {"num_pairs": len(settled), "seconds": seconds, "reserved": reserved, "settled": settled}
 
@@ -185,10 +193,10 @@ def _pooled(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _print(cases: Sequence[dict[str, Any]]) -> None:
     table = Table(title="reserve and settle")
     columns = ("pairs_s", "reserved_p50_ms", "reserved_p99_ms", "settled_p50_ms", "settled_p99_ms")
-    for column in ("database", "tenants", "way", *columns):
+    for column in ("database", "tenants", "clients", "way", *columns):
         table.add_column(column, justify="left" if column in ("database", "way") else "right")
     for case in cases:
-        table.add_row(*(str(case[column]) for column in ("database", "tenants", "way", *columns)))
+        table.add_row(*(str(case[column]) for column in ("database", "tenants", "clients", "way", *columns)))
     Console().print(table)
 
 
