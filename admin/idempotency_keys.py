@@ -102,7 +102,11 @@ class IdempotencyKeys:
                 ).all()
                 for row in expired:
                     connection.execute(
-                        delete(table).where(table.c.principal == row.principal, table.c.key_sha256 == row.key_sha256)
+                        delete(table).where(
+                            table.c.principal == row.principal,
+                            table.c.key_sha256 == row.key_sha256,
+                            table.c.expires_us <= now_us,
+                        )
                     )
             num_swept += len(expired)
             if len(expired) < _SWEPT_AT_ONCE:

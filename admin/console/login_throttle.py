@@ -83,5 +83,8 @@ def _origin(address: str) -> str:
     except ValueError:
         return address[:64]
     if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            # How a listener on `::` sees those who come by IPv4.
+            return str(found.ipv4_mapped)
         return str(ipaddress.ip_network((found, 64), strict=False))
     return str(found)

@@ -11,6 +11,8 @@ from loramux.admin.console.browser_guard import local_path
 from loramux.admin.console.oidc_provider import Attempt
 
 ATTEMPT_S = 600
+CLOCKS_APART_S = 60
+"""Of the servers of which one may begin a sign-in that another finishes."""
 
 
 class OidcAttempt:

@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from loramux.admin.console.browser_guard import local_path
 from loramux.admin.console.console_site import Site
-from loramux.admin.console.oidc_attempt import ATTEMPT_S, OidcAttempt
+from loramux.admin.console.oidc_attempt import ATTEMPT_S, CLOCKS_APART_S, OidcAttempt
 from loramux.admin.console.oidc_confirmation import values_of
 from loramux.admin.console.oidc_provider import Identity, OidcProvider, ProviderUnavailable, SignInRefused
 from loramux.admin.console.oidc_settings import OidcSettings
@@ -50,8 +50,11 @@ class OidcLogin:
         attempt = None if under_way is None else under_way.told(self._back_to(request))
         state = query.get("state", "").encode("utf-8", "replace")
         if under_way is None or attempt is None or not hmac.compare_digest(state, attempt.state.encode()):
-            return self._refusal(request, None, "This sign-in had expired or is not yours. Begin again.", 403)
-        if not 0 <= self._site.services.database.now_us() // 1_000_000 - under_way.begun_s <= ATTEMPT_S:
+            # Another tab's sign-in may be the one that the cookie knows.
+            told = "This sign-in had expired or is not yours. Begin again."
+            return self._refusal(request, None, told, 403, is_over=False)
+        took_s = self._site.services.database.now_us() // 1_000_000 - under_way.begun_s
+        if not -CLOCKS_APART_S <= took_s <= ATTEMPT_S:
             return self._refusal(request, None, "This sign-in took too long. Begin again.", 403)
         if "code" not in query:
             return self._refusal(request, None, "The sign-on service did not sign you in.", 403)
@@ -106,9 +109,12 @@ class OidcLogin:
         here = f"{request.url.scheme}://{request.headers.get('host', '')}{console_url(request, '/oidc/callback')}"
         return self._settings.redirect_url or here
 
-    def _refusal(self, request: Request, error: Exception | None, message: str, status: int) -> HTMLResponse:
+    def _refusal(
+        self, request: Request, error: Exception | None, message: str, status: int, *, is_over: bool = True
+    ) -> HTMLResponse:
         log.warning("sign-in refused", status=status, error=None if error is None else str(error))
         html = self._site.templates.render("oidc_problem.html", **frame(request, None), error=message)
         response = HTMLResponse(html, status)
-        delete_cookie(request, response, OIDC)
+        if is_over:
+            delete_cookie(request, response, OIDC)
         return response

@@ -90,7 +90,7 @@ class SessionSeal:
         return nonce + self._cipher().encrypt(nonce, msgspec.msgpack.encode(content), self.id_sha256)
 
     def open(self, sealed: bytes) -> SessionContent:
-        """What `close` was given; raises cryptography's InvalidTag for anything else."""
+        """What `close` was given; raises InvalidTag for anything else, DecodeError for another release's."""
         content = self._cipher().decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], self.id_sha256)
         return msgspec.msgpack.decode(content, type=SessionContent)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 from cryptography.exceptions import InvalidTag
 from sqlalchemy import Connection, delete, insert, select, update
 
@@ -22,6 +23,8 @@ TOUCH_S = 60
 MAX_OF_ONE = 50
 """Sessions of one key or person; the oldest gives way."""
 MAX_NOTICES = 5
+UNREADABLE = (InvalidTag, msgspec.DecodeError)
+"""Somebody has written into the database by hand, or another release has kept something else there."""
 _SWEPT_AT_ONCE = 1000
 
 Change = Callable[[SessionContent], SessionContent]
@@ -125,13 +128,12 @@ class ConsoleSessions:
             return None
         try:
             content = seal.open(row.sealed)
-        except InvalidTag:
-            # Somebody has written into the database by hand.
+        except UNREADABLE:
             self.close(token)
             return None
         principal = self._rights.principal(row.key_id, content)
         if principal is None:
-            self.close(token)
+            # Not closed: who rotates the session's own key puts the new one into it in a moment.
             return None
         if is_use and (expires_us := _expires_us(row.created_us, now_us)) >= row.expires_us + TOUCH_S * 1_000_000:
             with self._database.write() as connection:
@@ -201,7 +203,7 @@ def _locked(connection: Connection, seal: SessionSeal) -> SessionContent | None:
     sealed = connection.execute(query).scalar_one_or_none()
     try:
         return None if sealed is None else seal.open(sealed)
-    except InvalidTag:
+    except UNREADABLE:
         return None
 
 

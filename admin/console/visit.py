@@ -90,7 +90,7 @@ class Visit:
     @property
     def is_partial(self) -> bool:
         """Whether htmx asks for a part of a page."""
-        return self.request.headers.get("hx-request") == "true"
+        return is_htmx(self.request)
 
     def query(self, name: str) -> str | None:
         value = self.request.query_params.get(name, "").strip()
@@ -138,8 +138,12 @@ def console_url(request: Request, path: str, **params: Any) -> str:
     return quote(request.scope["root_path"] + path, safe="/@:~") + (f"?{query}" if query else "")
 
 
+def is_htmx(request: Request) -> bool:
+    return request.headers.get("hx-request") == "true"
+
+
 def redirect(request: Request, url: str) -> Response:
-    if request.headers.get("hx-request") == "true":
+    if is_htmx(request):
         return Response(status_code=200, headers={"hx-redirect": url})
     return RedirectResponse(url, 303)
 
@@ -175,6 +179,9 @@ def page(site: Site, handler: Handler) -> Endpoint:
             visit = Visit(request, site, session, Form(()))
             return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
+            if request.headers.get("sec-fetch-mode", "navigate") != "navigate" and not is_htmx(request):
+                # A script's call cannot go there, and would take the attempt of a tab that does.
+                return _json_refusal(401, "your sign-in has to be confirmed: open this page again")
             return _to_provider(request)
         except (RestError, ApiError) as error:
             return problem(site, request, visit, error.status, error.message)
@@ -241,7 +248,7 @@ async def find_session(site: Site, request: Request, *, is_use: bool = True) -> 
 
 def problem(site: Site, request: Request, visit: Visit | None, status: int, message: str) -> Response:
     """A page, or for htmx a notice, that says what is wrong and what to do; one that may pass is asked for again."""
-    template = "problem_notice.html" if request.headers.get("hx-request") == "true" else "problem.html"
+    template = "problem_notice.html" if is_htmx(request) else "problem.html"
     html = site.templates.render(template, **frame(request, visit), status=status, message=message)
     headers = {}
     if status == 503 and request.method == "GET":

@@ -271,7 +271,9 @@ async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, co
     said = await operator.confirm(quota)
     assert "/quotas?tenant=asked" not in said
     again = html.unescape(_found(r'<a href="/console([^"]+)">Undo', said))
-    assert "is 1.25 from now on" in await operator.confirm(again)
+    said = await operator.confirm(again)
+    assert "is 1.25 from now on" in said
+    assert "Set it again" not in said
     assert "1 request" in (await operator.get("/tenants/asked/state")).text
     said = await operator.confirm("/tenants/asked/state")
     assert '<a href="/console/tenants/asked/state">Undo' in said

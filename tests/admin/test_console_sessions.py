@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import delete, select, update
 
 from loramux.admin.console.login_throttle import BURST, REFILL_S, LoginThrottle, sweep_login_failures
-from loramux.admin.console.session_content import SessionContent
+from loramux.admin.console.session_content import SessionContent, SessionSeal
 from loramux.admin.console.session_rights import SessionRights
 from loramux.admin.console.sessions import IDLE_S, LIFETIME_S, MAX_OF_ONE, ConsoleSessions, sweep_sessions
 from loramux.migrations import schema
@@ -70,8 +70,12 @@ def test_throttle_counts_by_address_at_all_servers_and_forgets(database: Databas
         assert servers[0].begin(f"2001:db8::{host}") == 0
     assert servers[1].begin("2001:db8::ffff") > 0
     assert servers[1].begin("2001:db8:0:1::1") == 0
+    for _ in range(BURST):
+        assert servers[0].begin("::ffff:192.0.2.7") == 0
+    assert servers[1].begin("192.0.2.7") > 0
+    assert servers[1].begin("::ffff:192.0.2.8") == 0, "each of those who come by IPv4 to a listener on ::"
     clock[0] += BURST * REFILL_S
-    assert sweep_login_failures(database) == 4
+    assert sweep_login_failures(database) == 6
     assert sweep_login_failures(database) == 0
 
 
@@ -98,6 +102,34 @@ def test_a_key_has_so_many_sessions_and_the_oldest_gives_way(sessions: ConsoleSe
         tokens.append(sessions.open(OPERATOR, SessionContent(key_sha256=key_sha256(ADMIN_KEY))))
     alive = [sessions.find(token) is not None for token in tokens]
     assert alive == [False] * 2 + [True] * MAX_OF_ONE
+
+
+def test_a_session_that_rotates_its_own_key_lives_on_though_another_tab_looked(
+    sessions: ConsoleSessions, database: Database
+) -> None:
+    keys = ApiKeys(database, ADMIN_KEY)
+    key = keys.create(None, "own")
+    token = sessions.open(key.key.id, SessionContent(key_sha256=key_sha256(key.secret)))
+    session = sessions.find(token)
+    assert session is not None
+    secret = keys.rotate(key.key.id, 0).secret
+    assert sessions.find(token) is None
+    session.now_holds(secret)
+    session.say("secret", "copy it", secret)
+    sessions.keep(session)
+    found = sessions.find(token)
+    assert found is not None
+    assert [notice.detail for notice in found.take_notices()] == [secret]
+
+
+def test_a_session_that_another_release_has_kept_is_none(sessions: ConsoleSessions, database: Database) -> None:
+    token = sessions.open(OPERATOR, SessionContent(key_sha256=key_sha256(ADMIN_KEY)))
+    seal = SessionSeal(token)
+    with database.write() as connection:
+        connection.execute(
+            update(schema.console_sessions).values(sealed=seal.close({"key_sha256": 5}))  # type: ignore[arg-type]
+        )
+    assert sessions.find(token) is None
 
 
 def test_two_requests_of_a_session_keep_what_each_said(sessions: ConsoleSessions) -> None:

@@ -75,9 +75,12 @@ async def set_limit(visit: Visit) -> Response:
         quota = await _change(visit, quota_id, body)
     else:
         quota = await visit.rest.post("/quotas", {**body, **({"tenant": tenant} if tenant else {"scope": "platform"})})
+    # After a confirmation, what comes next is not that question once more.
+    path = "/quotas" if form.text("is_confirmed") else None
     return visit.done(
         f"{quota['metric']} of {tenant or 'every tenant'} is {shown_amount(quota['limit'], quota['unit'])} from now on"
-        f"{'' if quota['mode'] == 'hard' else ', in mode ' + quota['mode']}."
+        f"{'' if quota['mode'] == 'hard' else ', in mode ' + quota['mode']}.",
+        path,
     )
 
 
@@ -132,18 +135,21 @@ async def confirm_again(visit: Visit) -> Response:
     asked = Form(visit.request.query_params.multi_items())
     metric, tenant = _metric(asked), asked.text("tenant")
     limit = shown_amount(_amount(asked, "limit", metric), METRICS[metric].unit)
+    burst = _optional_amount(asked, "burst", metric)
+    at_once = "" if burst is None else f", {shown_amount(burst, METRICS[metric].unit)} at once"
     owner = tenant or "every tenant"
     return Confirmation(
         title=f"Set {metric.replace('_', ' ')} of {owner} again",
         before="No limit of its own",
-        after=f"{limit} at most, {MODE_WORDS.get(asked.text('mode'), 'hard')}",
+        after=f"{limit} at most{at_once}, {MODE_WORDS.get(asked.text('mode'), 'hard')}",
         affects=f"{owner[:1].upper()}{owner[1:]}, from the next request on; requests that run are not counted.",
         undo="Lift it again.",
         verb="Set it again",
         path="/quotas",
         back="/quotas",
         back_label="Quotas",
-        fields={name: asked.text(name) for name in ("tenant", "metric", "limit", "burst", "mode")},
+        fields={name: asked.text(name) for name in ("tenant", "metric", "limit", "burst", "mode")}
+        | {"is_confirmed": "yes"},
         is_danger=False,
     ).ask(visit)
 
