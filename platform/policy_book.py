@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,8 @@ from loramux.platform.quota_rules import Binding
 from loramux.platform.quota_windows import NO_WINDOW, Window, window_at
 from loramux.platform.quotas import PLATFORM, SHADOW, QuotaPolicy, policy_of
 
-MAX_SUBJECTS = 200_000
-"""So many tenants, keys and adapters are kept in one book; the next begins anew."""
+MAX_ENTRIES = 200_000
+"""So many tenants, keys, adapters and combinations of them are kept in one book; the next begins anew."""
 
 _policies, _tenants = schema.quota_policies, schema.tenants
 
@@ -42,6 +43,7 @@ class PolicyBook:
         self.has_costs = False
         """Whether any of the policies is a budget in money."""
         self._has_windows = False
+        self._reading = threading.Lock()
         self._policies: dict[str, QuotaPolicy | None] = {}
         self._by_subject: dict[str, list[QuotaPolicy]] = {}
         self._timezones: dict[str, str] = {}
@@ -49,8 +51,8 @@ class PolicyBook:
         self._held: dict[tuple[str, str, int], Binding] = {}
 
     @property
-    def num_subjects(self) -> int:
-        return len(self._by_subject) + len(self._held)
+    def num_entries(self) -> int:
+        return len(self._by_subject) + len(self._held) + len(self._rules)
 
     def read(
         self,
@@ -63,22 +65,24 @@ class PolicyBook:
 
         `tenant_ids` are those whose days and months may matter.
         """
-        subjects = [one for one in (PLATFORM, *subject_ids) if one not in self._by_subject]
-        named = [one for one in policy_ids if one not in self._policies]
-        if subjects or named:
-            dialect = connection.dialect.name
-            wanted = or_(among(dialect, _policies.c.subject_id, subjects), among(dialect, _policies.c.id, named))
-            found = [policy_of(row) for row in connection.execute(select(_policies).where(wanted))]
-            self._has_windows |= any(METRICS[policy.metric].period is not None for policy in found)
-            self.has_costs |= any(METRICS[policy.metric].unit is Unit.NANOS for policy in found)
-            # Before the policies are known, so that none is where this reading failed.
-            owners = {policy.tenant_id for policy in found if policy.tenant_id is not None}
-            self._read_timezones(connection, owners)
-            for subject in subjects:
-                self._by_subject[subject] = [policy for policy in found if policy.subject_id == subject]
-            self._policies.update((one, None) for one in named)
-            self._policies.update((policy.id, policy) for policy in found)
-        self._read_timezones(connection, tenant_ids)
+        # One thread at a time: another that asks meanwhile must find all of what this one is reading, or nothing.
+        with self._reading:
+            subjects = [one for one in (PLATFORM, *subject_ids) if one not in self._by_subject]
+            named = [one for one in policy_ids if one not in self._policies]
+            if subjects or named:
+                dialect = connection.dialect.name
+                wanted = or_(among(dialect, _policies.c.subject_id, subjects), among(dialect, _policies.c.id, named))
+                found = [policy_of(row) for row in connection.execute(select(_policies).where(wanted))]
+                self._has_windows |= any(METRICS[policy.metric].period is not None for policy in found)
+                self.has_costs |= any(METRICS[policy.metric].unit is Unit.NANOS for policy in found)
+                # Before the policies are known, so that none is where this reading failed.
+                owners = {policy.tenant_id for policy in found if policy.tenant_id is not None}
+                self._read_timezones(connection, owners)
+                for subject in subjects:
+                    self._by_subject[subject] = [policy for policy in found if policy.subject_id == subject]
+                self._policies.update((one, None) for one in named)
+                self._policies.update((policy.id, policy) for policy in found)
+            self._read_timezones(connection, tenant_ids)
 
     def put(self, policy: QuotaPolicy) -> None:
         """Have a policy count, in place of the one that its subject has for its metric."""
@@ -160,7 +164,7 @@ class PolicyReader:
 
     def book(self, connection: Connection) -> PolicyBook:
         """The book as it was known last."""
-        if self._book is None or self._book.num_subjects > MAX_SUBJECTS:
+        if self._book is None or self._book.num_entries > MAX_ENTRIES:
             self._book = PolicyBook(self.moment(connection).epoch)
         return self._book
 

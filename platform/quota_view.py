@@ -110,7 +110,7 @@ class QuotaView:
         if trial is not None:
             book.put(trial)
             # It may be the first that has a day or a month.
-            book.read(connection, (), (caller.tenant_id,))
+            book.read(connection, (), {caller.tenant_id, trial.tenant_id or caller.tenant_id})
         bindings = book.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, moment.now_us)
         state = QuotaState(connection, is_locking=False)
         state.read([binding.key for binding in (*bindings, *book.stock_bindings(caller.tenant_id))])

@@ -32,14 +32,15 @@ class ResidentAdapters:
         self._clock = clock
         self._resident: set[str] | None = None
         self._loading: dict[str, float] = {}
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._was_asked = False
 
     @asynccontextmanager
-    async def admitting(self, digest: str) -> AsyncIterator[bool]:
+    async def admitting(self, tenant_id: str, digest: str) -> AsyncIterator[bool]:
         """Whether a request for it, which is admitted inside, makes the engine load it.
 
-        Others for the same one wait for a first that does, and then find it loaded; after an exception they do not.
+        The tenant's others for the same one wait for a first that does, and then find it loaded; after an exception
+        they do not.
         """
         self._was_asked = True
         if self._resident is None:
@@ -47,7 +48,7 @@ class ResidentAdapters:
         if not self._is_cold(digest):
             yield False
             return
-        turn = self._turns.setdefault(digest, asyncio.Lock())
+        turn = self._turns.setdefault((tenant_id, digest), asyncio.Lock())
         async with turn:
             is_cold = self._is_cold(digest)
             yield is_cold

@@ -116,8 +116,16 @@ class RunningRequests:
         adapter = plan.model.adapter
         if adapter is None:
             return await self._reserve(plan, loads_adapter=False)
-        async with self._residents.admitting(adapter.digest) as is_cold:
-            return await self._reserve(plan, loads_adapter=is_cold)
+        try:
+            # Whoever waits for its turn waits no longer than one that has it.
+            async with (
+                asyncio.timeout(RESERVE_WAIT_S),
+                self._residents.admitting(plan.tenant_id, adapter.digest) as is_cold,
+            ):
+                self._state.check()
+                return await self._reserve(plan, loads_adapter=is_cold)
+        except TimeoutError:
+            raise DatabaseTrouble("the reservation takes too long") from None
 
     async def _reserve(self, plan: Plan, *, loads_adapter: bool) -> Reservation:
         adapter = plan.model.adapter

@@ -33,6 +33,8 @@ from loramux.platform.usage_ranges import BUCKET_US, Cut, Range, cut, local_days
 
 MAX_BUCKETS = 10_000
 MAX_LOCAL_DAYS = 800
+LAST_LOCAL_US = 221_845_392_000_000_000
+"""The first of January 9000: calendars end soon after."""
 MAX_ROWS = 50_000
 MAX_SINGLE_US = 31 * DAY_US
 """The longest range of a report that only single requests can answer."""
@@ -87,6 +89,8 @@ class UsageQuestion:
         self._check_size()
 
     def _check_size(self) -> None:
+        if self.has_local_days and self.end_us > LAST_LOCAL_US:
+            raise InvalidRequest("days of a timezone are known until the year 9000", param="end")
         length_us = self.end_us - self.start_us
         if self.bucket is not None and length_us // BUCKET_US[self.bucket] > MAX_BUCKETS:
             raise InvalidRequest(f"the range holds more than {MAX_BUCKETS} buckets of {self.bucket}", param="bucket")

@@ -21,6 +21,9 @@ _FINEST_NUMBER, _EVERYBODY_NUMBER = 5, 0
 
 def upgrade() -> None:
     """The ledger is rolled up anew, which takes minutes where it has millions of requests."""
+    if op.get_bind().dialect.name == "postgresql":
+        # A gateway that was not stopped waits, and then fails, instead of being counted twice.
+        op.execute("LOCK TABLE usage_events, usage_adjustments, usage_batches IN SHARE ROW EXCLUSIVE MODE")
     op.drop_table("usage_rollups")
     op.drop_table("usage_series")
     _create_series((*_BEFORE[:-1], "end_user", "status"))

@@ -83,7 +83,7 @@ async def test_an_evicted_adapter_is_cold_again_and_a_loading_one_for_a_while_is
     adapters = ResidentAdapters(engine, clock=lambda: now_s[0])
 
     async def is_cold() -> bool:
-        async with adapters.admitting("digest") as found:
+        async with adapters.admitting("ten_1", "digest") as found:
             return found
 
     assert await is_cold()
@@ -106,12 +106,12 @@ async def test_who_was_refused_leaves_the_load_to_the_next(anyio_backend: str) -
     adapters = ResidentAdapters(ScriptedEngine())
 
     async def refuse() -> None:
-        async with adapters.admitting("digest") as is_cold:
+        async with adapters.admitting("ten_1", "digest") as is_cold:
             raise RuntimeError(is_cold)
 
     with pytest.raises(RuntimeError, match="True"):
         await refuse()
-    async with adapters.admitting("digest") as is_cold:
+    async with adapters.admitting("ten_1", "digest") as is_cold:
         assert is_cold
 
 
@@ -119,7 +119,7 @@ async def test_who_was_refused_leaves_the_load_to_the_next(anyio_backend: str) -
 async def test_an_engine_that_does_not_answer_makes_nothing_cold(anyio_backend: str) -> None:
     engine = ScriptedEngine()
     engine.die()
-    async with ResidentAdapters(engine).admitting("digest") as is_cold:
+    async with ResidentAdapters(engine).admitting("ten_1", "digest") as is_cold:
         assert not is_cold
 
 

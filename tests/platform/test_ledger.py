@@ -130,8 +130,18 @@ def test_an_empty_range_is_zero_not_nothing(clocked: Database, used: list[str]) 
         ((0, 2 * HOUR_US * 24 * 365, "1m", ()), "bucket"),
         ((0, 5, None, ("tenant_id",)), "group_by"),
         ((0, 5, None, ("tenant", "tenant")), "group_by"),
+        ((3 * 10**17, 3 * 10**17 + 5, "1d", (), "Europe/Berlin"), "end"),
     ],
-    ids=["empty", "before 1970", "overflow", "unknown bucket", "too many buckets", "unknown group", "group twice"],
+    ids=[
+        "empty",
+        "before 1970",
+        "overflow",
+        "unknown bucket",
+        "too many buckets",
+        "unknown group",
+        "group twice",
+        "beyond calendars",
+    ],
 )
 def test_a_bad_question_is_refused_with_the_fields_name(clocked: Database, arguments: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
+from loramux.migrations.database import Database
 from loramux.platform.policy_book import PolicyBook
+from loramux.platform.quota_check import Charge
 from loramux.platform.quota_metrics import Period
 from loramux.platform.quota_windows import Window, window_at
-from loramux.platform.quotas import HARD, PLATFORM, SHADOW, SOFT, QuotaPolicy
+from loramux.platform.quotas import HARD, PLATFORM, SHADOW, SOFT, QuotaPolicies, QuotaPolicy
+from loramux.platform.tenants import Tenants
 
 
 def policy(name: str, subject_id: str, mode: str = HARD, metric: str = "requests_per_minute") -> QuotaPolicy:
@@ -39,6 +46,40 @@ def test_a_tenants_own_policy_replaces_the_platforms_unless_it_only_watches(mode
     assert {binding.policy.id for binding in book.bindings("tenant", "key", "adapter", 0)} == expected
     inherited = {binding.key.subject_id for binding in book.bindings("stranger", None, None, 0)}
     assert inherited == {"stranger"}, "each tenant has a count of its own"
+
+
+class SlowDict(dict[str, Any]):
+    """Rests after its first update."""
+
+    def __init__(self) -> None:
+        self.is_resting, self.may_go_on = threading.Event(), threading.Event()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        self.is_resting.set()
+        assert self.may_go_on.wait(10)
+
+
+def test_a_thread_that_comes_while_another_reads_finds_all_of_it(accounts: Database) -> None:
+    tenant = Tenants(accounts).create("acme")
+    limit = QuotaPolicies(accounts).set(tenant.id, "cost_per_day", 5)
+    book = PolicyBook(0)
+    book._policies = policies = SlowDict()
+
+    def held() -> tuple[bool, bool]:
+        with accounts.read() as connection:
+            book.read(connection, (), (), {limit.id})
+        ((_, binding),) = book.held([Charge(policy_id=limit.id, amount=1, window_start_us=0)], tenant.id)
+        return binding is not None, book.has_costs
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(held)
+        assert policies.is_resting.wait(10)
+        second = threads.submit(held)
+        with suppress(TimeoutError):
+            second.result(0.2)
+        policies.may_go_on.set()
+        assert first.result(10) == second.result(10) == (True, True)
 
 
 def us(*date: int) -> int:
