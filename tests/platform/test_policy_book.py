@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from loramux.adapter_store.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.policy_book import PolicyBook
 from loramux.platform.quota_check import Charge
 from loramux.platform.quota_metrics import Period
+from loramux.platform.quota_view import QuotaCaller, QuotaView
 from loramux.platform.quota_windows import Window, window_at
 from loramux.platform.quotas import HARD, PLATFORM, SHADOW, SOFT, QuotaPolicies, QuotaPolicy
 from loramux.platform.tenants import Tenants
@@ -105,3 +107,13 @@ def test_windows_begin_and_end_at_the_midnights_of_the_timezone(
     assert window_at(period, zone, us(*now)) == Window(us(*start), us(*end))
     assert window_at(period, zone, us(*start)) == Window(us(*start), us(*end))
     assert window_at(period, zone, us(*start) - 1).end_us == us(*start)
+
+
+def test_a_trial_on_another_tenants_adapter_counts_by_its_owners_days(accounts: Database) -> None:
+    owner, caller = (Tenants(accounts).create(slug, timezone="Asia/Kathmandu") for slug in ("owner", "caller"))
+    adapter = AdapterRegistry(accounts).create_adapter(owner.id, "support")
+    trial = QuotaPolicies(accounts).propose(adapter.id, "tokens_per_day", 5)
+    judged = QuotaView(accounts).check(
+        QuotaCaller(tenant_id=caller.id, adapter_id=adapter.id), prompt_tokens=4, completion_tokens=4, trial=trial
+    )
+    assert judged.refusal is not None
