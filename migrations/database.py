@@ -16,8 +16,8 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import BigInteger, Connection, Engine, Row, Select, cast, create_engine, event, select
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.engine import URL, ExceptionContext, make_url
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 from sqlalchemy.sql import func
 
@@ -43,6 +43,8 @@ _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _SAMPLED_ROWS = 1000
 """Of each index, for SQLite's statistics."""
 _READ_ONLY = "loramux_read_only"
+_TAKES_NO_WRITES = "25006"
+"""PostgreSQL's code for a write where only reads are allowed."""
 
 
 _NOW_US = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000, BigInteger)
@@ -188,7 +190,7 @@ def _parse_url(url: str) -> URL:
 def _create_engine(url: URL) -> Engine:
     # Errors, which are logged, quote statements but not what was in them.
     if url.get_backend_name() != "sqlite":
-        return create_engine(
+        engine = create_engine(
             url.update_query_dict(_PATIENCE | dict(url.query)),
             pool_size=8,
             max_overflow=16,
@@ -196,6 +198,8 @@ def _create_engine(url: URL) -> Engine:
             pool_pre_ping=True,
             hide_parameters=True,
         )
+        event.listen(engine, "handle_error", _leave_what_takes_no_writes)
+        return engine
     engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False}, hide_parameters=True)
 
     @event.listens_for(engine, "connect")
@@ -214,6 +218,18 @@ def _create_engine(url: URL) -> Engine:
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError | None:
+    """A server that became a standby, or whose host made it read-only because its disk is full, is in trouble.
+
+    The driver calls that an internal error, and the connections would stay with a standby for as long as they live.
+    """
+    cause = context.original_exception
+    if getattr(cause, "sqlstate", None) != _TAKES_NO_WRITES:
+        return None
+    context.is_disconnect = True
+    return OperationalError(context.statement, None, cause, hide_parameters=True, connection_invalidated=True)
 
 
 def _use_wal(cursor: Any) -> None:

@@ -11,7 +11,8 @@ from sqlalchemy import Row, Select, func, select, tuple_
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.platform.usage_report import UsageQuestion, UsageRow, answer
+from loramux.platform.usage_question import UsageQuestion
+from loramux.platform.usage_report import UsageRow, answer
 
 AMOUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 EXPORT_ROWS = 1000

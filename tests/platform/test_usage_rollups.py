@@ -25,8 +25,9 @@ from loramux.platform.price_list import PriceList
 from loramux.platform.reservations import Closing, ReservationRequest, Settlement
 from loramux.platform.tenants import Tenants
 from loramux.platform.usage_grains import AMOUNTS, DAY_US, GRAINS, HOUR_US, MINUTE_US, QUARTER_DAY_US, WEEK_US
+from loramux.platform.usage_question import GROUPS
 from loramux.platform.usage_ranges import cut
-from loramux.platform.usage_report import GROUPS, UsageRow
+from loramux.platform.usage_report import UsageRow
 from loramux.platform.usage_rollups import UsageRollups
 
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe")
