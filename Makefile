@@ -74,7 +74,8 @@ campaign-store-faults: $(WARM) ## A running server while its S3 store fails in e
 
 campaign-gateways: $(WARM) ## Gateways raced, cut and killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _KILLS=200)
 	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py tests/admin/test_gateway.py \
-		tests/platform/test_database_trouble.py -m campaign -s --timeout 3600 $(ARGS)
+		tests/platform/test_database_trouble.py tests/platform/test_database_refusals.py \
+		-m campaign -s --timeout 3600 $(ARGS)
 
 bench-first-token: $(WARM) ## Measure what quotas add to the time to first token (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.first_token $(ARGS)

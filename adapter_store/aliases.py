@@ -74,22 +74,29 @@ class AdapterAliases:
             raise InvalidAlias("invalid_weight", f"a weight is 1 to {MAX_WEIGHT}", "weight")
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
-            revision = _revision(connection, adapter_id, name)
-            if expected_revision is not None and expected_revision != revision:
-                raise AliasChanged(f"the alias is at revision {revision}, not {expected_revision}")
+            _check_revision(_revision(connection, adapter_id, name), expected_revision)
             targets = [_ready_target(connection, adapter_id, number, weight) for number, weight in weights.items()]
             now_us = self._database.now_us(connection)
             return change_alias(connection, adapter_id, name, targets, actor, "set", now_us)
 
-    def rollback(self, adapter_id: str, name: str, actor: str = SYSTEM, revision: int | None = None) -> Alias:
+    def rollback(
+        self,
+        adapter_id: str,
+        name: str,
+        actor: str = SYSTEM,
+        revision: int | None = None,
+        expected_revision: int | None = None,
+    ) -> Alias:
         """Make an alias name again what it named at a revision, by default the one before the present.
 
         The rollback is a revision of its own, so that the next one undoes it. Raises AdapterNotFound, AliasNotFound,
-        NothingToRollBack, and VersionNotReady where a version of that time can no longer be served.
+        NothingToRollBack, VersionNotReady where a version of that time can no longer be served, and AliasChanged where
+        the alias is no longer at `expected_revision`.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             present = _require(connection, adapter_id, name)
+            _check_revision(present.revision, expected_revision)
             wanted = present.revision - 1 if revision is None else revision
             targets = _targets_at(connection, adapter_id, name, wanted)
             if targets is None or wanted >= present.revision:
@@ -231,6 +238,11 @@ def _revision(connection: Connection, adapter_id: str, name: str) -> int:
         adapter_aliases.c.adapter_id == adapter_id, adapter_aliases.c.name == name
     )
     return connection.execute(query).scalar() or 0
+
+
+def _check_revision(revision: int, expected: int | None) -> None:
+    if expected is not None and expected != revision:
+        raise AliasChanged(f"the alias is at revision {revision}, not {expected}")
 
 
 def _ready_target(connection: Connection, adapter_id: str, number: int, weight: int) -> AliasTarget:

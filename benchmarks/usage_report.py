@@ -29,13 +29,17 @@ from benchmarks.registry_world import World
 from benchmarks.usage_world import MONTH_US, PER_BATCH, UsageWorld, add_folder, make_usage_world, open_usage_world
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.migrations.doubled_days import double_days
 from loramux.migrations.ledger_rollups import roll_up_ledger
 from loramux.platform.ledger import Ledger
 from loramux.platform.usage_grains import AMOUNTS, DAY_US, HOUR_US
-from loramux.platform.usage_report import UsageQuestion, answer
+from loramux.platform.usage_question import UsageQuestion
+from loramux.platform.usage_report import UsageRow, answer, largest
 from loramux.platform.usage_rollups import UsageRollups
 
 TARGET_MS = 200.0
+TOP = 200
+"""As many groups as the console shows."""
 ASKED_US = MONTH_US - 17 * HOUR_US
 """What is called a month: nearly all that is there, begun and ended in the middle of a day."""
 FOLDED_WORLD = World(50, 4, 2)
@@ -94,15 +98,19 @@ def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, prog
     with database.read() as connection:
         num_rollups = int(connection.execute(select(func.count()).select_from(schema.usage_rollups)).scalar_one())
     _check(database, made)
-    reports = _reports(database, made)
-    tracked = progress.track(reports.items(), description=f"{kind}: reports")
-    figures = {name: _timed(ask, repeats) for name, ask in tracked}
+
+    def timed(asked: dict[str, Callable[[], Any]], what: str) -> dict[str, dict[str, float]]:
+        tracked = progress.track(asked.items(), description=f"{kind}: {what}")
+        return {name: _timed(ask, repeats) for name, ask in tracked}
+
+    reports, lists = timed(_reports(database, made), "reports"), timed(_whole_lists(database, made), "whole lists")
     return {
         "made_s": made.made_s,
         "rollup_rows": num_rollups,
         "database_bytes": _size(kind, database),
         "busy_share": round(busy_share(), 2),
-        "reports": figures,
+        "reports": reports,
+        "whole_lists": lists,
     }
 
 
@@ -116,7 +124,7 @@ def _fold(kind: str, database: Database, num_events: int, progress: Progress) ->
     took_s = time.perf_counter() - started
     by_gateway = _all_rollups(database)
     with database.write() as connection:
-        for statement in roll_up_ledger():
+        for statement in (*roll_up_ledger(), *double_days()):
             connection.execute(text(statement))
     if by_gateway != _all_rollups(database):
         raise CheckError("the fold is not what the database sums up by itself")
@@ -147,6 +155,8 @@ def _check(database: Database, made: UsageWorld) -> None:
     for group_by, bucket, (start_us, end), direct in cases:
         asked = UsageQuestion(tenant_id=None, start_us=start_us, end_us=end, bucket=bucket, group_by=group_by)
         rows = answer(database, asked)
+        if bucket is None:
+            _check_largest(database, asked, rows)
         reported = {
             (*((row.start_us,) if bucket else ()), *(getattr(row, name) for name in group_by)): tuple(
                 getattr(row, name) for name in AMOUNTS
@@ -160,16 +170,48 @@ def _check(database: Database, made: UsageWorld) -> None:
             raise CheckError(f"the report by {group_by or bucket} is not the sum of the events")
 
 
+def _check_largest(database: Database, asked: UsageQuestion, rows: Sequence[UsageRow]) -> None:
+    found = largest(database, asked, TOP)
+    by_tokens = sorted((row.prompt_tokens + row.completion_tokens for row in rows), reverse=True)
+    if [row.prompt_tokens + row.completion_tokens for row in found.rows] != by_tokens[:TOP]:
+        raise CheckError(f"the largest by {asked.group_by} are not those of all")
+    if found.num_groups != len(rows) or found.total.requests != sum(row.requests for row in rows):
+        raise CheckError(f"the largest by {asked.group_by} do not know the rest")
+
+
+def _now_us(made: UsageWorld) -> int:
+    """In the middle of a day and of an hour."""
+    return made.end_us - 11 * HOUR_US - 1_234_567_890
+
+
+def _question(made: UsageWorld, length_us: int, **more: Any) -> UsageQuestion:
+    now_us = _now_us(made)
+    return UsageQuestion(**{"tenant_id": None, "start_us": now_us - length_us, "end_us": now_us + 1, **more})
+
+
+def _whole_lists(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
+    """A row for each of thousands, which somebody takes away rather than reads: they have no target."""
+
+    def ask(group_by: tuple[str, ...]) -> Callable[[], Any]:
+        return lambda: answer(database, _question(made, ASKED_US, group_by=group_by))
+
+    return {
+        f"all tenants, a month by {' and '.join(group_by)}, every one": ask(group_by)
+        for group_by in (("key",), ("adapter",), ("tenant", "model"))
+    }
+
+
 def _reports(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
     """What is asked, in words."""
-    ledger, largest = Ledger(database), made.tenant_ids[0]
-    # In the middle of a day and of an hour.
-    now_us = made.end_us - 11 * HOUR_US - 1_234_567_890
+    ledger, of_tenant, now_us = Ledger(database), made.tenant_ids[0], _now_us(made)
 
     def ask(length_us: int, **more: Any) -> Callable[[], Any]:
-        fields: dict[str, Any] = {"tenant_id": None, **more}
-        start_us = fields.pop("start_us", now_us - length_us)
-        return lambda: answer(database, UsageQuestion(start_us=start_us, end_us=now_us + 1, **fields))
+        question = _question(made, length_us, **more)
+        return lambda: answer(database, question)
+
+    def ask_largest(length_us: int, *group_by: str) -> Callable[[], Any]:
+        question = _question(made, length_us, group_by=group_by)
+        return lambda: largest(database, question, TOP)
 
     return {
         "all tenants, a month": ask(ASKED_US),
@@ -178,27 +220,29 @@ def _reports(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any
         "all tenants, a month by day in Kolkata": ask(ASKED_US, bucket="1d", timezone="Asia/Kolkata"),
         "all tenants, a month by tenant": ask(ASKED_US, group_by=("tenant",)),
         "all tenants, a month by tenant and status": ask(ASKED_US, group_by=("tenant", "status")),
-        "all tenants, a month by key": ask(ASKED_US, group_by=("key",)),
-        "all tenants, a month by tenant and model": ask(ASKED_US, group_by=("tenant", "model")),
-        "all tenants, a month by adapter": ask(ASKED_US, group_by=("adapter",)),
+        f"all tenants, a month by key, {TOP} largest": ask_largest(ASKED_US, "key"),
+        f"all tenants, a month by tenant and model, {TOP} largest": ask_largest(ASKED_US, "tenant", "model"),
+        f"all tenants, a month by adapter, {TOP} largest": ask_largest(ASKED_US, "adapter"),
+        f"all tenants, 7 days by model, {TOP} largest": ask_largest(7 * DAY_US, "model"),
+        f"all tenants, 24 hours by model, {TOP} largest": ask_largest(DAY_US, "model"),
         "all tenants, 7 days by hour": ask(7 * DAY_US, bucket="1h"),
         "all tenants, 24 hours by status": ask(DAY_US, group_by=("status",)),
         "all tenants, 24 hours by tenant": ask(DAY_US, group_by=("tenant",)),
         "all tenants, an hour by minute": ask(HOUR_US, bucket="1m"),
         "all tenants, a day by minute": ask(DAY_US, bucket="1m"),
-        "a tenant, a month by day and model": ask(ASKED_US, tenant_id=largest, bucket="1d", group_by=("model",)),
-        "a tenant, a month by day in Berlin": ask(ASKED_US, tenant_id=largest, bucket="1d", timezone="Europe/Berlin"),
-        "a tenant, a month by day in Kolkata": ask(ASKED_US, tenant_id=largest, bucket="1d", timezone="Asia/Kolkata"),
-        "a tenant, 7 days by hour": ask(7 * DAY_US, tenant_id=largest, bucket="1h"),
+        "a tenant, a month by day and model": ask(ASKED_US, tenant_id=of_tenant, bucket="1d", group_by=("model",)),
+        "a tenant, a month by day in Berlin": ask(ASKED_US, tenant_id=of_tenant, bucket="1d", timezone="Europe/Berlin"),
+        "a tenant, a month by day in Kolkata": ask(ASKED_US, tenant_id=of_tenant, bucket="1d", timezone="Asia/Kolkata"),
+        "a tenant, 7 days by hour": ask(7 * DAY_US, tenant_id=of_tenant, bucket="1h"),
         "a tenant, a month by key, version and status": ask(
-            MONTH_US, tenant_id=largest, group_by=("key", "version", "status")
+            MONTH_US, tenant_id=of_tenant, group_by=("key", "version", "status")
         ),
-        "a tenant, a month by end user": ask(ASKED_US, tenant_id=largest, group_by=("end_user",)),
-        "a tenant, 24 hours by end user": ask(DAY_US, tenant_id=largest, group_by=("end_user",)),
-        "a tenant, 24 hours by minute": ask(DAY_US, tenant_id=largest, bucket="1m"),
+        "a tenant, a month by end user": ask(ASKED_US, tenant_id=of_tenant, group_by=("end_user",)),
+        "a tenant, 24 hours by end user": ask(DAY_US, tenant_id=of_tenant, group_by=("end_user",)),
+        "a tenant, 24 hours by minute": ask(DAY_US, tenant_id=of_tenant, bucket="1m"),
         "a page of all events": lambda: ledger.events(None, 100),
-        "a page of a tenant's events": lambda: ledger.events(largest, 100),
-        "a part of a tenant's export": lambda: ledger.export(largest, made.first_us + 9 * DAY_US, now_us),
+        "a page of a tenant's events": lambda: ledger.events(of_tenant, 100),
+        "a part of a tenant's export": lambda: ledger.export(of_tenant, made.first_us + 9 * DAY_US, now_us),
     }
 
 
@@ -227,7 +271,7 @@ def _print(result: dict[str, Any]) -> None:
     columns: Sequence[str] = ("p50_ms", "p95_ms", "first_ms")
     for column in ("report", *columns):
         table.add_column(column, justify="left" if column == "report" else "right")
-    for name, figures in result["reports"].items():
+    for name, figures in {**result["reports"], **result["whole_lists"]}.items():
         table.add_row(name, *(str(figures[column]) for column in columns))
     console = Console()
     console.print(table)

@@ -18,13 +18,13 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import BigInteger, Connection, Engine, Row, Select, cast, create_engine, event, select
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, InvalidatePoolError, SQLAlchemyError
+from sqlalchemy.engine import URL, ExceptionContext, make_url
+from sqlalchemy.exc import ArgumentError, InvalidatePoolError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 from sqlalchemy.sql import func
 
 from loramux.migrations import schema
-from loramux.migrations.round_trip import write_by_round_trips
+from loramux.migrations.round_trip import TAKES_NO_WRITES, write_by_round_trips
 
 Clock = Callable[[], int]
 """Microseconds since 1970."""
@@ -216,6 +216,7 @@ def _create_engine(url: URL) -> Engine:
             hide_parameters=True,
         )
         _ping_the_rested(engine)
+        event.listen(engine, "handle_error", _leave_what_takes_no_writes)
         return engine
     engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False}, hide_parameters=True)
 
@@ -252,6 +253,18 @@ def _ping_the_rested(engine: Engine) -> None:
             except engine.dialect.loaded_dbapi.Error as error:
                 # The pool takes or makes another, and drops those that are as old.
                 raise InvalidatePoolError from error
+
+
+def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError | None:
+    """A server that became a standby, or whose host made it read-only because its disk is full, is in trouble.
+
+    The driver calls that an internal error, and the connections would stay with a standby for as long as they live.
+    """
+    cause = context.original_exception
+    if getattr(cause, "sqlstate", None) != TAKES_NO_WRITES:
+        return None
+    context.is_disconnect = True
+    return OperationalError(context.statement, None, cause, hide_parameters=True, connection_invalidated=True)
 
 
 def _use_wal(cursor: Any) -> None:

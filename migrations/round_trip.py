@@ -9,7 +9,10 @@ from typing import Any, Protocol
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+TAKES_NO_WRITES = "25006"
+"""PostgreSQL's code for a write where only reads are allowed."""
 
 
 class Run(Protocol):
@@ -65,9 +68,14 @@ def _as_sqlalchemy(connection: Connection) -> Iterator[None]:
     try:
         yield
     except psycopg.Error as error:
-        is_lost = driver.closed or driver.broken
+        takes_no_writes = error.sqlstate == TAKES_NO_WRITES
+        is_lost = driver.closed or takes_no_writes
         if is_lost:
+            # The others of the pool are as old.
             connection.invalidate(error)
+            connection.engine.dispose()
+        if takes_no_writes:
+            raise OperationalError(None, None, error, hide_parameters=True, connection_invalidated=True) from error
         raise DBAPIError.instance(
             None,
             None,

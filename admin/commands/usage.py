@@ -18,6 +18,7 @@ from loramux.admin.commands.usage_options import (
     Output,
     Start,
     Timezone,
+    Top,
     bar,
     chosen_format,
     groups_of,
@@ -39,6 +40,7 @@ def usage(
     bucket: BucketOption = None,
     group_by: GroupBy = None,
     timezone: Timezone = None,
+    top: Top = None,
     output: Output = Format.TABLE,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
@@ -55,6 +57,7 @@ def usage(
         bucket=bucket.value if bucket else None,
         group_by=",".join(groups),
         timezone=timezone,
+        top=top,
     )
     if report is not None:
         _print_lines(report, groups, AMOUNTS, ("prompt_tokens", "completion_tokens"))
@@ -68,6 +71,7 @@ def costs(
     bucket: BucketOption = None,
     group_by: GroupBy = None,
     timezone: Timezone = None,
+    top: Top = None,
     output: Output = Format.TABLE,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
@@ -84,6 +88,7 @@ def costs(
         bucket=bucket.value if bucket else None,
         group_by=",".join(groups),
         timezone=timezone,
+        top=top,
     )
     if report is not None:
         _print_lines(report, groups, ("requests", "amount", "currency"), ("amount_nanos",))
@@ -106,15 +111,17 @@ def _print_lines(report: Document, groups: Sequence[str], amounts: Sequence[str]
     lines = [(part, result) for part in report["data"] for result in part["results"]]
     sizes = [sum(result[name] for name in drawn) for _, result in lines]
     most = max(sizes, default=0)
-    print_table(
-        ("from", *groups, *amounts, ""),
-        [
-            (
-                shown_time(part["start_time"]),
-                *(result[name] for name in groups),
-                *(result[name] for name in amounts),
-                bar(size, most),
-            )
-            for (part, result), size in zip(lines, sizes, strict=True)
-        ],
-    )
+    rows = [
+        (
+            shown_time(part["start_time"]),
+            *(result[name] for name in groups),
+            *(result[name] for name in amounts),
+            bar(size, most),
+        )
+        for (part, result), size in zip(lines, sizes, strict=True)
+    ]
+    num_results = report.get("num_results", 0)
+    if num_results > len(rows):
+        total = (report["total"][name] for name in amounts)
+        rows.append((rows[0][0], f"all {num_results}", *("" for _ in groups[1:]), *total, ""))
+    print_table(("from", *groups, *amounts, ""), rows)

@@ -36,7 +36,10 @@ Start = Annotated[int | None, typer.Option(help="Seconds since 1970.", show_defa
 End = Annotated[int | None, typer.Option(help="Seconds since 1970, not included.", show_default=False)]
 Last = Annotated[
     str | None,
-    typer.Option(help="Instead of --start: 90m, 24h, 7d or 4w until the end or now.", show_default=False),
+    typer.Option(
+        help="Instead of --start: 90m, 24h, 7d or 4w until the end or now, from a whole minute or hour on.",
+        show_default=False,
+    ),
 ]
 BucketOption = Annotated[Bucket | None, typer.Option(help="Split by time.", show_default=False)]
 GroupBy = Annotated[
@@ -46,6 +49,10 @@ GroupBy = Annotated[
     ),
 ]
 Timezone = Annotated[str | None, typer.Option(help="Whose midnights part days, as Europe/Berlin.", show_default=False)]
+Top = Annotated[
+    int | None,
+    typer.Option(help="Only so many lines, those of most tokens, and the sum of all.", min=1, max=1000),
+]
 Output = Annotated[Format, typer.Option("--format", help="How to print it.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV: --format csv.")]
 AsNdjson = Annotated[bool, typer.Option("--ndjson", help="Print a JSON object a line: --format ndjson.")]
@@ -72,7 +79,9 @@ def start_of(start: int | None, end: int | None, last: str | None) -> int | None
         raise typer.BadParameter("--last is a number with m, h, d or w, such as 7d")
     if start is not None:
         raise typer.BadParameter("give --start or --last, not both")
-    return max(0, (int(time.time()) if end is None else end) - int(found[1]) * UNITS_S[found[2]])
+    from_s = max(0, (int(time.time()) if end is None else end) - int(found[1]) * UNITS_S[found[2]])
+    # From a whole minute or hour on, as the first line of a report by time should be.
+    return from_s - from_s % min(UNITS_S[found[2]], UNITS_S["h"])
 
 
 def groups_of(group_by: list[str] | None, default: list[str]) -> list[str]:

@@ -13,6 +13,8 @@ from loramux.admin.console.oidc_provider import Attempt
 ATTEMPT_S = 600
 CLOCKS_APART_S = 60
 """Of the servers of which one may begin a sign-in that another finishes."""
+_NAMED_BY = 16
+"""So many characters of the state name its cookie."""
 
 
 class OidcAttempt:
@@ -48,6 +50,11 @@ class OidcAttempt:
             return None
         return cls(cookie or "", secret, int(begun), wanted)
 
+    @property
+    def name(self) -> str:
+        """What tells this sign-in from those of the same browser's other tabs."""
+        return name_of(self._derived("state"))
+
     def told(self, redirect_url: str) -> Attempt:
         """What the provider is told, and what must come back."""
         return Attempt(
@@ -61,3 +68,8 @@ class OidcAttempt:
         text = f"loramux sign-in {purpose}\n{self.begun_s}\n{self.wanted}".encode()
         digest = hmac.new(self._secret, text, hashlib.sha256).digest()
         return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def name_of(state: str) -> str:
+    """The name of the sign-in that a `state` belongs to."""
+    return state[:_NAMED_BY]

@@ -10,15 +10,18 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from loramux.admin.console.browser_guard import local_path
 from loramux.admin.console.console_site import Site
-from loramux.admin.console.oidc_attempt import ATTEMPT_S, CLOCKS_APART_S, OidcAttempt
+from loramux.admin.console.oidc_attempt import ATTEMPT_S, CLOCKS_APART_S, OidcAttempt, name_of
 from loramux.admin.console.oidc_confirmation import values_of
 from loramux.admin.console.oidc_provider import Identity, OidcProvider, ProviderUnavailable, SignInRefused
 from loramux.admin.console.oidc_settings import OidcSettings
 from loramux.admin.console.session_content import SessionContent, SignOn
-from loramux.admin.console.session_cookie import OIDC, SESSION, delete_cookie, read_cookie, set_cookie
+from loramux.admin.console.session_cookie import OIDC, SESSION, delete_cookie, read_cookie, read_cookies, set_cookie
 from loramux.admin.console.session_rights import actor_of
 from loramux.admin.console.sessions import LIFETIME_S
 from loramux.admin.console.visit import DATABASE_TROUBLE, console_url, frame
+
+MAX_UNDER_WAY = 4
+"""Sign-ins of one browser at once, a tab each; the oldest gives way."""
 
 log = structlog.get_logger(__name__)
 
@@ -40,41 +43,48 @@ class OidcLogin:
         except ProviderUnavailable as error:
             return self._refusal(request, error, "The sign-on service cannot be reached: try again in a moment.", 503)
         response = RedirectResponse(url, 303)
-        set_cookie(request, response, OIDC, under_way.cookie, ATTEMPT_S)
+        for surplus in _surplus(request):
+            delete_cookie(request, response, surplus)
+        set_cookie(request, response, OIDC + under_way.name, under_way.cookie, ATTEMPT_S)
         return response
 
     async def finish(self, request: Request) -> Response:
         """The browser is back from the provider, with a code or with nothing good."""
         query = request.query_params
-        under_way = OidcAttempt.read(read_cookie(request, OIDC))
+        state = query.get("state", "")
+        under_way = OidcAttempt.read(read_cookie(request, OIDC + name_of(state)))
         attempt = None if under_way is None else under_way.told(self._back_to(request))
-        state = query.get("state", "").encode("utf-8", "replace")
-        if under_way is None or attempt is None or not hmac.compare_digest(state, attempt.state.encode()):
-            # Another tab's sign-in may be the one that the cookie knows.
-            told = "This sign-in had expired or is not yours. Begin again."
-            return self._refusal(request, None, told, 403, is_over=False)
+        if (
+            under_way is None
+            or attempt is None
+            or not hmac.compare_digest(state.encode("utf-8", "replace"), attempt.state.encode())
+        ):
+            return self._refusal(request, None, "This sign-in had expired or is not yours. Begin again.", 403)
         took_s = self._site.services.database.now_us() // 1_000_000 - under_way.begun_s
         if not -CLOCKS_APART_S <= took_s <= ATTEMPT_S:
-            return self._refusal(request, None, "This sign-in took too long. Begin again.", 403)
+            return self._refusal(request, None, "This sign-in took too long. Begin again.", 403, under_way)
         if "code" not in query:
-            return self._refusal(request, None, "The sign-on service did not sign you in.", 403)
+            return self._refusal(request, None, "The sign-on service did not sign you in.", 403, under_way)
         try:
             identity = await self._provider.redeem(attempt, query["code"], query.get("iss"))
             token = await self._site.services.call(self._open, identity, read_cookie(request, SESSION))
         except ProviderUnavailable as error:
-            return self._refusal(request, error, "The sign-on service cannot be reached: try again in a moment.", 503)
+            told = "The sign-on service cannot be reached: try again in a moment."
+            return self._refusal(request, error, told, 503, under_way)
         except SignInRefused as error:
-            return self._refusal(request, error, "The sign-on service's answer is not to be trusted.", 403)
+            return self._refusal(request, error, "The sign-on service's answer is not to be trusted.", 403, under_way)
         except DATABASE_TROUBLE as error:
-            return self._refusal(request, error, "The database cannot be reached: try again in a moment.", 503)
+            told = "The database cannot be reached: try again in a moment."
+            return self._refusal(request, error, told, 503, under_way)
         if token is None:
-            return self._refusal(request, None, "You are known to the sign-on service, but have no role here.", 403)
+            told = "You are known to the sign-on service, but have no role here."
+            return self._refusal(request, None, told, 403, under_way)
         subject = str(identity.claims["sub"])
         # The audit log knows who acts by this name alone.
         log.info("signed in", actor=actor_of(subject), subject=subject[:200])
         response = RedirectResponse(request.scope["root_path"] + under_way.wanted, 303)
         set_cookie(request, response, SESSION, token, LIFETIME_S)
-        delete_cookie(request, response, OIDC)
+        delete_cookie(request, response, OIDC + under_way.name)
         return response
 
     async def sign_out_url(self, id_token: str) -> str | None:
@@ -110,11 +120,20 @@ class OidcLogin:
         return self._settings.redirect_url or here
 
     def _refusal(
-        self, request: Request, error: Exception | None, message: str, status: int, *, is_over: bool = True
+        self, request: Request, error: Exception | None, message: str, status: int, over: OidcAttempt | None = None
     ) -> HTMLResponse:
+        """A page that says why; the sign-in that is `over` is forgotten."""
         log.warning("sign-in refused", status=status, error=None if error is None else str(error))
         html = self._site.templates.render("oidc_problem.html", **frame(request, None), error=message)
         response = HTMLResponse(html, status)
-        if is_over:
-            delete_cookie(request, response, OIDC)
+        if over is not None:
+            delete_cookie(request, response, OIDC + over.name)
         return response
+
+
+def _surplus(request: Request) -> list[str]:
+    """The cookies that give way to one more sign-in: what nobody began, and all but the newest."""
+    attempts = {name: OidcAttempt.read(value) for name, value in read_cookies(request, OIDC).items()}
+    begun_s = {name: attempt.begun_s for name, attempt in attempts.items() if attempt is not None}
+    kept = sorted(begun_s, key=lambda name: begun_s[name], reverse=True)[: MAX_UNDER_WAY - 1]
+    return [name for name in attempts if name not in kept]

@@ -8,12 +8,18 @@ from starlette.responses import Response
 SESSION = "loramux_console"
 LOGIN = "loramux_login"
 """Before anybody is signed in: what the login form's token is derived from."""
-OIDC = "loramux_oidc"
-"""Which browser began a sign-in through a provider."""
+OIDC = "loramux_oidc_"
+"""How the cookies of sign-ins through a provider begin that this browser has under way, one for each of its tabs."""
 
 
 def read_cookie(request: Request, name: str) -> str | None:
     return request.cookies.get(_full_name(request, name))
+
+
+def read_cookies(request: Request, prefix: str) -> dict[str, str]:
+    """The cookies whose names begin so, by their names."""
+    full, bare = _full_name(request, prefix), len(_full_name(request, ""))
+    return {name[bare:]: value for name, value in request.cookies.items() if name.startswith(full)}
 
 
 def set_cookie(request: Request, response: Response, name: str, value: str, max_age_s: int | None = None) -> None:

@@ -91,21 +91,30 @@ async def set_alias(
     return _answer(response, adapter.id, alias)
 
 
-@router.post("/{name}/rollback", openapi_extra=takes(Rollback))
+@router.post("/{name}/rollback", openapi_extra=takes(Rollback), responses=errors(412))
 async def roll_back(
-    adapter_id: str, name: str, request: Request, response: Response, services: Services, caller: Developer
+    adapter_id: str,
+    name: str,
+    request: Request,
+    response: Response,
+    services: Services,
+    caller: Developer,
+    if_match: IfMatch = None,
 ) -> AliasDocument:
-    """Go back to what the alias named before, or at `revision`; the next rollback undoes it. No body is needed."""
+    """Go back to what the alias named before, or at `revision`; the next rollback undoes it. No body is needed.
+
+    With If-Match, only from where the caller saw the alias: of two who go back at once, one is refused.
+    """
     adapter = await find_adapter(services, caller, adapter_id)
     _check_may_move(caller, name)
     body = await read_optional_json(request, Rollback)
+    expected = _revision(if_match)
     if body.warm:
         targets = await services.call(services.aliases.targets_at, adapter.id, name, body.revision)
         await warm(services, adapter.id, [target.number for target in targets])
     actor = caller.principal.key_id
-    return _answer(
-        response, adapter.id, await services.call(services.aliases.rollback, adapter.id, name, actor, body.revision)
-    )
+    alias = await services.call(services.aliases.rollback, adapter.id, name, actor, body.revision, expected)
+    return _answer(response, adapter.id, alias)
 
 
 @router.get("/{name}/history")

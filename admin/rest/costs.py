@@ -35,9 +35,9 @@ async def get_costs(services: Services, caller: Reader, wanted: Report) -> Respo
             "currency": currency,
         }
 
-    rows = await rows_of(services, caller, wanted)
+    answered = await rows_of(services, caller, wanted)
     columns = ("requests", "amount_nanos", "amount", "currency")
-    return await report_response(services, "costs", wanted, rows, describe, columns, {"currency": currency})
+    return await report_response(services, "costs", wanted, answered, describe, columns, {"currency": currency})
 
 
 def decimal(nanos: int) -> str:

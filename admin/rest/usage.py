@@ -34,17 +34,18 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 @router.get("", responses=answers_rows(UsagePage))
 async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
-    """Sums of what finished in [start, end); by default the last 30 days until now.
+    """Sums of what finished in [start, end); by default the last 30 days, of which today is one.
 
-    Cached tokens are part of the prompt's. An adjustment of a request counts when it was made.
+    Cached tokens are part of the prompt's. An adjustment of a request counts when it was made. With `top`, the page
+    says by `num_results` how many groups there are, and by `total` what they make together.
     """
 
     def describe(row: UsageRow) -> Document:
         amounts = {name: getattr(row, name) for name in AMOUNTS}
         return {"object": "usage.result", **groups_of(row, wanted.group_by), **amounts}
 
-    rows = await rows_of(services, caller, wanted)
-    return await report_response(services, "usage", wanted, rows, describe, AMOUNTS, {})
+    answered = await rows_of(services, caller, wanted)
+    return await report_response(services, "usage", wanted, answered, describe, AMOUNTS, {})
 
 
 @router.get("/events")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -11,6 +11,16 @@ class UsageResult(TypedDict):
     """A sum, beside the fields that it is grouped by. Costs are in billionths of the currency."""
 
     object: Literal["usage.result"]
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+
+
+class UsageTotal(TypedDict):
+    """What all groups make together."""
+
     requests: int
     prompt_tokens: int
     cached_tokens: int
@@ -28,18 +38,29 @@ class UsageBucket(TypedDict):
 
 
 class UsagePage(TypedDict):
-    """A report, bucket by bucket."""
+    """A report, bucket by bucket; of the largest groups alone, `num_results` and `total` are those of all."""
 
     object: Literal["page"]
     data: list[UsageBucket]
     has_more: bool
     next_page: str | None
+    num_results: NotRequired[int]
+    total: NotRequired[UsageTotal]
 
 
 class CostsResult(TypedDict):
     """A sum in money, beside the fields that it is grouped by."""
 
     object: Literal["costs.result"]
+    requests: int
+    amount_nanos: int
+    amount: str
+    currency: str | None
+
+
+class CostsTotal(TypedDict):
+    """What all groups make together, in money."""
+
     requests: int
     amount_nanos: int
     amount: str
@@ -56,13 +77,15 @@ class CostsBucket(TypedDict):
 
 
 class CostsPage(TypedDict):
-    """A report in money, bucket by bucket."""
+    """A report in money, bucket by bucket; of the largest groups alone, `num_results` and `total` are those of all."""
 
     object: Literal["page"]
     data: list[CostsBucket]
     has_more: bool
     next_page: str | None
     currency: str | None
+    num_results: NotRequired[int]
+    total: NotRequired[CostsTotal]
 
 
 class UsageEventDocument(TypedDict):

@@ -14,9 +14,11 @@ from loramux.admin.rest.access import Caller, Services, tenant_filter
 from loramux.admin.rest.listing import Document, TenantParam
 from loramux.admin.services import AdminServices
 from loramux.platform.usage_csv import csv_line, csv_lines, ndjson_line
-from loramux.platform.usage_report import UsageQuestion, UsageRow, answer
+from loramux.platform.usage_grains import DAY_US
+from loramux.platform.usage_question import UsageQuestion
+from loramux.platform.usage_report import MAX_TOP, LargestRows, UsageRow, answer, largest
 
-DEFAULT_RANGE_US = 30 * 86_400_000_000
+DEFAULT_RANGE_US = 30 * DAY_US
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Seconds since 1970.")]
 Format = Literal["json", "csv", "ndjson"]
@@ -33,6 +35,7 @@ class Asked:
     bucket: str | None
     group_by: tuple[str, ...]
     timezone: str
+    top: int | None
     format: Format
 
 
@@ -49,20 +52,30 @@ async def asked(
         ),
     ] = "tenant,model",
     timezone: Annotated[str, Query(max_length=64, description="Whose midnights part days, as Europe/Berlin.")] = "UTC",
+    top: Annotated[
+        int | None, Query(ge=1, le=MAX_TOP, description="Only so many groups, those of most tokens; without a bucket.")
+    ] = None,
     format: Annotated[Format, Query()] = "json",  # noqa: A002 - DESIGN names the parameter so
 ) -> Asked:
     groups = tuple(name for name in group_by.split(",") if name)
-    return Asked(tenant, start, end, bucket, groups, timezone, format)
+    return Asked(tenant, start, end, bucket, groups, timezone, top, format)
 
 
 Report = Annotated[Asked, Depends(asked)]
 
 
-async def rows_of(services: Services, caller: Caller, wanted: Asked) -> tuple[UsageRow, ...]:
-    """What finished in [start, end), by default in the last 30 days until now; raises InvalidRequest."""
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The rows, and where only the largest were asked for what all of them make."""
+
+    rows: tuple[UsageRow, ...]
+    largest: LargestRows | None = None
+
+
+async def rows_of(services: Services, caller: Caller, wanted: Asked) -> Answered:
+    """What finished in [start, end), by default in the last 30 days; raises InvalidRequest."""
     tenant_id = await tenant_filter(services, caller, wanted.tenant)
-    # What finished in this very microsecond is part of "until now".
-    end_us = services.database.now_us() + 1 if wanted.end is None else wanted.end * 1_000_000
+    end_us = _until_now(services.database.now_us(), wanted) if wanted.end is None else wanted.end * 1_000_000
     start_us = max(0, end_us - DEFAULT_RANGE_US) if wanted.start is None else wanted.start * 1_000_000
     question = UsageQuestion(
         tenant_id=tenant_id,
@@ -72,20 +85,36 @@ async def rows_of(services: Services, caller: Caller, wanted: Asked) -> tuple[Us
         group_by=wanted.group_by,
         timezone=wanted.timezone,
     )
-    return await services.call(answer, services.database, question)
+    if wanted.top is None:
+        return Answered(await services.call(answer, services.database, question))
+    found = await services.call(largest, services.database, question, wanted.top)
+    return Answered(found.rows, found)
+
+
+def _until_now(now_us: int, wanted: Asked) -> int:
+    """Where a report ends that is to have all until now."""
+    if wanted.bucket == "1m" or "end_user" in wanted.group_by:
+        # What finished in this very microsecond is part of it.
+        return now_us + 1
+    # Whole days are what the coarsest sums are of, and nothing has finished in what is left of today.
+    return (now_us // DAY_US + 1) * DAY_US
 
 
 async def report_response(
     services: AdminServices,
     name: str,
     wanted: Asked,
-    rows: Sequence[UsageRow],
+    answered: Answered,
     describe: Callable[[UsageRow], Document],
     columns: Sequence[str],
     more: Document,
 ) -> Response:
     """The report in the format that was asked for; `columns` are those of `describe` that make up a flat row."""
+    rows = answered.rows
     flat = ("start_time", "end_time", *wanted.group_by, *columns)
+    if answered.largest is not None:
+        total = describe(answered.largest.total)
+        more = {**more, "num_results": answered.largest.num_groups, "total": {name: total[name] for name in columns}}
 
     def encode() -> bytes:
         if wanted.format == "json":

@@ -150,19 +150,24 @@ def test_a_rollback_to_what_can_no_longer_be_served_is_refused(named: Named) -> 
 
 def test_two_who_move_one_alias_at_once_cannot_overwrite_each_other(named: Named) -> None:
     adapter_id, outcomes = named.adapter.id, []
+    named.aliases.set(adapter_id, "default", {2: 1})
 
     def move(number: int) -> None:
         try:
-            outcomes.append(named.aliases.set(adapter_id, "default", {number: 1}, expected_revision=1).revision)
+            if number:
+                moved = named.aliases.set(adapter_id, "default", {number: 1}, expected_revision=2)
+            else:
+                moved = named.aliases.rollback(adapter_id, "default", expected_revision=2)
+            outcomes.append(moved.revision)
         except AliasChanged:
             outcomes.append("changed")
 
-    movers = [threading.Thread(target=move, args=(1 + index % 3,)) for index in range(6)]
+    movers = [threading.Thread(target=move, args=(index % 3,)) for index in range(6)]
     for mover in movers:
         mover.start()
     for mover in movers:
         mover.join(30)
-    assert sorted(map(str, outcomes)) == ["2", *["changed"] * 5]
+    assert sorted(map(str, outcomes)) == ["3", *["changed"] * 5]
     assert named.aliases.set(adapter_id, "new", {1: 1}, expected_revision=0).revision == 1
     with pytest.raises(AliasChanged):
         named.aliases.set(adapter_id, "new", {1: 1}, expected_revision=0)

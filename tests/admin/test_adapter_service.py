@@ -80,6 +80,9 @@ async def test_an_alias_moves_only_from_where_the_caller_saw_it(http: httpx.Asyn
     assert first.status_code == 200
     second = await http.put(f"{base}/aliases/default", json={"version": 3}, headers={"if-match": etag})
     assert (second.status_code, second.json()["error"]["code"]) == (412, "precondition_failed")
+    back = await http.post(f"{base}/aliases/default/rollback", headers={"if-match": etag})
+    assert (back.status_code, back.json()["error"]["code"]) == (412, "precondition_failed")
+    assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}, "not moved to where somebody never saw it"
     for malformed in ("3", '"x"', 'W/"1"', '"99999999999"'):
         refused = await http.put(f"{base}/aliases/default", json={"version": 3}, headers={"if-match": malformed})
         assert refused.status_code == 400, malformed

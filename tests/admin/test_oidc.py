@@ -22,6 +22,7 @@ from loramux.admin.app import create_admin_app
 from loramux.admin.console.app import create_console
 from loramux.admin.console.oidc_attempt import ATTEMPT_S
 from loramux.admin.console.oidc_confirmation import ASK_EVERY_S, CONFIRMED_S, UNCONFIRMED_S
+from loramux.admin.console.oidc_login import MAX_UNDER_WAY
 from loramux.admin.console.oidc_settings import OidcSettings, RoleRule, parse_rule
 from loramux.admin.services import AdminServices
 from loramux.platform.tenants import TenantChanges
@@ -84,6 +85,11 @@ async def begin(browser: httpx.AsyncClient, provider: FakeProvider, next_path: s
     asked = {name: values[0] for name, values in parse_qs(urlsplit(response.headers["location"]).query).items()}
     provider.nonce = asked["nonce"]
     return asked
+
+
+def under_way(browser: httpx.AsyncClient) -> dict[str, str]:
+    """The cookies of sign-ins that the browser has begun."""
+    return {name: value for name, value in browser.cookies.items() if name.startswith("loramux_oidc")}
 
 
 async def sign_in(browser: httpx.AsyncClient, provider: FakeProvider, **claims: Any) -> httpx.Response:
@@ -188,12 +194,12 @@ async def test_an_answer_that_proves_nothing_opens_nothing(
 async def test_a_code_belongs_to_one_sign_in_of_one_browser(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
     asked = await begin(browser, provider)
     good = {"code": "a-code", "state": asked["state"]}
-    cookie = browser.cookies["loramux_oidc"]
+    ((name, cookie),) = under_way(browser).items()
     browser.cookies.clear()
     assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a link that somebody was sent"
     for forged in (cookie + "A", cookie.replace(".", ".1", 1), cookie[:-4], "x" * 43, ""):
         browser.cookies.clear()
-        browser.cookies.set("loramux_oidc", forged, domain=urlsplit(CONSOLE_HOST).hostname or "")
+        browser.cookies.set(name, forged, domain=urlsplit(CONSOLE_HOST).hostname or "")
         assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a sign-in that nobody began"
     assert provider.received == []
     browser.cookies.clear()
@@ -207,6 +213,27 @@ async def test_a_code_belongs_to_one_sign_in_of_one_browser(browser: httpx.Async
     assert "alert(1)" not in refused.text
     assert (await browser.get(CALLBACK)).status_code == 403
     assert provider.received == []
+
+
+async def test_every_tab_may_finish_its_sign_in(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
+    tabs = [(path, await begin(browser, provider, path)) for path in ("/keys", "/usage", "/jobs")]
+    for path, asked in (tabs[1], tabs[0], tabs[2]):
+        provider.nonce = asked["nonce"]
+        response = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+        assert (response.status_code, response.headers["location"]) == (303, f"/console{path}")
+        assert (await browser.get(f"/console{path}")).status_code == 200
+    assert under_way(browser) == {}
+    again = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
+    assert (again.status_code, "Begin again" in again.text) == (403, True)
+    assert (await browser.get("/console/keys")).status_code == 200, "who reloads the way back stays signed in"
+
+
+async def test_a_browser_has_a_few_sign_ins_under_way(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
+    browser.cookies.set("loramux_oidc_nobody", "began this", domain=urlsplit(CONSOLE_HOST).hostname or "")
+    begun = [await begin(browser, provider) for _ in range(MAX_UNDER_WAY + 3)]
+    assert len(under_way(browser)) == MAX_UNDER_WAY
+    response = await browser.get(CALLBACK, params={"code": "a-code", "state": begun[-1]["state"]})
+    assert response.status_code == 303
 
 
 @pytest.mark.parametrize("wanted", ["https://evil.example", "//evil.example", "/\\evil.example", "javascript:1"])

@@ -38,6 +38,22 @@ def test_usage_is_drawn_and_leaves_in_every_format(admin_side: AdminSide, loramu
     assert (refused.exit_code, json.loads(refused.stdout)["error"]["param"]) == (1, "timezone")
 
 
+def test_a_long_report_is_cut_to_its_largest_lines(admin_side: AdminSide, loramux: Run) -> None:
+    spend(admin_side, loramux)
+    globex = answer(loramux("tenants", "create", "globex", "--json"))
+    use(admin_side, globex["id"], answer(loramux("keys", "create", "--tenant", "globex", "--json"))["id"], "m", 1, 1)
+    answer(loramux("prices", "add", "--prompt", "0.15", "--completion", "0.6", "--json"))
+    drawn = loramux("usage", "--top", "1").stdout
+    assert drawn.splitlines()[1].split()[2:6] == ["acme", "=base", "2", "40"]
+    assert drawn.splitlines()[2].split()[2:6] == ["all", "2", "3", "41"]
+    page = answer(loramux("usage", "--top", "1", "--json"))
+    assert (page["num_results"], page["total"]["requests"], page["total"]["completion_tokens"]) == (2, 3, 81)
+    assert answer(loramux("costs", "--top", "1", "--json"))["total"]["amount"] == "0.000000000"
+    assert len(loramux("costs", "--top", "1", "--csv").stdout.splitlines()) == 2
+    assert json.loads(loramux("usage", "--top", "1", "--bucket", "1d", "--json").stdout)["error"]["param"] == "top"
+    assert loramux("usage", "--top", "0").exit_code == 2
+
+
 def test_prices_and_the_audit_log_have_verbs(loramux: Run) -> None:
     price = answer(loramux("prices", "add", "--prompt", "0.15", "--completion", "0.6", "--json"))
     assert (price["prompt"], price["cached"], price["completion"]) == (150_000_000, 150_000_000, 600_000_000)

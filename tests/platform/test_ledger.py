@@ -17,7 +17,8 @@ from loramux.platform.ledger import Ledger
 from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.tenants import Tenants
 from loramux.platform.usage_csv import csv_line, csv_lines
-from loramux.platform.usage_report import UsageRow
+from loramux.platform.usage_question import UsageQuestion
+from loramux.platform.usage_report import UsageRow, answer, largest
 
 HOUR_US = 3_600_000_000
 
@@ -93,6 +94,33 @@ def test_groups_partition_the_total(
 ) -> None:
     rows = Ledger(clocked).report(None, 0, clock.now_us + 1, group_by=group_by)
     assert {tuple(getattr(row, name) for name in group_by): row.prompt_tokens for row in rows} == expected
+
+
+@pytest.mark.parametrize("group_by", [("tenant", "model"), ("model",), ("tenant",), ("status",), ()], ids="+".join)
+@pytest.mark.parametrize("top", [1, 2, 1000])
+def test_the_largest_groups_are_the_first_of_all_and_know_the_rest(
+    clocked: Database, used: list[str], clock: Any, group_by: tuple[str, ...], top: int
+) -> None:
+    question = UsageQuestion(tenant_id=None, start_us=0, end_us=clock.now_us + 1, group_by=group_by)
+    everything = sorted(answer(clocked, question), key=lambda row: -(row.prompt_tokens + row.completion_tokens))
+    found = largest(clocked, question, top)
+    assert list(found.rows) == everything[:top]
+    assert found.num_groups == len(everything)
+    assert sums((found.total,)) == [(4, 150, 75, 15)]
+    assert found.total.cost_nanos == sum(row.cost_nanos for row in everything)
+
+
+def test_the_largest_of_nothing_are_none(clocked: Database, used: list[str]) -> None:
+    found = largest(clocked, UsageQuestion(tenant_id=None, start_us=0, end_us=1, group_by=("tenant",)), 5)
+    assert (found.rows, found.num_groups, sums((found.total,))) == ((), 0, [(0, 0, 0, 0)])
+
+
+@pytest.mark.parametrize(("top", "bucket"), [(0, None), (1001, None), (5, "1h")], ids=["none", "too many", "by hour"])
+def test_only_so_many_of_the_largest_over_the_whole_range(clocked: Database, top: int, bucket: str | None) -> None:
+    question = UsageQuestion(tenant_id=None, start_us=0, end_us=1, bucket=bucket, group_by=("tenant",))
+    with pytest.raises(InvalidRequest) as caught:
+        largest(clocked, question, top)
+    assert caught.value.param == "top"
 
 
 def test_buckets_are_half_open_hours_cut_to_the_range(clocked: Database, used: list[str]) -> None:

@@ -51,16 +51,7 @@ async def set_alias(visit: Visit) -> Response:
     """Point an alias at versions by weight, unless somebody moved it since the form was shown."""
     adapter_id, name, revision = visit.param("adapter_id"), visit.form.text("alias"), visit.form.text("revision")
     path = f"/adapters/{adapter_id}/aliases/{name}"
-    try:
-        etag = f'"{revision}"' if revision else None
-        alias, _ = await visit.rest.call("PUT", path, {"targets": _targets(visit.form)}, etag=etag)
-    except RestError as error:
-        if error.status != 412:
-            raise
-        raise InvalidRequest(
-            f"somebody has moved {name} since you opened this page, and nothing was changed: "
-            "look at where it leads now, and move it again if you still want to"
-        ) from None
+    alias = await _change(visit, "PUT", path, {"targets": _targets(visit.form)}, name, revision)
     undo = visit.url(f"{path}/rollback") if revision else visit.url(f"{path}/delete")
     return visit.done(f"{name} now leads to {described(alias['targets'])}.", f"/adapters/{adapter_id}", undo)
 
@@ -82,12 +73,9 @@ async def confirm_rollback(visit: Visit) -> Response:
 async def roll_back(visit: Visit) -> Response:
     adapter_id, name = visit.param("adapter_id"), visit.param("name")
     path = f"/adapters/{adapter_id}/aliases/{name}"
-    current = await visit.rest.get(path)
-    if str(current["revision"]) != visit.form.text("seen"):
-        raise InvalidRequest(
-            f"somebody has moved {name} since you opened this page, and nothing was changed: look again"
-        )
-    alias = await visit.rest.post(f"{path}/rollback", {"revision": visit.form.integer("revision", "the revision")})
+    body = {"revision": visit.form.integer("revision", "the revision")}
+    seen = str(visit.form.integer("seen", "the revision that you saw"))
+    alias = await _change(visit, "POST", f"{path}/rollback", body, name, seen)
     said = f"{name} leads to {described(alias['targets'])} again."
     return visit.done(said, f"/adapters/{adapter_id}", visit.url(f"{path}/rollback"))
 
@@ -127,6 +115,22 @@ def described(targets: Sequence[Mapping[str, Any]]) -> str:
     if len(targets) == 1:
         return f"version {targets[0]['version']}"
     return " and ".join(f"version {target['version']} ({100 * target['weight'] / total:.3g} %)" for target in targets)
+
+
+async def _change(
+    visit: Visit, method: str, path: str, body: Mapping[str, Any], name: str, seen_revision: str
+) -> Document:
+    """Change an alias unless somebody else has since it was seen at a revision; at none, it is whoever's."""
+    try:
+        etag = f'"{seen_revision}"' if seen_revision else None
+        return (await visit.rest.call(method, path, body, etag=etag))[0]
+    except RestError as error:
+        if error.status != 412:
+            raise
+        raise InvalidRequest(
+            f"somebody has moved {name} since you opened this page, and nothing was changed: "
+            "look at where it leads now, and move it again if you still want to"
+        ) from None
 
 
 async def _ask(

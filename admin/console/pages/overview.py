@@ -96,9 +96,9 @@ async def _minutes(rest: RestCalls) -> dict[str, Any]:
 async def _top(rest: RestCalls, is_platform: bool) -> Sequence[Document]:
     """Who used most in the last day; a tenant sees its models instead."""
     now = int(time.time())
-    page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="tenant" if is_platform else "model")
-    rows = [row for bucket in page["data"] for row in bucket["results"]]
-    return sorted(rows, key=lambda row: -(row["prompt_tokens"] + row["completion_tokens"]))[:NUM_TOP]
+    group_by = "tenant" if is_platform else "model"
+    page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by=group_by, top=NUM_TOP)
+    return [row for bucket in page["data"] for row in bucket["results"]]
 
 
 async def _latency(rest: RestCalls) -> Latency:

@@ -14,8 +14,11 @@ from loramux.admin.console.rendering import visible
 from loramux.admin.console.rest_calls import Document
 from loramux.admin.console.visit import Visit
 
-RANGES = {"1": ("1h", 3600), "7": ("1h", 3600), "30": ("1d", 86_400), "90": ("1d", 86_400)}
+HOUR_S, DAY_S = 3600, 86_400
+RANGES = {"1": ("1h", HOUR_S), "7": ("1h", HOUR_S), "30": ("1d", DAY_S), "90": ("1d", DAY_S)}
 """Days, with the bucket of the chart and its length in seconds."""
+BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
+"""A range begins at a whole one of these before it, as the sums do that are there already."""
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
 MAX_ROWS = 200
@@ -33,16 +36,15 @@ async def show(visit: Visit) -> Response:
         visit.site.recent.get(
             ("usage", *chosen),
             FRESH_S,
-            lambda: panel(visit.rest.get("/usage", **asked, group_by=params["group_by"])),
+            lambda: panel(visit.rest.get("/usage", **asked, group_by=params["group_by"], top=MAX_ROWS)),
         ),
         panel(visit.rest.get("/usage/events", tenant=params["tenant"], limit=20)),
         panel(visit.rest.get("/prices", tenant=params["tenant"], limit=20)),
     )
-    rows = sorted(
-        (row for page in (sums.data or {"data": []})["data"] for row in page["results"]), key=_tokens, reverse=True
-    )
+    found = sums.data or {"data": [], "num_results": 0, "total": None}
+    rows = [row for page in found["data"] for row in page["results"]]
     # A line for each of a thousand would be neither read nor quick: of so many, all together.
-    charted = params["group_by"] if len(rows) <= MAX_CHARTED else ""
+    charted = params["group_by"] if found["num_results"] <= MAX_CHARTED else ""
     series = await visit.site.recent.get(
         ("usage series", charted, *chosen),
         FRESH_S,
@@ -51,9 +53,9 @@ async def show(visit: Visit) -> Response:
     return visit.page(
         "usage.html",
         sums=sums,
-        rows=rows[:MAX_ROWS],
-        num_rows=len(rows),
-        total=_total(rows),
+        rows=rows,
+        num_rows=found["num_results"],
+        total=found["total"],
         charted=charted,
         chart=_chart(series.data, charted, params, length_s) if series.data else None,
         events=events,
@@ -79,18 +81,15 @@ def _params(visit: Visit) -> dict[str, Any]:
         "days": days,
         "group_by": group_by if group_by in GROUPS else "model",
         "tenant": visit.query("tenant"),
-        "start": now - int(days) * 86_400,
-        "end": now + 1,
+        "start": (now - int(days) * DAY_S) // BEGINS_S[days] * BEGINS_S[days],
+        # Nothing has finished in what is left of the day.
+        "end": (now // DAY_S + 1) * DAY_S,
+        "now": now,
     }
 
 
 def _tokens(row: Document) -> int:
     return int(row["prompt_tokens"] + row["completion_tokens"])
-
-
-def _total(rows: list[Document]) -> dict[str, int]:
-    names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
-    return {name: sum(row.get(name, 0) for row in rows) for name in names}
 
 
 def _chart(page: Document, group: str, params: dict[str, Any], length_s: int) -> dict[str, Any]:
@@ -105,8 +104,7 @@ def _chart(page: Document, group: str, params: dict[str, Any], length_s: int) ->
             points[name, at] = points.get((name, at), 0) + _tokens(row)
     names = sorted(totals, key=lambda name: -totals[name])
     shown = names[:MAX_SERIES] if len(names) <= MAX_SERIES else names[: MAX_SERIES - 1]
-    first = params["start"] // length_s * length_s
-    x = list(range(first, params["end"], length_s))
+    x = list(range(params["start"], params["now"] + 1, length_s))
     y = [[points.get((name, at), 0) for at in x] for name in shown]
     if len(names) > len(shown):
         y.append([sum(points.get((name, at), 0) for name in names[len(shown) :]) for at in x])
