@@ -77,7 +77,7 @@ class Demand:
     """
 
     turns: dict[str, int] = field(default_factory=dict)
-    """The turn of the first sequence that waits for each adapter."""
+    """The turn of the first sequence that waits for each adapter, in the order of the turns."""
     short_turn: int = NOT_SHORT
     """The turn of the first sequence that is short of pages: nobody whose turn comes later gets some."""
     num_seats: int = AFTER_ALL
@@ -255,12 +255,12 @@ class AdapterPool:
 
     def num_pages_before(self, turn: int) -> int:
         """Pages of idle adapters for which a sequence waits whose turn comes before `turn`."""
-        return sum(entry.num_pages for entry, of in self._idle_and_wanted() if of < turn)
+        return sum(entry.num_pages for entry, _ in self._idle_and_wanted(before=turn))
 
     def last_after(self, turn: int) -> Evictable | None:
         """The idle adapter that is wanted last, if that is after `turn`."""
-        wanted = [(of, entry) for entry, of in self._idle_and_wanted() if of > turn]
-        return max(wanted, key=lambda one: one[0])[1] if wanted else None
+        last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
+        return last[0] if last is not None and last[1] > turn else None
 
     def forget(self, entry: AdapterEntry) -> None:
         """Evict an adapter that the policy no longer holds."""
@@ -296,8 +296,11 @@ class AdapterPool:
         has_slot = bool(self._free_slots) or self._reclaimer.evict_one(turn, slots_only=True)
         return has_slot and self._reclaimer.make_room(num_pages, turn)
 
-    def _idle_and_wanted(self) -> Iterator[tuple[AdapterEntry, int]]:
+    def _idle_and_wanted(self, before: int = AFTER_ALL) -> Iterator[tuple[AdapterEntry, int]]:
+        """Idle adapters that are waited for, with their turns, in the order of these; up to one turn."""
         for digest, turn in self._demand.turns.items():
+            if turn >= before:
+                return
             entry = self._entries.get(digest)
             if entry is not None and entry.num_users == 0 and entry.phase is AdapterPhase.RESIDENT:
                 yield entry, turn

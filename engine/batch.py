@@ -23,8 +23,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """One step on the host. Rows of one adapter are adjacent, because its sequences are.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. The K and
@@ -107,24 +106,27 @@ NO_ROWS = _no_rows()
 
 def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     """Lay the scheduled sequences one after another."""
+    sequences = [item.sequence for item in scheduled]
     # As int32 from the start: numpy takes these as they are, and looks at each number of a list.
-    counts, begins, slots, num_pages, pages, tokens, sample_rows = (array("i") for _ in range(7))
+    counts = array("i", [item.num_tokens for item in scheduled])
+    begins = array("i", [sequence.num_computed for sequence in sequences])
+    slots = array("i", [sequence.slot for sequence in sequences])
+    num_pages = array("i", [len(sequence.pages) for sequence in sequences])
+    pages = array("i")
+    tokens: list[int] = []
+    sample_rows: list[int] = []
     samples: list[SamplingRow] = []
-    for item in scheduled:
-        sequence, num_tokens = item.sequence, item.num_tokens
-        begin, known = sequence.num_computed, sequence.tokens
-        end = begin + num_tokens
-        counts.append(num_tokens)
-        begins.append(begin)
-        slots.append(sequence.slot)
-        num_pages.append(len(sequence.pages))
+    for sequence, begin, num_tokens in zip(sequences, begins, counts, strict=True):
+        known, end = sequence.tokens, begin + num_tokens
         pages += sequence.pages
         if end > len(known):
             assert end == len(known) + 1, "only the newest token of a sequence can be in flight"
-            tokens.extend(known[begin:])
+            tokens += known[begin:]
             tokens.append(-1 - sequence.sample_index)
+        elif num_tokens == 1:
+            tokens.append(known[begin])
         else:
-            tokens.extend(known[begin:end])
+            tokens += known[begin:end]
         if end == sequence.num_tokens:
             sample_rows.append(len(tokens) - 1)
             samples.append(sampling_row(sequence))
@@ -139,16 +141,16 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
         row_slots, row_page_starts = row_slots[of_row], page_starts[of_row]
     page_of_row, place_in_page = np.divmod(positions, page_tokens)
     return Batch(
-        tokens=np.asarray(tokens),
+        tokens=np.asarray(array("i", tokens)),
         positions=positions,
         slots=row_slots,
         cu_q=cu_q,
         seq_lens=np.asarray(counts) + first_positions,
         pages=page_ids,
         page_starts=page_starts,
-        kv_slots=page_ids[row_page_starts + page_of_row].astype(np.int64) * page_tokens + place_in_page,
+        kv_slots=np.multiply(page_ids[row_page_starts + page_of_row], page_tokens, dtype=np.int64) + place_in_page,
         max_q=max_q,
-        sample_rows=np.asarray(sample_rows),
+        sample_rows=np.asarray(array("i", sample_rows)),
         samples=tuple(samples),
     )
 

@@ -356,6 +356,8 @@ class Engine:
 
     def _strike(self, digests: set[str]) -> None:
         """Adapters of which a step had a row that was not finite leave the pool; what they computed is forgotten."""
+        if not digests:
+            return
         for digest in sorted(digests):
             self._strikes.strike(digest)
             self._prefixes.purge(digest)

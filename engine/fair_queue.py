@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from itertools import islice
+from operator import itemgetter
 
 from loramux.engine.messages import Add
 from loramux.engine.sequence import Sequence
@@ -27,6 +28,8 @@ MAX_PASSED = 256
 """Ready sequences of its share that a cold one is charged for at most: those in front of it, where they are more."""
 
 MAX_IDLE_SHARES = 65536
+
+_turn_of = itemgetter(0)
 
 
 class FairQueue:
@@ -112,7 +115,12 @@ class FairQueue:
     def charge_outputs(self, sequences: list[Sequence]) -> None:
         """The sequences, which run or wait, chose one more token each."""
         for sequence in sequences:
-            self._charge(self._active[sequence.add.share_key], OUTPUT_PRICE)
+            share = self._active[sequence.add.share_key]
+            share.charged += OUTPUT_PRICE
+            share.served += OUTPUT_PRICE / share.weight
+            if share.ready or share.cold:
+                self._charged_more[share] = None
+        self._charged += OUTPUT_PRICE * len(sequences)
 
     def leave(self, sequence: Sequence) -> None:
         """A running sequence ended, or gave its place up and will wait again."""
@@ -177,7 +185,8 @@ class FairQueue:
             last = ready[-1][0]
             cold = [item for item in cold if item[0] <= last]
         self._last_asked = num_ready, num_cold
-        self._last_order = [sequence for _, sequence in heapq.merge(ready, cold, key=_turn_of)]
+        # Two orders become one, which sorting takes no longer for than going through them.
+        self._last_order = [sequence for _, sequence in sorted(ready + cold, key=_turn_of)]
         return self._last_order
 
     def most_dispensable(self) -> Sequence | None:
@@ -352,16 +361,14 @@ def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
     return 1, -sequence.add.priority, served, num_running, sequence.arrival
 
 
-def _turn_of(item: tuple[Turn, Sequence]) -> Turn:
-    return item[0]
-
-
 class _Cursor:
     """Goes through one share's ready or cold sequences in order, charging for each as if it had been admitted.
 
     Cold ones are charged what goes before them, ready ones only for ready ones: those that wait for an adapter hold up
     nobody who does not. `rounds` is how long the share has waited, if that is too long, else 0.
     """
+
+    __slots__ = ("_index", "_line", "_next_ready", "_num_running", "_ready_before", "_rounds", "_served", "_share")
 
     def __init__(self, share: Share, is_ready: bool, rounds: int) -> None:
         self._share = share
@@ -395,6 +402,8 @@ class _Cursor:
 
     def _pass_ready(self) -> None:
         """Charge for the ready sequences that go before the next cold one."""
+        if self._next_ready is None:
+            return
         head = place(self._line[self._index])
         while self._next_ready is not None and place(self._next_ready) < head:
             self._admit(self._next_ready)

@@ -92,7 +92,8 @@ class SimulatedExecutor:
         for begin, end, seq_len, page_start in zip(cu_q, cu_q[1:], seq_lens, page_starts, strict=False):
             assert slots[begin:end].count(slots[begin]) == end - begin, "a sequence has one adapter"
             salt = salts[slots[begin]]
-            for position, row in enumerate(range(begin, end), seq_len - (end - begin)):
+            position = seq_len - (end - begin)
+            for row in range(begin, end):
                 before = 0
                 if position:
                     page = pages[page_start + (position - 1) // page_tokens]
@@ -100,6 +101,7 @@ class SimulatedExecutor:
                     assert before != UNWRITTEN, f"position {position - 1} was never written"
                 state = stored[kv_slots[row]] = _next_state(before, tokens[row], position, salt)
                 written.append(state)
+                position += 1
         return written
 
     def _next_token(self, state: int, salt: int) -> int:

@@ -5,9 +5,9 @@ Every family runs the mixed batch; what `make campaign-parity` adds is the rest 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -112,7 +112,7 @@ def test_base_rows_are_bit_equal_to_the_same_batch_without_adapters(
     assert isinstance(executor, DirectExecutor)
     num_compared = num_changed = 0
     for batch, logits in recorder.steps:
-        expected = executor.logits(replace(batch, slots=np.full_like(batch.slots, -1)))
+        expected = executor.logits(msgspec.structs.replace(batch, slots=np.full_like(batch.slots, -1)))
         for row, sample_row in enumerate(batch.sample_rows.tolist()):
             if batch.slots[sample_row] < 0:
                 assert torch.equal(logits[row], expected[row])
@@ -184,7 +184,7 @@ def test_adapters_of_the_embedding_and_the_head(outer_subject: Subject, monkeypa
             continue
         without = np.where(outer.embedding >= 0, np.int32(-1), batch.slots)
         has_head = np.isin(without, outer.head[outer.head >= 0])
-        expected = executor.logits(replace(batch, slots=np.where(has_head, np.int32(-1), without)))
+        expected = executor.logits(msgspec.structs.replace(batch, slots=np.where(has_head, np.int32(-1), without)))
         for row, sample_row in enumerate(batch.sample_rows.tolist()):
             if outer.embedding[sample_row] < 0 and outer.head[row] < 0:
                 assert torch.equal(logits[row], expected[row])

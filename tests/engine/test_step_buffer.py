@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_more_segments_than_a_step_was_captured_for_are_never_stored(buffer: Ste
     """A made-up batch: no scheduler lays the rows of one sequence under several adapters."""
     batch = a_batch([(0, 48, 0)])
     shape = shape_of(batch)
-    split = replace(batch, slots=np.arange(48, dtype=np.int32))
+    split = msgspec.structs.replace(batch, slots=np.arange(48, dtype=np.int32))
     with pytest.raises(ValueError, match="segment_starts do not fit"):
         buffer.load(split, shape)
 
