@@ -23,7 +23,16 @@ from loramux.platform.ledger import Ledger
 from loramux.platform.price_list import PriceList
 from loramux.platform.reservations import Closing, ReservationRequest, Settlement
 from loramux.platform.tenants import Tenants
-from loramux.platform.usage_grains import AMOUNTS, DAY_US, GRAINS, HOUR_US, MINUTE_US, QUARTER_DAY_US, WEEK_US
+from loramux.platform.usage_grains import (
+    AMOUNTS,
+    DAY_US,
+    DOUBLED_DAYS_US,
+    GRAINS,
+    HOUR_US,
+    MINUTE_US,
+    QUARTER_DAY_US,
+    WEEK_US,
+)
 from loramux.platform.usage_question import GROUPS
 from loramux.platform.usage_ranges import cut
 from loramux.platform.usage_report import UsageRow
@@ -304,8 +313,15 @@ def test_gateways_that_settle_and_fold_at_once_lose_nothing(database: Database) 
 
 @pytest.mark.parametrize(
     "spans_us",
-    [(), (HOUR_US,), (DAY_US, HOUR_US), (WEEK_US, DAY_US, QUARTER_DAY_US, HOUR_US), (MINUTE_US, DAY_US)],
-    ids=["events alone", "hours", "days", "weeks to hours", "days and minutes"],
+    [
+        (),
+        (HOUR_US,),
+        (DAY_US, HOUR_US),
+        (WEEK_US, DAY_US, QUARTER_DAY_US, HOUR_US),
+        (MINUTE_US, DAY_US),
+        DOUBLED_DAYS_US,
+    ],
+    ids=["events alone", "hours", "days", "weeks to hours", "days and minutes", "doubled days"],
 )
 @pytest.mark.parametrize(
     "length", [1, HOUR_US - 1, HOUR_US, 5 * HOUR_US + 7, DAY_US, 3 * DAY_US + HOUR_US // 3, 2 * WEEK_US + 3]
