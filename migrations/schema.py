@@ -352,7 +352,7 @@ usage_rollups = Table(
     metadata,
     # Which columns of a series are kept apart: the same requests are summed up by each, see platform/usage_grains.py.
     Column("grain", SmallInteger, primary_key=True),
-    # How long: from a minute to a week, whole ones since 1970.
+    # How long: from a minute to sixteen days, whole ones since 1970.
     Column("span_us", BigInteger, primary_key=True),
     Column("start_us", BigInteger, primary_key=True),
     # Of the series, so that one tenant's rows are found without it.

@@ -110,7 +110,8 @@ def _select_events(tenant_id: str | None, start_us: int | None, end_us: int | No
     events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
     rest = [column for column in events.c if column.name not in AMOUNTS]
     amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in AMOUNTS]
-    adjusted = events.join(tenants, tenants.c.id == events.c.tenant_id).outerjoin(
+    # Every event has a tenant, but an outer join is never begun with the few tenants: it walks along the events.
+    adjusted = events.outerjoin(tenants, tenants.c.id == events.c.tenant_id).outerjoin(
         adjustments, adjustments.c.request_id == events.c.request_id
     )
     query: Select[Any] = select(*rest, *amounts, tenants.c.slug).select_from(adjusted)

@@ -285,12 +285,12 @@ def test_usage_of_before_is_rolled_up(database_url: str) -> None:
             select(rollups.requests, rollups.completion_tokens).where(rollups.tenant_id == "", rollups.span_us == day)
         ).one()
     hours = [(hour, 0, 2, 30), (hour, hour, 1, 40), (hour, 2 * hour, 0, -4)]
-    # The first of all weeks began a day before.
+    # The first of all weeks began a day before, as that of doubled days did.
     of_day, of_week = (day, 0, 3, 66), (7 * day, -day, 3, 66)
     by_grain = {
         1: [*hours, of_day, of_week],
         2: [*hours, of_day, of_week],
-        3: [(6 * hour, 0, 3, 66), of_day, of_week],
+        3: [(6 * hour, 0, 3, 66), of_day, *((span * day, -day, 3, 66) for span in (2, 4, 8, 16))],
         4: [of_day],
         5: [*hours, of_day],
     }

@@ -17,6 +17,8 @@ from loramux.admin.console.visit import Visit
 HOUR_S, DAY_S = 3600, 86_400
 RANGES = {"1": ("1h", HOUR_S), "7": ("1h", HOUR_S), "30": ("1d", DAY_S), "90": ("1d", DAY_S)}
 """Days, with the bucket of the chart and its length in seconds."""
+BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
+"""A range begins at a whole one of these before it, as the sums do that are there already."""
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
 MAX_ROWS = 200
@@ -71,17 +73,18 @@ async def download(visit: Visit) -> Response:
 
 
 def _params(visit: Visit) -> dict[str, Any]:
-    """What is asked: from a whole hour or day on, so that the chart begins with a whole bucket as well."""
     days = visit.query("days") or "1"
     group_by = visit.query("group_by") or ("tenant" if visit.is_platform else "model")
     days = days if days in RANGES else "1"
-    now, length_s = int(time.time()), RANGES[days][1]
+    now = int(time.time())
     return {
         "days": days,
         "group_by": group_by if group_by in GROUPS else "model",
         "tenant": visit.query("tenant"),
-        "start": (now - int(days) * DAY_S) // length_s * length_s,
-        "end": (now // length_s + 1) * length_s,
+        "start": (now - int(days) * DAY_S) // BEGINS_S[days] * BEGINS_S[days],
+        # Nothing has finished in what is left of the day.
+        "end": (now // DAY_S + 1) * DAY_S,
+        "now": now,
     }
 
 
@@ -101,7 +104,7 @@ def _chart(page: Document, group: str, params: dict[str, Any], length_s: int) ->
             points[name, at] = points.get((name, at), 0) + _tokens(row)
     names = sorted(totals, key=lambda name: -totals[name])
     shown = names[:MAX_SERIES] if len(names) <= MAX_SERIES else names[: MAX_SERIES - 1]
-    x = list(range(params["start"], params["end"], length_s))
+    x = list(range(params["start"], params["now"] + 1, length_s))
     y = [[points.get((name, at), 0) for at in x] for name in shown]
     if len(names) > len(shown):
         y.append([sum(points.get((name, at), 0) for name in names[len(shown) :]) for at in x])
