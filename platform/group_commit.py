@@ -25,7 +25,7 @@ NoteCommit = Callable[[int, float, bool], None]
 """Told of each transaction: how many operations it had, how many seconds it took, and whether it failed."""
 
 WORTH_ANOTHER = 32
-"""So many operations, and as many as are under way, are committed beside those; fewer gather."""
+"""So many operations are committed beside those that are under way; fewer gather."""
 
 MAX_ATTEMPTS = 4
 RETRY_S = 0.02
@@ -137,9 +137,7 @@ class GroupCommit:
 
     def _is_worth_it(self) -> bool:
         """Whether to commit now what waits, rather than let it gather until another thread has done its part."""
-        if not self._num_under_way:
-            return bool(self._waiting)
-        return len(self._waiting) >= max(WORTH_ANOTHER, min(self._num_under_way, MAX_OPERATIONS))
+        return len(self._waiting) >= (WORTH_ANOTHER if self._num_under_way else 1)
 
     def _commit(self, operations: list[Operation], attempt: int = 1) -> list[Outcome]:
         try:
