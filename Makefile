@@ -77,6 +77,9 @@ campaign-gateways: $(WARM) ## Gateways raced, cut and killed (LORAMUX_GATEWAY_RA
 		tests/platform/test_database_trouble.py tests/platform/test_database_refusals.py \
 		-m campaign -s --timeout 3600 $(ARGS)
 
+campaign-rollups: $(WARM) ## Processes killed in the middle of a fold, on both databases (LORAMUX_FOLD_KILLS=200)
+	$(VENV)/bin/python -m pytest tests/platform/test_rollup_crashes.py -m campaign -s --timeout 3600 $(ARGS)
+
 bench-first-token: $(WARM) ## Measure what quotas add to the time to first token (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.first_token $(ARGS)
 

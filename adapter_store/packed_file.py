@@ -16,11 +16,13 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from io import FileIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,6 +40,21 @@ _MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
 _PREFIX = struct.Struct("<8sI32s")
 _PAYLOAD_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 4 << 20
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """What reading needs of the header; `Raw` is JSON that is read only where it is not known yet, or not at all."""
+
+    digest: str
+    pack_key: str
+    target: msgspec.Raw
+    num_pages: int
+    ranks: msgspec.Raw
+    outer_ranks: msgspec.Raw
+    scales: list[list[float]]
+    outer_scales: list[float]
+    crc32: msgspec.Raw
+    sha256: str
 
 
 def plain_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -97,31 +114,40 @@ def read_open_packed(
     """
     header = _read_header(file)
     try:
-        found = PackTarget.from_document(header["target"])
+        found, layout = _laid_out(bytes(header.target), bytes(header.ranks), bytes(header.outer_ranks))
     except (KeyError, TypeError, ValueError):
         raise AdapterCorrupt("the packed file does not say what it was packed for") from None
-    if (target is not None and found != target) or (digest is not None and header["digest"] != digest):
-        raise AdapterCorrupt(f"the packed file holds adapter {header['digest'][:12]} for {header['pack_key']}")
-    layout = found.layout(np.array(header["ranks"], np.int32), np.array(header["outer_ranks"], np.int32))
-    shape = (header["num_pages"], found.geometry.num_layers, found.geometry.page_bytes)
+    if (target is not None and found != target) or (digest is not None and header.digest != digest):
+        raise AdapterCorrupt(f"the packed file holds adapter {header.digest[:12]} for {header.pack_key}")
+    shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
     # Asked of the file system first: a damaged header must not make us allocate what it says.
     num_stored = os.fstat(file.fileno()).st_size - file.tell()
-    if layout.num_pages != header["num_pages"] or num_stored != num_bytes:
+    if layout.num_pages != header.num_pages or num_stored != num_bytes:
         raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, {num_bytes} were expected")
     payload = allocate(num_bytes)
     try:
-        is_right = check.run(payload, header["sha256"], file.readinto)
+        is_right = check.run(payload, header.sha256, file.readinto)
     except EOFError:
         raise AdapterCorrupt("the packed file was cut short while it was read") from None
     payload = payload.reshape(shape)
     if not is_right:
-        raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header['crc32'])}")
-    scales, outer_scales = (np.array(header[name], np.float32) for name in ("scales", "outer_scales"))
-    return PackedAdapter(header["digest"], layout, scales, payload, outer_scales)
+        raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header)}")
+    scales, outer_scales = np.array(header.scales, np.float32), np.array(header.outer_scales, np.float32)
+    return PackedAdapter(header.digest, layout, scales, payload, outer_scales)
 
 
-def _read_header(file: FileIO) -> dict[str, Any]:
+@lru_cache(maxsize=256)
+def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes) -> tuple[PackTarget, AdapterLayout]:
+    """What a header's JSON says of the layout. Most adapters share a few, and working one out takes long.
+
+    Raises KeyError, TypeError or ValueError where it cannot be so.
+    """
+    found = PackTarget.from_document(json.loads(target))
+    return found, found.layout(*(np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks)))
+
+
+def _read_header(file: FileIO) -> _Header:
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
         raise AdapterCorrupt("the packed file ends inside its header")
@@ -132,8 +158,10 @@ def _read_header(file: FileIO) -> dict[str, Any]:
     if hashlib.sha256(text).digest() != checksum:
         raise AdapterCorrupt("the header of the packed file is damaged")
     file.seek(-file.tell() % _PAYLOAD_ALIGNMENT, os.SEEK_CUR)
-    header: dict[str, Any] = json.loads(text)
-    return header
+    try:
+        return msgspec.json.decode(text, type=_Header)
+    except msgspec.DecodeError:
+        raise AdapterCorrupt("the header of the packed file is incomplete") from None
 
 
 def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
@@ -157,7 +185,7 @@ def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -
     return checksums
 
 
-def _damaged(payload: Any, layout: AdapterLayout, target: PackTarget, wanted: dict[str, int]) -> str:
-    found = _module_checksums(payload, layout, target)
+def _damaged(payload: Any, layout: AdapterLayout, target: PackTarget, header: _Header) -> str:
+    found, wanted = _module_checksums(payload, layout, target), json.loads(bytes(header.crc32))
     names = [name for name, checksum in found.items() if checksum != wanted.get(name)]
     return ", ".join(names[:5]) or "its padding"

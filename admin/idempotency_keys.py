@@ -17,7 +17,6 @@ from loramux.platform.errors import Conflict, UnprocessableRequest
 LIFETIME_US = 24 * 3600 * 1_000_000
 RUNNING_US = 300 * 1_000_000
 """Longer than any call takes: one that has no answer after it never will, because its process ended."""
-_SWEPT_AT_ONCE = 1000
 
 
 class KeyInUse(Conflict):
@@ -87,30 +86,6 @@ class IdempotencyKeys:
         """The call changed nothing: its key may be used again, for this call or another."""
         with self._database.write() as connection:
             connection.execute(delete(idempotency_keys).where(*_is(claim), idempotency_keys.c.status.is_(None)))
-
-    def sweep(self) -> int:
-        """Forget keys whose time is up; how many there were."""
-        table = idempotency_keys
-        num_swept = 0
-        while True:
-            with self._database.write() as connection:
-                now_us = self._database.now_us(connection)
-                expired = connection.execute(
-                    select(table.c.principal, table.c.key_sha256)
-                    .where(table.c.expires_us <= now_us)
-                    .limit(_SWEPT_AT_ONCE)
-                ).all()
-                for row in expired:
-                    connection.execute(
-                        delete(table).where(
-                            table.c.principal == row.principal,
-                            table.c.key_sha256 == row.key_sha256,
-                            table.c.expires_us <= now_us,
-                        )
-                    )
-            num_swept += len(expired)
-            if len(expired) < _SWEPT_AT_ONCE:
-                return num_swept
 
     def _begin(self, connection: Connection, claim: Claim, request_sha256: bytes, now_us: int) -> None:
         connection.execute(delete(idempotency_keys).where(*_is(claim)))

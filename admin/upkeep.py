@@ -8,8 +8,7 @@ import time
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from loramux.admin.console.login_throttle import sweep_login_failures
-from loramux.admin.console.sessions import sweep_sessions
+from loramux.admin.expired_rows import ExpiredRows
 from loramux.admin.services import AdminServices
 from loramux.platform.engine_client import EngineUnavailable
 
@@ -26,6 +25,7 @@ class Upkeep:
 
     def __init__(self, services: AdminServices) -> None:
         self._services = services
+        self._expired = ExpiredRows(services.database)
         self._unpinnable: frozenset[str] = frozenset()
         """Those that failed at the last look: said once."""
 
@@ -44,9 +44,7 @@ class Upkeep:
 
     async def _sweep(self) -> None:
         services = self._services
-        await services.call(services.idempotency_keys.sweep)
-        await services.call(sweep_sessions, services.database)
-        await services.call(sweep_login_failures, services.database)
+        await services.call(self._expired.sweep)
         await services.call(services.database.refresh_statistics)
 
     async def renew_pins(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,8 +35,8 @@ class Accelerator(Protocol):
         """Mark all steps and copies submitted so far on this thread."""
         ...
 
-    def upload(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Fence) -> None:
-        """Copy each pair's second tensor, in host memory, into the first once `after` has passed.
+    def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
+        """Copy each row of `source`, in host memory, into that of `target` which `rows` names, once `after` has passed.
 
         Runs beside the steps and returns, also by an exception, when no copy is under way any more.
         """
@@ -79,12 +79,13 @@ class HostAccelerator:
     def fence(self) -> Fence:
         return PassedFence()
 
-    def upload(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Fence) -> None:
+    def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         after.wait()
-        for target, source in copies:
-            # torch would start OpenMP threads for the thread that copies. GNU OpenMP, then having more threads than
-            # cores, lets those of the steps no longer spin between two kernels, and each kernel waits 0.1 ms for them.
-            np.copyto(target.numpy(), source.numpy())
+        # torch would start OpenMP threads for the thread that copies. GNU OpenMP, then having more threads than cores,
+        # lets those of the steps no longer spin between two kernels, and each kernel waits 0.1 ms for them.
+        into = target.numpy()
+        for row, content in zip(rows, source.numpy(), strict=True):
+            np.copyto(into[row], content)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,15 +50,15 @@ class CudaAccelerator:
     def fence(self) -> CudaFence:
         return CudaFence(self._steps)
 
-    def upload(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Fence) -> None:
+    def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         assert isinstance(after, CudaFence)
         with torch.cuda.stream(self._uploads):
             self._uploads.wait_event(after.event)
             try:
                 num_queued = 0
-                for target, source in copies:
-                    target.copy_(source, non_blocking=True)
-                    num_queued += source.nbytes
+                for row, content in zip(rows, source, strict=True):
+                    target[row].copy_(content, non_blocking=True)
+                    num_queued += content.nbytes
                     if num_queued >= UPLOAD_BYTES:
                         self._await_uploads()
                         num_queued = 0

@@ -150,10 +150,8 @@ class TierLoader:
         assert fetch.lease is not None
         try:
             packed = fetch.lease.packed
-            payload = torch.from_numpy(packed.payload)
-            pairs = ((self._views.raw[page], payload[row]) for row, page in enumerate(pages))
             with self._figures.of_load(fetch.digest), self._figures.timed("pool", "copy", packed.payload.nbytes):
-                self._accelerator.upload(pairs, after)
+                self._accelerator.upload(self._views.raw, pages, torch.from_numpy(packed.payload), after)
         except Exception as error:
             fetch.release()
             self._report(fetch, LoadFailed(fetch.digest, f"copying failed: {type(error).__name__}"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import BigInteger, Connection, Engine, Row, Select, cast, create_engine, event, select
 from sqlalchemy.engine import URL, ExceptionContext, make_url
-from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.exc import ArgumentError, InvalidatePoolError, OperationalError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 from sqlalchemy.sql import func
 
 from loramux.migrations import schema
+from loramux.migrations.round_trip import TAKES_NO_WRITES, write_by_round_trips
 
 Clock = Callable[[], int]
 """Microseconds since 1970."""
@@ -39,12 +42,13 @@ _PATIENCE = {
 }
 """What libpq is told where the URL does not say otherwise."""
 
+UNASKED_S = 1.0
+"""A connection that was used so lately is used again without asking whether it is still there."""
+
 _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _SAMPLED_ROWS = 1000
 """Of each index, for SQLite's statistics."""
 _READ_ONLY = "loramux_read_only"
-_TAKES_NO_WRITES = "25006"
-"""PostgreSQL's code for a write where only reads are allowed."""
 
 
 _NOW_US = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000, BigInteger)
@@ -99,6 +103,12 @@ class Database:
             yield connection
 
     @contextmanager
+    def write_by_round_trips(self) -> Iterator[Connection]:
+        """The same on PostgreSQL for who uses `round_trip`."""
+        with write_by_round_trips(self._engine) as connection:
+            yield connection
+
+    @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that only reads."""
         with self._engine.connect().execution_options(**{_READ_ONLY: True}) as connection, connection.begin():
@@ -138,6 +148,14 @@ class Database:
             now_us, epoch = connection.execute(_MOMENT).one()
             return Moment(now_us, epoch or 0)
         return Moment(self.now_us(connection), connection.execute(_EPOCH).scalar() or 0)
+
+    @cached_property
+    def moment_text(self) -> str:
+        """The statement of `moment` as PostgreSQL's driver takes it; `moment_of` reads the row that it returns."""
+        return str(_MOMENT.compile(dialect=self._engine.dialect, compile_kwargs={"literal_binds": True}))
+
+    def moment_of(self, row: Sequence[Any]) -> Moment:
+        return Moment(row[0] if self._clock is None else self._clock(), row[1] or 0)
 
     def upgrade(self, revision: str = "head") -> None:
         """Bring the schema to the newest version, or to one on the way there; safe to call on a current one."""
@@ -195,9 +213,9 @@ def _create_engine(url: URL) -> Engine:
             pool_size=8,
             max_overflow=16,
             pool_timeout=POOL_WAIT_S,
-            pool_pre_ping=True,
             hide_parameters=True,
         )
+        _ping_the_rested(engine)
         event.listen(engine, "handle_error", _leave_what_takes_no_writes)
         return engine
     engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False}, hide_parameters=True)
@@ -220,13 +238,30 @@ def _create_engine(url: URL) -> Engine:
     return engine
 
 
+def _ping_the_rested(engine: Engine) -> None:
+    """Ask a connection that has rested whether it is still there before it is used; one in constant use is."""
+
+    @event.listens_for(engine, "checkin")
+    def _note(_connection: Any, record: ConnectionPoolEntry) -> None:
+        record.info["rests_since_s"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def _ping(connection: Any, record: ConnectionPoolEntry, _proxy: Any) -> None:
+        if time.monotonic() - record.info.get("rests_since_s", math.inf) > UNASKED_S:
+            try:
+                engine.dialect.do_ping(connection)
+            except engine.dialect.loaded_dbapi.Error as error:
+                # The pool takes or makes another, and drops those that are as old.
+                raise InvalidatePoolError from error
+
+
 def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError | None:
     """A server that became a standby, or whose host made it read-only because its disk is full, is in trouble.
 
     The driver calls that an internal error, and the connections would stay with a standby for as long as they live.
     """
     cause = context.original_exception
-    if getattr(cause, "sqlstate", None) != _TAKES_NO_WRITES:
+    if getattr(cause, "sqlstate", None) != TAKES_NO_WRITES:
         return None
     context.is_disconnect = True
     return OperationalError(context.statement, None, cause, hide_parameters=True, connection_invalidated=True)

@@ -10,10 +10,11 @@ from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_, up
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform.admission_batch import LEASE_US, MAX_ATTEMPTS, AdmissionBatch, Uncounted
+from loramux.platform.admission_batch import MAX_ATTEMPTS, AdmissionBatch, Uncounted
 from loramux.platform.policy_book import PolicyReader
 from loramux.platform.price_list import PriceReader
 from loramux.platform.quota_state import QuotaState
+from loramux.platform.reservation_rows import LEASE_US
 from loramux.platform.reservations import (
     RECOVERED,
     Checkpoint,
@@ -69,7 +70,7 @@ class Admission:
         """
         for _ in range(MAX_ATTEMPTS):
             try:
-                with self._write() as connection:
+                with self._commit() as connection:
                     batch = AdmissionBatch(connection, self._database, self._policies, self._prices)
                     outcomes = batch.apply(operations)
                 if batch.num_overdrawn:
@@ -181,6 +182,12 @@ class Admission:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    @contextmanager
+    def _commit(self) -> Iterator[Connection]:
+        """A transaction of an `AdmissionBatch`."""
+        with self._write() if self._database.is_sqlite else self._database.write_by_round_trips() as connection:
+            yield connection
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:

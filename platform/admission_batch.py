@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import msgspec
-from sqlalchemy import ARRAY, Connection, Select, String, any_, bindparam, cast, select
+from sqlalchemy import Connection
 
-from loramux.migrations import schema
-from loramux.migrations.database import Database
+from loramux.migrations.database import Database, Moment
+from loramux.migrations.round_trip import round_trip
 from loramux.platform.ledger_entries import LedgerEntries, adapters_of
 from loramux.platform.policy_book import PolicyReader
 from loramux.platform.price_list import PriceReader
 from loramux.platform.prices import Price, PriceBook, cost_of
-from loramux.platform.quota_check import Charge, QuotaExceeded, RequestTooLarge, decide, extend
+from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, decide, extend
 from loramux.platform.quota_counters import CounterKey
 from loramux.platform.quota_rules import Binding, Demand, Spent
 from loramux.platform.quota_state import QuotaState
+from loramux.platform.reservation_rows import ReservationRows
 from loramux.platform.reservations import (
     RECOVERED,
     Closing,
@@ -29,30 +28,10 @@ from loramux.platform.reservations import (
     ReservationRequest,
     Settlement,
 )
-from loramux.platform.row_documents import POSTGRESQL, ManyRows, text_of, write_together
-
-LEASE_US = 30_000_000
-"""A reservation whose gateway has written no checkpoint for this long is recovered."""
+from loramux.platform.row_documents import POSTGRESQL, write_together
 
 MAX_ATTEMPTS = 20
 """How often the rules may change under a transaction before it is given up."""
-
-_reservations = schema.reservations
-_OPEN = ManyRows.insert(_reservations)
-_CLOSE = ManyRows.update(_reservations, [_reservations.c.id], [_reservations.c.state])
-_EXTEND = ManyRows.update(
-    _reservations, [_reservations.c.id], [_reservations.c.reserved_tokens, _reservations.c.charges]
-)
-_CHARGES = msgspec.json.Decoder(list[Charge])
-
-
-@functools.cache
-def _locked(dialect: str) -> Select[*tuple[Any, ...]]:
-    """Reservations by the list that the parameter `ids` is; their charges as text."""
-    columns = [cast(one, String).label(one.name) if one.name == "charges" else one for one in _reservations.c]
-    ids = bindparam("ids", type_=ARRAY(String)) if dialect == POSTGRESQL else bindparam("ids", expanding=True)
-    of_ids = _reservations.c.id == any_(ids) if dialect == POSTGRESQL else _reservations.c.id.in_(ids)
-    return select(*columns).where(of_ids).order_by(_reservations.c.id).with_for_update()
 
 
 class Uncounted(Exception):
@@ -80,13 +59,7 @@ class AdmissionBatch:
         self._rules = policies.book(connection)
         self._now_us = 0
         self._quotas = QuotaState(connection)
-        self._open: dict[str, dict[str, Any]] = {}
-        self._recovered: dict[str, dict[str, Any]] = {}
-        self._charged: dict[str, Settlement] = {}
-        self._known: set[str] = set()
-        self._opened: list[dict[str, Any]] = []
-        self._extended: dict[str, dict[str, Any]] = {}
-        self._closed: list[dict[str, Any]] = []
+        self._reservations = ReservationRows(connection)
         self._prices = prices
         self._entries = LedgerEntries(connection, prices)
         self._book = PriceBook((), 0)
@@ -98,49 +71,21 @@ class AdmissionBatch:
         """The outcome of each; a refused one changes nothing. Raises Uncounted and SQLAlchemyError, and then nothing
         is changed."""
         requests = [operation for operation in operations if isinstance(operation, ReservationRequest)]
-        open_ids = {operation.request_id for operation in operations if not isinstance(operation, ReservationRequest)}
-        if open_ids:
-            self._lock_reservations(open_ids)
-        self._lock_counters(requests)
+        others = [operation for operation in operations if not isinstance(operation, ReservationRequest)]
+        if others:
+            self._reservations.read({operation.request_id for operation in others})
+        self._lock_counters(requests, others)
         if self._rules.has_costs:
             self._read_prices(requests)
         outcomes = [self._judge(operation) for operation in operations]
         self._write()
         return outcomes
 
-    def _lock_reservations(self, ids: Collection[str]) -> None:
-        dialect = self._connection.dialect
-        statement = _locked(dialect.name)
-        if dialect.name == POSTGRESQL:
-            result = self._connection.exec_driver_sql(text_of(statement, dialect), {"ids": list(ids)})
-        else:
-            result = self._connection.execute(statement, {"ids": list(ids)})
-        rows = result.mappings().all()
-        self._known = {row["id"] for row in rows}
-        for row in rows:
-            if row["state"] in ("open", RECOVERED):
-                kept = self._open if row["state"] == "open" else self._recovered
-                kept[row["id"]] = {**row, "charges": _CHARGES.decode(row["charges"])}
-        self._read_charged(list(self._recovered))
-
-    def _read_charged(self, request_ids: list[str]) -> None:
-        """What recovered requests were charged by their last checkpoints."""
-        events = schema.usage_events
-        query = select(events).where(events.c.request_id.in_(request_ids))
-        for row in self._connection.execute(query) if request_ids else ():
-            self._charged[row.request_id] = Settlement(
-                status=row.status,
-                prompt_tokens=row.prompt_tokens,
-                completion_tokens=row.completion_tokens,
-                cached_tokens=row.cached_tokens,
-            )
-
-    def _lock_counters(self, requests: Sequence[ReservationRequest]) -> None:
+    def _lock_counters(self, requests: Sequence[ReservationRequest], others: Sequence[Extension | Closing]) -> None:
         """Lock what the rules name, and see that they still do."""
         self._read_rules(requests)
         wanted = self._wanted(requests, self._policies.latest_us)
-        self._quotas.read({binding.key for binding in wanted}.union(self._held_keys()))
-        moment = self._policies.moment(self._connection)
+        moment = self._read_counters({binding.key for binding in wanted}.union(self._held_keys(others)))
         self._now_us = moment.now_us
         if moment.epoch != self._rules.epoch:
             self._rules = self._policies.renewed(moment.epoch)
@@ -149,6 +94,18 @@ class AdmissionBatch:
         if uncounted:
             raise Uncounted(uncounted)
 
+    def _read_counters(self, keys: Collection[CounterKey]) -> Moment:
+        """Lock these counters and then read the time, in a statement of its own that sees what has committed by now."""
+        if self._connection.dialect.name != POSTGRESQL:
+            self._quotas.read(keys)
+            return self._policies.moment(self._connection)
+        with round_trip(self._connection) as run:
+            counters = self._quotas.ask(run, keys) if keys else None
+            moment = self._policies.ask_moment(run)
+        if counters is not None:
+            self._quotas.take(counters.fetchall())
+        return self._policies.take_moment(moment.fetchall()[0])
+
     def _read_rules(self, requests: Sequence[ReservationRequest]) -> None:
         subjects: set[str] = set()
         for request in requests:
@@ -156,11 +113,7 @@ class AdmissionBatch:
             subjects.add(request.api_key_id)
             if request.adapter_id is not None:
                 subjects.add(request.adapter_id)
-        charged = {
-            charge.policy_id
-            for reservation in (*self._open.values(), *self._recovered.values())
-            for charge in reservation["charges"]
-        }
+        charged = {charge.policy_id for reservation in self._reservations.held() for charge in reservation["charges"]}
         self._rules.read(self._connection, subjects, {request.tenant_id for request in requests}, charged)
 
     def _wanted(self, requests: Sequence[ReservationRequest], now_us: int) -> list[Binding]:
@@ -170,19 +123,22 @@ class AdmissionBatch:
             for binding in self._rules.bindings(request.tenant_id, request.api_key_id, request.adapter_id, now_us)
         ]
 
-    def _held_keys(self) -> set[CounterKey]:
-        """The counters of which reservations hold something."""
-        return {
-            binding.key
-            for reservation in (*self._open.values(), *self._recovered.values())
-            for _, binding in self._rules.held(reservation["charges"], reservation["tenant_id"])
-            if binding is not None
-        }
+    def _held_keys(self, operations: Sequence[Extension | Closing]) -> set[CounterKey]:
+        """The counters that these change."""
+        keys = set()
+        for operation in operations:
+            reservation = self._reservations.find(operation.request_id)
+            if reservation is None:
+                continue
+            for _, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
+                if binding is not None and _is_changed(binding, operation):
+                    keys.add(binding.key)
+        return keys
 
     def _read_prices(self, requests: Sequence[ReservationRequest]) -> None:
         self._book = self._prices.book(self._connection, self._now_us)
         versions = {request.adapter_version_id for request in requests}
-        versions.update(row["adapter_version_id"] for row in (*self._open.values(), *self._recovered.values()))
+        versions.update(row["adapter_version_id"] for row in self._reservations.held())
         self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
 
     def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
@@ -219,32 +175,13 @@ class AdmissionBatch:
         decision = decide(self._bindings(request), self._quotas.counters, demand, self._now_us)
         for key, counter in decision.counters.items():
             self._quotas.change(key, counter)
-        self._opened.append(
-            {
-                "id": request.request_id,
-                "tenant_id": request.tenant_id,
-                "api_key_id": request.api_key_id,
-                "adapter_version_id": request.adapter_version_id,
-                "model": request.model,
-                "endpoint": request.endpoint,
-                "base": request.base,
-                "end_user": request.end_user,
-                "state": "open",
-                "prompt_tokens": request.prompt_tokens,
-                "reserved_tokens": request.reserved_tokens,
-                "charges": decision.charges,
-                "checkpoint_tokens": 0,
-                "created_us": self._now_us,
-                "lease_expires_us": self._now_us + LEASE_US,
-                "cancel_requested_us": None,
-            }
-        )
+        self._reservations.add(request, decision.charges, self._now_us)
         return Reservation(
             request.request_id, request.reserved_tokens, self._now_us, decision.limits, decision.exceeded
         )
 
     def _extend(self, extension: Extension) -> bool | LookupError:
-        reservation = self._open.get(extension.request_id)
+        reservation = self._reservations.open.get(extension.request_id)
         if reservation is None:
             return self._not_open(extension.request_id)
         held = self._rules.held(reservation["charges"], reservation["tenant_id"])
@@ -256,64 +193,65 @@ class AdmissionBatch:
         counters, charges = granted
         for key, counter in counters.items():
             self._quotas.change(key, counter)
-        reservation["charges"] = charges
-        reservation["reserved_tokens"] += extension.tokens
-        self._extended[extension.request_id] = {
-            "id": extension.request_id,
-            "reserved_tokens": reservation["reserved_tokens"],
-            "charges": reservation["charges"],
-        }
+        self._reservations.extend(extension.request_id, extension.tokens, charges)
         return True
 
     def _not_open(self, request_id: str) -> bool | LookupError:
-        return False if request_id in self._known else LookupError(f"there is no reservation {request_id}")
+        return False if request_id in self._reservations.known else LookupError(f"there is no reservation {request_id}")
 
     def _close(self, closing: Closing) -> bool | LookupError:
-        reservation = self._open.get(closing.request_id)
-        if reservation is None and closing.request_id in self._recovered and closing.state != RECOVERED:
+        reservation = self._reservations.open.get(closing.request_id)
+        if reservation is None and closing.request_id in self._reservations.recovered and closing.state != RECOVERED:
             return self._correct(closing)
         if reservation is None:
             return self._not_open(closing.request_id)
         if closing.lease_expires_us not in (None, reservation["lease_expires_us"]):
             # A gateway that was only slow has extended its lease since.
             return False
-        del self._open[closing.request_id]
         settlement = closing.settlement
         spent = _spent(settlement, self._price_of(reservation))
         for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
             # A limit that was lifted meanwhile no longer binds.
-            if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
+            if binding is None or not binding.is_settled_by(spent):
+                continue
+            if (counter := self._quotas.counters.get(binding.key)) is not None:
                 counter = binding.give_back(binding.current(counter, self._now_us), charge.amount, spent)
                 self._quotas.change(binding.key, counter)
-        self._closed.append({"id": reservation["id"], "state": closing.state})
+        self._reservations.close(closing.request_id, closing.state)
         self._entries.charge(reservation, settlement)
         return True
 
     def _correct(self, closing: Closing) -> bool:
         """Settle a request whose gateway had seemed dead: what it cost beyond, or less than, what it was charged."""
-        reservation = self._recovered.pop(closing.request_id)
-        charged, truth = self._charged[closing.request_id], closing.settlement
+        reservation = self._reservations.recovered[closing.request_id]
+        charged, truth = self._reservations.charged[closing.request_id], closing.settlement
         price = self._price_of(reservation)
         guess, spent = _spent(charged, price), _spent(truth, price)
         is_overdrawn = False
         for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
-            if binding is not None and (counter := self._quotas.counters.get(binding.key)) is not None:
+            if binding is None or not binding.is_settled_by(spent):
+                continue
+            if (counter := self._quotas.counters.get(binding.key)) is not None:
                 counter = binding.correct(binding.current(counter, self._now_us), charge.amount, guess, spent)
                 self._quotas.change(binding.key, counter)
                 is_more = spent.of(binding.metric) > guess.of(binding.metric)
                 is_overdrawn |= is_more and binding.is_hard and binding.is_overdrawn(counter)
         self.num_overdrawn += is_overdrawn
-        self._closed.append({"id": closing.request_id, "state": closing.state})
+        self._reservations.close(closing.request_id, closing.state)
         self._entries.correct(reservation, charged, truth)
         return True
 
     def _write(self) -> None:
-        # Apart from the others: one that is extended and closed at once is the same row twice.
-        _EXTEND.run(self._connection, list(self._extended.values()))
         entries = self._entries.writes(self._now_us)
-        write_together(
-            self._connection, [self._quotas.writes(), (_OPEN, self._opened), (_CLOSE, self._closed), *entries]
-        )
+        writes = [self._quotas.writes(), *self._reservations.writes(), *entries]
+        write_together(self._connection, writes, is_last=True)
+
+
+def _is_changed(binding: Binding, operation: Extension | Closing) -> bool:
+    """Whether an operation changes what is counted for a policy that its reservation holds something of."""
+    if isinstance(operation, Extension):
+        return binding.is_extended
+    return binding.is_settled_by(_spent(operation.settlement, None))
 
 
 def _spent(settlement: Settlement, price: Price | None) -> Spent:

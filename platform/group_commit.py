@@ -25,7 +25,7 @@ NoteCommit = Callable[[int, float, bool], None]
 """Told of each transaction: how many operations it had, how many seconds it took, and whether it failed."""
 
 WORTH_ANOTHER = 32
-"""So many operations are committed beside a transaction that is under way; fewer gather."""
+"""So many operations, and as many as are under way, are committed beside those; fewer gather."""
 
 MAX_ATTEMPTS = 4
 RETRY_S = 0.02
@@ -68,7 +68,7 @@ class GroupCommit:
         self._waiting: deque[_Waiting] = deque()
         self._has_changed = threading.Condition()
         self._is_closed = False
-        self._num_busy = 0
+        self._num_under_way = 0
         self._threads = [
             threading.Thread(target=self._run, name=f"group-commit-{number}", daemon=True)
             for number in range(num_threads)
@@ -88,7 +88,9 @@ class GroupCommit:
                 answer.set_exception(CommitterClosed("the gateway has stopped"))
                 return answer
             self._waiting.append(_Waiting(operation, loop, answer))
-            self._has_changed.notify()
+            # A thread that finds nothing worth its while was woken, and took the interpreter, for nothing.
+            if self._is_worth_it():
+                self._has_changed.notify()
         return answer
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -113,7 +115,10 @@ class GroupCommit:
             self._state.begin_commit()
             outcomes = self._commit([waiting.operation for waiting in batch])
             with self._has_changed:
-                self._num_busy -= 1
+                self._num_under_way -= len(batch)
+                if self._is_worth_it():
+                    # Another goes on while this one answers.
+                    self._has_changed.notify()
             self._state.end_commit(next((one for one in outcomes if isinstance(one, TROUBLE)), None))
             if self._note_commit is not None:
                 has_failed = any(isinstance(outcome, SQLAlchemyError) for outcome in outcomes)
@@ -125,12 +130,16 @@ class GroupCommit:
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._is_closed or self._is_worth_it())
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
-            self._num_busy += bool(batch)
+            self._num_under_way += len(batch)
+            if self._is_worth_it():
+                self._has_changed.notify()
             return batch
 
     def _is_worth_it(self) -> bool:
         """Whether to commit now what waits, rather than let it gather until another thread has done its part."""
-        return len(self._waiting) >= (WORTH_ANOTHER if self._num_busy else 1)
+        if not self._num_under_way:
+            return bool(self._waiting)
+        return len(self._waiting) >= max(WORTH_ANOTHER, min(self._num_under_way, MAX_OPERATIONS))
 
     def _commit(self, operations: list[Operation], attempt: int = 1) -> list[Outcome]:
         try:

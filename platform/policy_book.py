@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psycopg
 from sqlalchemy import ARRAY, Column, ColumnElement, Connection, String, any_, bindparam, or_, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database, Moment
+from loramux.migrations.round_trip import Run
 from loramux.platform.quota_check import Charge
 from loramux.platform.quota_metrics import METRICS, Kind, Unit
 from loramux.platform.quota_rules import Binding
@@ -176,6 +178,14 @@ class PolicyReader:
     def moment(self, connection: Connection) -> Moment:
         """The time and the epoch, as they are now."""
         self._latest = self._database.moment(connection)
+        return self._latest
+
+    def ask_moment(self, run: Run) -> psycopg.Cursor[Any]:
+        """Ask for them in a round trip; `take_moment` takes the row that comes back."""
+        return run(self._database.moment_text)
+
+    def take_moment(self, row: Sequence[Any]) -> Moment:
+        self._latest = self._database.moment_of(row)
         return self._latest
 
     def renewed(self, epoch: int) -> PolicyBook:

@@ -133,6 +133,10 @@ class Binding:
         """Whether a request that wants more tokens wants more of this."""
         return self.metric.unit in (Unit.TOKENS, Unit.NANOS)
 
+    def is_settled_by(self, spent: Spent) -> bool:
+        """Whether the end of a request changes the count: what was used up at admission stays so."""
+        return self.metric.kind is not Kind.RATE or self.metric.unit is Unit.TOKENS or not spent.keeps(self.metric)
+
     def give_back(self, counter: Counter, held: int, spent: Spent) -> Counter:
         """What a request held is released, and what it used is gone."""
         if self.metric.kind is Kind.CONCURRENCY:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import psycopg
 from sqlalchemy import (
     Connection,
     Select,
@@ -16,6 +17,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from loramux.migrations import schema
+from loramux.migrations.round_trip import Run, round_trip
 from loramux.platform.policy_book import among
 from loramux.platform.quota_counters import Counter, CounterKey
 from loramux.platform.quota_rules import Binding
@@ -59,8 +61,20 @@ class QuotaState:
         """Read, and lock, those of these counters that there are."""
         if not keys:
             return
-        ordered = sorted(keys)
-        for row in self._rows(ordered):
+        if self._connection.dialect.name == POSTGRESQL:
+            with round_trip(self._connection) as run:
+                found = self.ask(run, keys)
+            self.take(found.fetchall())
+        else:
+            self.take(self._connection.execute(select(_counters).where(tuple_(*_KEY).in_(sorted(keys)))).all())
+
+    def ask(self, run: Run, keys: Collection[CounterKey]) -> psycopg.Cursor[Any]:
+        """Ask for these counters in a round trip; `take` takes the rows that come back."""
+        text = text_of(_locking(self._is_locking), self._connection.dialect)
+        return run(text, {ROWS: document([_named(key) for key in keys])})
+
+    def take(self, rows: Iterable[Sequence[Any]]) -> None:
+        for row in rows:
             self.counters[CounterKey(row[0], row[1], row[2])] = Counter(*row[3:])
 
     def make(self, bindings: Iterable[Binding]) -> None:
@@ -90,12 +104,6 @@ class QuotaState:
     def write(self) -> None:
         """Write what was changed."""
         write_together(self._connection, [self.writes()])
-
-    def _rows(self, keys: Sequence[CounterKey]) -> Sequence[Any]:
-        if self._connection.dialect.name == POSTGRESQL:
-            text = text_of(_locking(self._is_locking), self._connection.dialect)
-            return self._connection.exec_driver_sql(text, {ROWS: document([_named(key) for key in keys])}).all()
-        return self._connection.execute(select(_counters).where(tuple_(*_KEY).in_(keys))).all()
 
 
 def _named(key: CounterKey) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from sqlalchemy import (
     update,
 )
 
+from loramux.migrations.round_trip import round_trip
+
 POSTGRESQL = "postgresql"
 ROWS = "rows"
 """The parameter of a statement on PostgreSQL that is a document of rows."""
@@ -98,21 +100,24 @@ class ManyRows:
         return tuple(document(row[name]) if name in self._documents else row[name] for name in order)
 
 
-def write_together(connection: Connection, writes: Sequence[tuple[ManyRows, Sequence[Mapping[str, Any]]]]) -> None:
-    """Run statements that touch different rows, on PostgreSQL with one way to the server for all of them."""
+def write_together(
+    connection: Connection,
+    writes: Sequence[tuple[ManyRows, Sequence[Mapping[str, Any]]]],
+    is_last: bool = False,
+) -> None:
+    """Run statements in this order, on PostgreSQL with one way to the server for all of them.
+
+    There, `is_last` commits a transaction of `write_by_round_trips` on the same way.
+    """
     wanted = [(statement, rows) for statement, rows in writes if rows]
     if connection.dialect.name != POSTGRESQL:
         for statement, rows in wanted:
             text, order = statement.compiled(connection.dialect)
             connection.exec_driver_sql(text, [statement.values_of(row, order) for row in rows])
-        return
-    parameters = {statement.name: document(rows) for statement, rows in wanted}
-    texts = [(statement.name, statement.compiled(connection.dialect)[0]) for statement, _ in wanted]
-    if len(texts) == 1:
-        connection.exec_driver_sql(texts[0][1], parameters)
-    elif texts:
-        together = ", ".join(f"do_{name} AS ({text})" for name, text in texts)
-        connection.exec_driver_sql(f"WITH {together} SELECT 1", parameters)
+    elif wanted:
+        with round_trip(connection, is_last) as run:
+            for statement, rows in wanted:
+                run(statement.compiled(connection.dialect)[0], {statement.name: document(rows)})
 
 
 @functools.lru_cache(maxsize=64)

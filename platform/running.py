@@ -12,13 +12,13 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.platform.admission import Admission
-from loramux.platform.admission_batch import LEASE_US
 from loramux.platform.database_state import TROUBLE, DatabaseState, DatabaseTrouble
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.generation import Generation, Plan
 from loramux.platform.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.reservation_rows import LEASE_US
 from loramux.platform.reservations import Checkpoint, Closing, Extension, Reservation, ReservationRequest, Settlement
 from loramux.platform.resident_adapters import ResidentAdapters
 from loramux.platform.settlement_spool import SettlementSpool, SpoolFull

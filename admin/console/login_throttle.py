@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations.database import Database
@@ -14,7 +14,6 @@ from loramux.migrations.schema import login_failures
 BURST = 5
 REFILL_S = 12
 _REFILL_US = REFILL_S * 1_000_000
-_SWEPT_AT_ONCE = 1000
 
 
 class LoginThrottle:
@@ -59,22 +58,6 @@ class LoginThrottle:
                 .where(table.c.origin == _origin(address))
                 .values(forgiven_us=table.c.forgiven_us - _REFILL_US)
             )
-
-
-def sweep_login_failures(database: Database) -> int:
-    """Forget addresses that owe nothing any more; how many there were. Blocking."""
-    table = login_failures
-    num_swept = 0
-    while True:
-        with database.write() as connection:
-            is_forgiven = table.c.forgiven_us <= database.now_us(connection)
-            some = select(table.c.origin).where(is_forgiven).limit(_SWEPT_AT_ONCE)
-            found = connection.execute(some).scalars().all()
-            # Asked again, since one of them may have failed anew since it was read.
-            connection.execute(delete(table).where(table.c.origin.in_(found), is_forgiven))
-        num_swept += len(found)
-        if len(found) < _SWEPT_AT_ONCE:
-            return num_swept
 
 
 def _origin(address: str) -> str:

@@ -25,7 +25,7 @@ MAX_OF_ONE = 50
 MAX_NOTICES = 5
 UNREADABLE = (InvalidTag, msgspec.DecodeError)
 """Somebody has written into the database by hand, or another release has kept something else there."""
-_SWEPT_AT_ONCE = 1000
+_CLOSED_AT_ONCE = 1000
 
 Change = Callable[[SessionContent], SessionContent]
 
@@ -102,7 +102,7 @@ class ConsoleSessions:
                 .order_by(table.c.created_us.desc(), table.c.id_sha256)
                 .offset(MAX_OF_ONE - 1)
             )
-            for id_sha256 in connection.execute(surplus.limit(_SWEPT_AT_ONCE)).scalars().all():
+            for id_sha256 in connection.execute(surplus.limit(_CLOSED_AT_ONCE)).scalars().all():
                 connection.execute(delete(table).where(table.c.id_sha256 == id_sha256))
             values = {
                 "id_sha256": seal.id_sha256,
@@ -175,21 +175,6 @@ class ConsoleSessions:
             connection.execute(
                 delete(console_sessions).where(console_sessions.c.id_sha256 == SessionSeal(token).id_sha256)
             )
-
-
-def sweep_sessions(database: Database) -> int:
-    """Forget sessions whose time is up; how many there were. Blocking."""
-    table = console_sessions
-    num_swept = 0
-    while True:
-        with database.write() as connection:
-            is_expired = table.c.expires_us <= database.now_us(connection)
-            some = select(table.c.id_sha256).where(is_expired).limit(_SWEPT_AT_ONCE)
-            found = connection.execute(some).scalars().all()
-            connection.execute(delete(table).where(table.c.id_sha256.in_(found), is_expired))
-        num_swept += len(found)
-        if len(found) < _SWEPT_AT_ONCE:
-            return num_swept
 
 
 def _expires_us(created_us: int, now_us: int) -> int:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import delete, select, update
 
-from loramux.admin.console.login_throttle import BURST, REFILL_S, LoginThrottle, sweep_login_failures
+from loramux.admin.console.login_throttle import BURST, REFILL_S, LoginThrottle
 from loramux.admin.console.session_content import SessionContent, SessionSeal
 from loramux.admin.console.session_rights import SessionRights
-from loramux.admin.console.sessions import IDLE_S, LIFETIME_S, MAX_OF_ONE, ConsoleSessions, sweep_sessions
+from loramux.admin.console.sessions import IDLE_S, LIFETIME_S, MAX_OF_ONE, ConsoleSessions
+from loramux.admin.expired_rows import ExpiredRows
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import OPERATOR, ApiKeys, key_sha256
@@ -75,8 +76,8 @@ def test_throttle_counts_by_address_at_all_servers_and_forgets(database: Databas
     assert servers[1].begin("192.0.2.7") > 0
     assert servers[1].begin("::ffff:192.0.2.8") == 0, "each of those who come by IPv4 to a listener on ::"
     clock[0] += BURST * REFILL_S
-    assert sweep_login_failures(database) == 6
-    assert sweep_login_failures(database) == 0
+    assert ExpiredRows(database).sweep()["login_failures"] == 6
+    assert ExpiredRows(database).sweep()["login_failures"] == 0
 
 
 def test_sessions_end_by_age_and_by_idleness_and_are_swept(
@@ -89,10 +90,10 @@ def test_sessions_end_by_age_and_by_idleness_and_are_swept(
         clock[0] += IDLE_S // 2
         assert sessions.find(used) is not None
         assert (sessions.find(watched, is_use=False) is not None) == (clock[0] < end - LIFETIME_S + IDLE_S)
-    assert sweep_sessions(database) == 2
+    assert ExpiredRows(database).sweep()["console_sessions"] == 2
     clock[0] = end
     assert [sessions.find(token) for token in (used, watched, forgotten)] == [None] * 3
-    assert sweep_sessions(database) == 1
+    assert ExpiredRows(database).sweep()["console_sessions"] == 1
 
 
 def test_a_key_has_so_many_sessions_and_the_oldest_gives_way(sessions: ConsoleSessions, clock: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,13 @@ class SteppingAccelerator(HostAccelerator):
     def fence(self) -> Fence:
         return NumberedFence(self.num_steps)
 
-    def upload(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Fence) -> None:
+    def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         assert isinstance(after, NumberedFence)
         assert self.may_upload.wait(10)
         self.after.append(after.number)
         if self.fails:
             raise RuntimeError("the device is gone")
-        super().upload(copies, after)
+        super().upload(target, rows, source, after)
 
 
 class Bench:

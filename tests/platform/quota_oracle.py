@@ -186,6 +186,9 @@ class QuotaOracle:
         """Charge a request, or correct what it was charged when it was recovered."""
         was_recovered, before = request.state == "recovered", request.charged
         for policy, count in self.holding(request):
+            if policy.metric == "requests_per_minute" and has_run:
+                # It was used at admission, and nothing is written.
+                continue
             self.touch(policy, count, now_us)
             if not policy.is_rate:
                 continue

@@ -14,12 +14,13 @@ from sqlalchemy import select
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.platform.admission import LEASE_US, Admission
+from loramux.platform.admission import Admission
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge
 from loramux.platform.quota_counters import UNITS
 from loramux.platform.quota_metrics import MAX_AMOUNT, MAX_RATE
 from loramux.platform.quotas import QuotaPolicies
+from loramux.platform.reservation_rows import LEASE_US
 from loramux.platform.reservations import Checkpoint, Closing, Extension, ReservationRequest, Settlement
 from loramux.platform.tenants import Tenant, Tenants
 

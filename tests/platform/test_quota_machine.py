@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import psycopg
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -98,15 +99,26 @@ def crash_at(database: Database, statement: int) -> Iterator[None]:
     def before_commit(*_: Any) -> None:
         raise Crash
 
+    def execute(driver: Any, statement: str, *parameters: Any) -> Any:
+        before_statement()
+        if statement == "COMMIT":
+            before_commit()
+        return run(driver, statement, *parameters)
+
     engine = database._engine
     event.listen(engine, "before_cursor_execute", before_statement)
     event.listen(engine, "commit", before_commit)
-    try:
-        with pytest.raises(Crash):
-            yield
-    finally:
-        event.remove(engine, "before_cursor_execute", before_statement)
-        event.remove(engine, "commit", before_commit)
+    run = psycopg.Connection.execute
+    with pytest.MonkeyPatch.context() as patch:
+        # What goes to PostgreSQL by round trips is seen here alone.
+        patch.setattr(psycopg.Connection, "execute", execute)
+        patch.setattr(psycopg.Connection, "commit", before_commit)
+        try:
+            with pytest.raises(Crash):
+                yield
+        finally:
+            event.remove(engine, "before_cursor_execute", before_statement)
+            event.remove(engine, "commit", before_commit)
 
 
 class QuotaMachine(RuleBasedStateMachine):

@@ -16,9 +16,7 @@ from sqlalchemy import Connection, func, insert, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.doubled_days import double_days
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.ledger_rollups import roll_up_ledger
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.ledger import Ledger
@@ -39,6 +37,7 @@ from loramux.platform.usage_question import GROUPS
 from loramux.platform.usage_ranges import cut
 from loramux.platform.usage_report import UsageRow
 from loramux.platform.usage_rollups import UsageRollups
+from tests.platform.rollup_checks import all_rollups, num_waiting, roll_up_anew
 
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe")
 
@@ -245,23 +244,9 @@ def _check_rollups(database: Database, facts: list[dict[str, Any]]) -> None:
             for span_us in grain.spans_us:
                 row = connection.execute(sums.where(rollups.grain == grain.number, rollups.span_us == span_us)).one()
                 assert tuple(map(int, row)) == total
-        assert connection.execute(select(func.count()).select_from(schema.usage_batches)).scalar() == 0
-    folded = _all_rollups(database)
-    with database.write() as connection:
-        for statement in (*roll_up_ledger(), *double_days()):
-            connection.exec_driver_sql(statement.replace("%", "%%") if not database.is_sqlite else statement)
-    assert _all_rollups(database) == folded
-
-
-def _all_rollups(database: Database) -> set[tuple[Any, ...]]:
-    """Every row, by what its series is instead of its number."""
-    rollups, series = schema.usage_rollups.c, schema.usage_series.c
-    rest = [column for column in rollups if column.name != "series_id"]
-    query = select(*rest, *(column for column in series if column.name != "id")).where(rollups.series_id == series.id)
-    with database.read() as connection:
-        rows = [tuple(row) for row in connection.execute(query)]
-    assert len(set(rows)) == len(rows)
-    return set(rows)
+    assert num_waiting(database) == 0
+    folded = all_rollups(database)
+    assert roll_up_anew(database) == folded
 
 
 def test_gateways_that_settle_and_fold_at_once_lose_nothing(database: Database) -> None:

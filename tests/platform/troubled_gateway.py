@@ -32,8 +32,8 @@ async def maintained(database: Database, tokenizer: ModelTokenizer, spool: Path)
             await asyncio.wait({maintaining})
 
 
-async def ask(gateway: Gateway, max_tokens: int = NUM_TOKENS) -> Any:
-    body = {"model": "base", "prompt": "a", "max_tokens": max_tokens, "stream": True}
+async def ask(gateway: Gateway, max_tokens: int = NUM_TOKENS, model: str = "base") -> Any:
+    body = {"model": model, "prompt": "a", "max_tokens": max_tokens, "stream": True}
     return await gateway.http.post("/v1/completions", json=body, timeout=PATIENCE_S)
 
 

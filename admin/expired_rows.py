@@ -1,0 +1,44 @@
+"""Rows that are of no use any more from a time on which they say themselves: idempotency keys, sessions, wrong keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import Column, Table, delete, select, tuple_
+
+from loramux.migrations.database import Database
+from loramux.migrations.schema import console_sessions, idempotency_keys, login_failures
+
+UNTIL: Sequence[Column[int]] = (
+    idempotency_keys.c.expires_us,
+    console_sessions.c.expires_us,
+    login_failures.c.forgiven_us,
+)
+"""Of each such table, the column that holds the time; each has an index over it."""
+
+
+class ExpiredRows:
+    """Sweeps tables, so many rows in a transaction that whoever waits for it does not wait for long. Blocking."""
+
+    def __init__(self, database: Database, until: Sequence[Column[int]] = UNTIL, at_once: int = 1000) -> None:
+        self._database = database
+        self._until = until
+        self._at_once = at_once
+
+    def sweep(self) -> Mapping[str, int]:
+        """Forget the rows whose time is up; how many there were, by table. Several servers may call it at once."""
+        return {until.table.name: self._sweep(until.table, until) for until in self._until}
+
+    def _sweep(self, table: Table, until: Column[int]) -> int:
+        key = tuple_(*table.primary_key)
+        total = 0
+        while True:
+            with self._database.write() as connection:
+                is_over = until <= self._database.now_us(connection)
+                some = select(*table.primary_key).where(is_over).limit(self._at_once)
+                # What somebody holds is swept by another server, or has got more time.
+                found = some.with_for_update(skip_locked=True)
+                num_swept = connection.execute(delete(table).where(key.in_(found))).rowcount
+            total += num_swept
+            if num_swept < self._at_once:
+                return total

@@ -1,0 +1,87 @@
+"""Statements that go to PostgreSQL together, so that a transaction waits for the server a few times, not for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+TAKES_NO_WRITES = "25006"
+"""PostgreSQL's code for a write where only reads are allowed."""
+
+
+class Run(Protocol):
+    """Sends a statement as the driver takes it. Its rows may be fetched once the round trip is over."""
+
+    def __call__(self, statement: str, parameters: Mapping[str, Any] | None = None, /) -> psycopg.Cursor[Any]: ...
+
+
+@contextmanager
+def write_by_round_trips(engine: Engine) -> Iterator[Connection]:
+    """A transaction that begins with its first `round_trip` and may commit with its last.
+
+    What is left open is committed on exit, and rolled back on an exception. What is read before the first round trip
+    is read outside of the transaction.
+    """
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        driver = _driver(connection)
+        try:
+            yield connection
+            with _as_sqlalchemy(connection):
+                driver.commit()
+        except BaseException:
+            if not driver.closed:
+                with _as_sqlalchemy(connection):
+                    driver.rollback()
+            raise
+
+
+@contextmanager
+def round_trip(connection: Connection, is_last: bool = False) -> Iterator[Run]:
+    """Run statements with one wait for all of them; where one fails, none after it is run. PostgreSQL only.
+
+    `is_last` commits behind them. Raises what SQLAlchemy raises.
+    """
+    driver = _driver(connection)
+    with _as_sqlalchemy(connection), driver.pipeline():
+        if driver.autocommit and driver.info.transaction_status == TransactionStatus.IDLE:
+            driver.execute("BEGIN")
+        yield driver.execute
+        if is_last:
+            driver.execute("COMMIT")
+
+
+def _driver(connection: Connection) -> psycopg.Connection[Any]:
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, psycopg.Connection)
+    return driver
+
+
+@contextmanager
+def _as_sqlalchemy(connection: Connection) -> Iterator[None]:
+    driver = _driver(connection)
+    try:
+        yield
+    except psycopg.Error as error:
+        takes_no_writes = error.sqlstate == TAKES_NO_WRITES
+        is_lost = driver.closed or takes_no_writes
+        if is_lost:
+            # The others of the pool are as old.
+            connection.invalidate(error)
+            connection.engine.dispose()
+        if takes_no_writes:
+            raise OperationalError(None, None, error, hide_parameters=True, connection_invalidated=True) from error
+        raise DBAPIError.instance(
+            None,
+            None,
+            error,
+            psycopg.Error,
+            hide_parameters=True,
+            connection_invalidated=is_lost,
+            dialect=connection.dialect,
+        ) from error

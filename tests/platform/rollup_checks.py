@@ -1,0 +1,37 @@
+"""Whether the rollups are the ledger: beside the same sums, which the database makes of all events anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import func, select
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.migrations.doubled_days import double_days
+from loramux.migrations.ledger_rollups import roll_up_ledger
+
+
+def num_waiting(database: Database) -> int:
+    """Transactions of settlements that are in no rollup yet."""
+    with database.read() as connection:
+        return connection.execute(select(func.count()).select_from(schema.usage_batches)).scalar_one()
+
+
+def all_rollups(database: Database) -> set[tuple[Any, ...]]:
+    """Every row, by what its series is instead of its number."""
+    rollups, series = schema.usage_rollups.c, schema.usage_series.c
+    rest = [column for column in rollups if column.name != "series_id"]
+    query = select(*rest, *(column for column in series if column.name != "id")).where(rollups.series_id == series.id)
+    with database.read() as connection:
+        rows = [tuple(row) for row in connection.execute(query)]
+    assert len(set(rows)) == len(rows)
+    return set(rows)
+
+
+def roll_up_anew(database: Database) -> set[tuple[Any, ...]]:
+    """Every row as the ledger has it, which are then those of the database."""
+    with database.write() as connection:
+        for statement in (*roll_up_ledger(), *double_days()):
+            connection.exec_driver_sql(statement.replace("%", "%%") if not database.is_sqlite else statement)
+    return all_rollups(database)
