@@ -41,17 +41,17 @@ class FileIdentity:
     modified_ns: int
 
     @classmethod
-    def of(cls, file: FileIO) -> FileIdentity:
-        status = os.fstat(file.fileno())
+    def of(cls, status: os.stat_result) -> FileIdentity:
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class HeldFile:
     """An open file of the tier, which no engine evicts before it is closed; leave its `with` block."""
 
-    def __init__(self, tier: DiskTier, file: FileIO) -> None:
+    def __init__(self, tier: DiskTier, file: FileIO, status: os.stat_result) -> None:
         self._tier = tier
         self.file = file
+        self.identity = FileIdentity.of(status)
 
     def __enter__(self) -> HeldFile:
         return self
@@ -99,20 +99,21 @@ class DiskTier:
     def hold(self, digest: str) -> HeldFile | None:
         """An adapter's file, which stays until it is closed; None where there is none."""
         path = self._path(digest)
-        file = _open_shared(path)
+        opened = _open_shared(path)
         now_ns = time.time_ns()
         with self._lock:
             known = self._files.get(path)
-            if known is not None and file is not None:
+            if known is not None and opened is not None:
                 known.used_ns = now_ns
                 self._files.move_to_end(path)
             elif known is not None:
                 self.used_bytes -= self._files.pop(path).size
-        if file is None:
+        if opened is None:
             return None
+        file, status = opened
         # Kept in the file, so that the order outlives a restart and other engines know it.
-        os.utime(file.fileno(), ns=(now_ns, os.fstat(file.fileno()).st_mtime_ns))
-        return HeldFile(self, file)
+        os.utime(file.fileno(), ns=(now_ns, status.st_mtime_ns))
+        return HeldFile(self, file, status)
 
     def new_file(self) -> Path:
         """A place for a file that is being made; `add` or `set_aside` takes it."""
@@ -269,7 +270,7 @@ class DiskTier:
             path.unlink(missing_ok=True)
 
 
-def _open_shared(path: Path) -> FileIO | None:
+def _open_shared(path: Path) -> tuple[FileIO, os.stat_result] | None:
     """Open a file under a shared lock; None where it is gone, or goes just now."""
     try:
         # Reading must not change the order of use: that is what access times are kept for.
@@ -279,8 +280,9 @@ def _open_shared(path: Path) -> FileIO | None:
     try:
         # Only an eviction holds the exclusive lock, and only for a moment.
         fcntl.flock(file.fileno(), fcntl.LOCK_SH)
-        if os.fstat(file.fileno()).st_nlink:
-            return file
+        status = os.fstat(file.fileno())
+        if status.st_nlink:
+            return file, status
     except BaseException:
         file.close()
         raise

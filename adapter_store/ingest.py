@@ -71,7 +71,7 @@ class Ingest:
         self._sources = sources or AdapterSources()
         self._processor = VersionProcessor(
             registry.database,
-            VersionClaims(registry.database, lease_s),
+            VersionClaims(registry.database, lease_s, registry.limits),
             blobs,
             target,
             scratch_dir,

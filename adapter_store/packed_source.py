@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -70,11 +71,11 @@ class PackedSource:
             return None
         with held:
             try:
-                return self._read(held.file, digest, allocate, "disk")
+                return self._read(held.file, held.identity, digest, allocate, "disk")
             except (AdapterCorrupt, OSError):
                 self._figures.count_end("set_aside")
                 with suppress(OSError):
-                    self._disk.forget(digest, FileIdentity.of(held.file).inode)
+                    self._disk.forget(digest, held.identity.inode)
         return None
 
     def _hold(self, digest: str) -> HeldFile | None:
@@ -151,10 +152,11 @@ class PackedSource:
 
     def _read_path(self, path: Path, digest: str, allocate: HostMemory) -> PackedAdapter:
         with FileIO(path) as file:
-            return self._read(file, digest, allocate, "blobs")
+            return self._read(file, FileIdentity.of(os.fstat(file.fileno())), digest, allocate, "blobs")
 
-    def _read(self, file: FileIO, digest: str, allocate: HostMemory, verifies: Tier) -> PackedAdapter:
-        identity = FileIdentity.of(file)
+    def _read(
+        self, file: FileIO, identity: FileIdentity, digest: str, allocate: HostMemory, verifies: Tier
+    ) -> PackedAdapter:
         with self._lock:
             known = self._proofs.pop(digest, None)
         check = PayloadCheck(known[1] if known is not None and known[0] == identity else None)

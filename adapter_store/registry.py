@@ -34,6 +34,10 @@ MAX_VERSION = 2**31 - 1
 class StockLimits(Protocol):
     """Says whether a tenant may keep more, in the transaction that adds it."""
 
+    @property
+    def refusal(self) -> type[Exception]:
+        """What `admit` raises."""
+
     def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int) -> None:
         """Raise where so many more `adapters` or `adapter_bytes` are too many."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from loramux.adapter_store.blob_url import open_blob_store
-from loramux.adapter_store.blobs import BlobStore
+from loramux.adapter_store.blobs import BlobStore, check_size
 from loramux.adapter_store.errors import (
     AdapterRejected,
     BlobNotFound,
@@ -40,20 +41,35 @@ class AdapterSources:
             raise UploadRefused("source_not_allowed", "adapters may not be taken from there", "source")
         return url.rstrip("/")
 
+    def size(self, url: str, name: str, max_bytes: int) -> int:
+        """How many bytes a file of a source has, of which none is copied; raises as `fetch` does."""
+        with _told(name, max_bytes):
+            found = self._open_store(self.check(url)).head(name)
+            if found is None:
+                raise BlobNotFound(name)
+            check_size(found.size, max_bytes)
+            return found.size
+
     def fetch(self, url: str, name: str, destination: Path, max_bytes: int) -> None:
         """Copy one file of a source; raises AdapterRejected, or SourceUnavailable where a later try may succeed."""
-        try:
+        with _told(name, max_bytes):
             # Asked again, since what is allowed may have changed since the version was made.
-            store = self._open_store(self.check(url))
-            store.get(name, destination, max_bytes)
-        except BlobNotFound:
-            raise AdapterRejected("source_not_found", "the source has no such file", name) from None
-        except BlobTooLarge:
-            raise AdapterRejected("file_too_large", f"the file has more than {max_bytes} bytes", name) from None
-        except UploadRefused as error:
-            raise AdapterRejected(error.code, error.message, error.param) from None
-        except (BlobStoreUnavailable, InvalidBlobUrl) as error:
-            raise SourceUnavailable(str(error)) from error
+            self._open_store(self.check(url)).get(name, destination, max_bytes)
+
+
+@contextmanager
+def _told(name: str, max_bytes: int) -> Iterator[None]:
+    """Say of a version what went wrong with a file of its source."""
+    try:
+        yield
+    except BlobNotFound:
+        raise AdapterRejected("source_not_found", "the source has no such file", name) from None
+    except BlobTooLarge:
+        raise AdapterRejected("file_too_large", f"the file has more than {max_bytes} bytes", name) from None
+    except UploadRefused as error:
+        raise AdapterRejected(error.code, error.message, error.param) from None
+    except (BlobStoreUnavailable, InvalidBlobUrl) as error:
+        raise SourceUnavailable(str(error)) from error
 
 
 def is_source_url(url: str) -> bool:

@@ -12,7 +12,7 @@ from loramux.adapter_store.aliases import DEFAULT_WEIGHT, SYSTEM, change_alias
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
 from loramux.adapter_store.intake import UNFINISHED, files_sha256, identical_version, upload_of
 from loramux.adapter_store.records import DEFAULT_ALIAS, AdapterVersion, AliasTarget, Upload, UploadFile
-from loramux.adapter_store.registry import lock_adapter, select_versions, version_of
+from loramux.adapter_store.registry import StockLimits, lock_adapter, select_versions, version_of
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
@@ -50,8 +50,9 @@ class VersionClaims:
     no blob is ever without a row.
     """
 
-    def __init__(self, database: Database, lease_s: float = LEASE_S) -> None:
+    def __init__(self, database: Database, lease_s: float = LEASE_S, limits: StockLimits | None = None) -> None:
         self._database = database
+        self._limits = limits
         self._lease_us = round(lease_s * 1_000_000)
         self.lease_s = lease_s
         self.server_id = new_id("srv")
@@ -91,6 +92,26 @@ class VersionClaims:
             if delay_s > 0:
                 due_us = self._database.now_us(connection) + round(delay_s * 1_000_000)
             self._change(connection, version_id, {"state": "pending", "claimed_by": None, "claim_expires_us": due_us})
+
+    def announce(self, claimed: ClaimedVersion, num_bytes: Mapping[str, int]) -> None:
+        """Note how large the files are that an operator's bucket holds, before any is copied: they count from now on.
+
+        Raises AdapterRejected where the tenant may not keep so much.
+        """
+        adapter_id = claimed.version.adapter_id
+        change = update(uploads).where(uploads.c.id == claimed.upload.id)
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            # An earlier try may have announced them already.
+            connection.execute(change.values(files=[]))
+            if self._limits is not None:
+                owner = connection.execute(select(adapters.c.tenant_id).where(adapters.c.id == adapter_id)).scalar_one()
+                try:
+                    self._limits.admit(connection, owner, "adapter_bytes", sum(num_bytes.values()))
+                except self._limits.refusal as refusal:
+                    raise AdapterRejected("insufficient_quota", str(refusal), "source") from None
+            announced = [asdict(UploadFile(name, size, sha256="")) for name, size in num_bytes.items()]
+            connection.execute(change.values(files=announced))
 
     def record_files(self, claimed: ClaimedVersion, files: Sequence[UploadFile]) -> None:
         """Note what an operator's bucket held. Raises AdapterRejected for bytes that are a version already."""

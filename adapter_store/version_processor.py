@@ -151,8 +151,10 @@ class VersionProcessor:
     def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> None:
         found = []
         max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._target.max_tensors_bytes}
+        num_bytes = {name: self._sources.size(url, name, max_bytes[name]) for name in UPLOAD_FILES}
+        self._claims.announce(claimed, num_bytes)
         for name in UPLOAD_FILES:
-            self._sources.fetch(url, name, scratch / name, max_bytes[name])
+            self._sources.fetch(url, name, scratch / name, num_bytes[name])
             found.append(UploadFile(name, (scratch / name).stat().st_size, digest_of(scratch / name)))
         self._claims.record_files(claimed, found)
         self._at_step(IngestStep.SOURCE_RECORDED)

@@ -14,6 +14,8 @@ from loramux.platform.quota_state import QuotaState
 class AdapterLimits:
     """Refuses adapters, and bytes of them, beyond a tenant's hard limits; what goes beyond others is counted."""
 
+    refusal = QuotaExceeded
+
     def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int) -> None:
         """Let a tenant add so many adapters or bytes, or raise QuotaExceeded.
 

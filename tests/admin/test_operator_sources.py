@@ -12,12 +12,13 @@ import httpx
 import pytest
 
 from loramux.adapter_store import sources
-from loramux.adapter_store.blobs import BlobStore
+from loramux.adapter_store.blobs import BlobInfo, BlobStore
 from loramux.adapter_store.errors import BlobStoreUnavailable, UploadRefused
 from loramux.adapter_store.local_blobs import LocalBlobStore
 from loramux.adapter_store.sources import AdapterSources
 from loramux.admin.client import AdminClient
 from loramux.admin.push import PushRefused, register_source
+from loramux.platform.quotas import QuotaPolicies
 from tests.admin.conftest import ADMIN_KEY, RunningServer
 from tests.admin.test_adapter_uploads import new_adapter
 from tests.admin.test_version_files import key_of
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.anyio
 
 class DownBlobStore(LocalBlobStore):
     """Cannot be reached."""
+
+    def head(self, key: str) -> BlobInfo | None:
+        raise BlobStoreUnavailable("the bucket operator at 10.0.0.7 cannot be reached")
 
     def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
         raise BlobStoreUnavailable("the bucket operator at 10.0.0.7 cannot be reached")
@@ -124,6 +128,34 @@ async def test_what_a_bucket_holds_is_checked_like_an_upload(
     version = await register(http, adapter_id, place(bucket, directory, "one"))
     assert (version["state"], version["error"]["code"]) == ("rejected", code)
     assert list(admin_side.blobs.list_keys()) == []
+
+
+async def test_a_source_counts_before_it_is_copied(
+    http: httpx.AsyncClient,
+    bucket: Path,
+    make_adapter: Callable[..., Path],
+    admin_side: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapter_id = await new_adapter(http, "limited")
+    directory = make_adapter()
+    source = place(bucket, directory, "one")
+    num_bytes = sum(path.stat().st_size for path in directory.iterdir())
+    copied: list[str] = []
+    get = LocalBlobStore.get
+
+    def noted(store: LocalBlobStore, key: str, *arguments: Any) -> None:
+        copied.append(key)
+        get(store, key, *arguments)
+
+    monkeypatch.setattr(LocalBlobStore, "get", noted)
+    policies, tenant = QuotaPolicies(admin_side.services.database), admin_side.services.tenants.get("limited").id
+    policies.set(tenant, "adapter_bytes", num_bytes - 1)
+    version = await register(http, adapter_id, source)
+    assert (version["state"], version["error"]["code"]) == ("rejected", "insufficient_quota")
+    assert copied == []
+    policies.set(tenant, "adapter_bytes", num_bytes)
+    assert (await register(http, adapter_id, source))["state"] == "ready"
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,11 @@ class FaultyPostgres:
         self._paused = []
 
     def kill(self) -> None:
+        # Stopped first: a process that it began after its children were listed would hold its memory.
+        postmaster = self._server.get_pid()
+        os.kill(postmaster, signal.SIGSTOP)
+        while _state(postmaster) not in "TZ":
+            time.sleep(0.001)
         pids = self._pids()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -81,10 +86,15 @@ class FaultyPostgres:
 
 
 def _lives(pid: int) -> bool:
+    return _state(pid) != "Z"
+
+
+def _state(pid: int) -> str:
+    """A letter, as `proc(5)` lists them; `Z` also of what is no more."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "Z"
 
 
 @contextlib.contextmanager
