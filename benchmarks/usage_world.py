@@ -24,9 +24,9 @@ from sqlalchemy.schema import CreateIndex, DropIndex
 from benchmarks.registry_world import World, fill
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.doubled_days import double_days
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.ledger_rollups import roll_up_ledger
+from loramux.migrations.model_spans import sum_up_models
 from loramux.platform.usage_grains import DAY_US
 
 MONTH_US = 30 * DAY_US
@@ -147,7 +147,7 @@ def make_usage_world(
     steps = [text(_events(kind, low, num_events, first_us, world)) for low in range(0, num_events, INSERTED_AT_ONCE)]
     later = [CreateIndex(index) for index in indexes]
     if is_folded:
-        later += [text(statement) for statement in (*roll_up_ledger(), *double_days())]
+        later += [text(statement) for statement in (*roll_up_ledger(), *sum_up_models())]
     later.append(text("ANALYZE") if kind == "postgresql" else text("SELECT 1"))
     for statement in progress.track([*steps, *later], description=f"{kind}: {num_events} events"):
         with database.write() as connection:

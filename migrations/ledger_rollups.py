@@ -1,7 +1,7 @@
 """All rollups of a ledger, made anew by the database itself: what step 0011 does.
 
 Nothing else may write meanwhile, which that step sees to. A later step that keeps other sums brings statements of its
-own, as `doubled_days.py` does: these are released.
+own, as `model_spans.py` does: these are released.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ DAY_US = 24 * HOUR_US
 WEEK_US = 7 * DAY_US
 """Since 1970, hence from Thursday to Thursday: parts of a longer range, never a bucket of their own."""
 
-DOUBLED_DAYS_US = tuple(DAY_US << doublings for doublings in range(5))
+DOUBLED_US = tuple(DAY_US << doublings for doublings in range(5))
 """One, two, four, eight and sixteen days, whole ones since 1970."""
 
 SERIES = (
@@ -52,10 +52,8 @@ GRAINS = (
     _grain(0, ("base", "endpoint", "status"), MINUTE_US, HOUR_US, DAY_US),
     _grain(1, ("tenant_id", "base", "endpoint", "status"), HOUR_US, DAY_US, WEEK_US),
     _grain(2, ("tenant_id", "api_key_id"), HOUR_US, DAY_US, WEEK_US),
-    # An hour of these has nearly as many rows as the finest grain, which answers for it.
-    # The most rows a span of all that are asked of everybody, so that a month is to be of few spans: each is two of the
-    # one before.
-    _grain(3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), QUARTER_DAY_US, *DOUBLED_DAYS_US),
+    # The most rows a span of all that are asked of everybody, so that a month is to be of few spans: days are doubled.
+    _grain(3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), HOUR_US, QUARTER_DAY_US, *DOUBLED_US),
     _grain(4, ("tenant_id", "end_user"), DAY_US),
     _grain(5, set(SERIES) - {"end_user"}, HOUR_US, DAY_US),
 )

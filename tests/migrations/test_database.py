@@ -290,7 +290,7 @@ def test_usage_of_before_is_rolled_up(database_url: str) -> None:
     by_grain = {
         1: [*hours, of_day, of_week],
         2: [*hours, of_day, of_week],
-        3: [(6 * hour, 0, 3, 66), of_day, *((span * day, -day, 3, 66) for span in (2, 4, 8, 16))],
+        3: [*hours, (6 * hour, 0, 3, 66), of_day, *((span * day, -day, 3, 66) for span in (2, 4, 8, 16))],
         4: [of_day],
         5: [*hours, of_day],
     }

@@ -8,8 +8,8 @@ from sqlalchemy import func, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.doubled_days import double_days
 from loramux.migrations.ledger_rollups import roll_up_ledger
+from loramux.migrations.model_spans import sum_up_models
 
 
 def num_waiting(database: Database) -> int:
@@ -32,6 +32,6 @@ def all_rollups(database: Database) -> set[tuple[Any, ...]]:
 def roll_up_anew(database: Database) -> set[tuple[Any, ...]]:
     """Every row as the ledger has it, which are then those of the database."""
     with database.write() as connection:
-        for statement in (*roll_up_ledger(), *double_days()):
+        for statement in (*roll_up_ledger(), *sum_up_models()):
             connection.exec_driver_sql(statement.replace("%", "%%") if not database.is_sqlite else statement)
     return all_rollups(database)

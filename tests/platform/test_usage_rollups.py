@@ -26,7 +26,7 @@ from loramux.platform.tenants import Tenants
 from loramux.platform.usage_grains import (
     AMOUNTS,
     DAY_US,
-    DOUBLED_DAYS_US,
+    DOUBLED_US,
     GRAINS,
     HOUR_US,
     MINUTE_US,
@@ -319,7 +319,7 @@ def test_gateways_that_settle_and_fold_at_once_lose_nothing(database: Database) 
         (DAY_US, HOUR_US),
         (WEEK_US, DAY_US, QUARTER_DAY_US, HOUR_US),
         (MINUTE_US, DAY_US),
-        DOUBLED_DAYS_US,
+        DOUBLED_US,
     ],
     ids=["events alone", "hours", "days", "weeks to hours", "days and minutes", "doubled days"],
 )

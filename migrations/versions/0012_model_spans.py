@@ -1,4 +1,4 @@
-"""Sums by model over 2, 4, 8 and 16 days in place of weeks."""
+"""Sums by model over hours, and over 2, 4, 8 and 16 days in place of weeks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from alembic import op
 
-from loramux.migrations.doubled_days import back_to_weeks, double_days
+from loramux.migrations.model_spans import back_to_weeks, sum_up_models
 
 revision = "0012"
 down_revision = "0011"
@@ -15,8 +15,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """From the days that are there, in seconds where the ledger has millions of requests."""
-    _run(double_days())
+    """From the sums that are there: a minute or two for ten million requests."""
+    _run(sum_up_models())
 
 
 def downgrade() -> None:

@@ -1,0 +1,61 @@
+"""Sums by model over hours, and over 2, 4, 8 and 16 days in place of weeks: what step 0012 does after `roll_up_ledger`.
+
+A month by model is the sum of ten thousand rows a span: of doubled days it has about five, of weeks and days nine. The
+hours at its ends were those of the finest grain, which have three times as many series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+_HOUR_US, _DAY_US, _WEEK_US = 3_600_000_000, 86_400_000_000, 604_800_000_000
+_DOUBLED_US = tuple(_DAY_US << doublings for doublings in range(5))
+_MODELS, _FINEST = 3, 5
+"""The numbers of the grain that keeps tenants and their models apart, and of that which keeps most."""
+_KEPT = ("tenant_id", "adapter_id", "adapter_version_id", "model", "base")
+_LEFT_OUT = ("api_key_id", "endpoint", "end_user", "status")
+_AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
+_INSERT = f"INSERT INTO usage_rollups (grain, span_us, start_us, tenant_id, series_id, {', '.join(_AMOUNTS)})"
+
+
+def sum_up_models() -> Iterator[str]:
+    """The statements, in their order."""
+    yield _hours()
+    yield _delete((_WEEK_US,))
+    for shorter_us, longer_us in pairwise(_DOUBLED_US):
+        yield _sum_up(shorter_us, longer_us)
+
+
+def back_to_weeks() -> Iterator[str]:
+    """The statements that undo it."""
+    yield _delete((_HOUR_US, *_DOUBLED_US[1:]))
+    yield _sum_up(_DAY_US, _WEEK_US)
+
+
+def _hours() -> str:
+    same = " AND ".join([*(f"m.{name} = s.{name}" for name in _KEPT), *(f"m.{name} = ''" for name in _LEFT_OUT)])
+    sums = ", ".join(f"sum(r.{name})" for name in _AMOUNTS)
+    # Which series is part of which is looked up once for each, not for each of its hours.
+    return (
+        f"{_INSERT} WITH models AS MATERIALIZED"  # noqa: S608 - constants, as all of this file
+        f" (SELECT s.id AS part_id, m.id AS model_id FROM usage_series s JOIN usage_series m ON {same})"
+        f" SELECT {_MODELS}, {_HOUR_US}, r.start_us, r.tenant_id, models.model_id, {sums}"
+        " FROM usage_rollups r JOIN models ON models.part_id = r.series_id"
+        f" WHERE r.grain = {_FINEST} AND r.span_us = {_HOUR_US}"
+        " GROUP BY r.start_us, r.tenant_id, models.model_id"
+    )
+
+
+def _delete(spans_us: tuple[int, ...]) -> str:
+    listed = ", ".join(map(str, spans_us))
+    return f"DELETE FROM usage_rollups WHERE grain = {_MODELS} AND span_us IN ({listed})"  # noqa: S608
+
+
+def _sum_up(shorter_us: int, longer_us: int) -> str:
+    start = f"start_us - start_us % {longer_us}"
+    return (
+        f"{_INSERT} SELECT grain, {longer_us}, {start}, tenant_id, series_id,"  # noqa: S608
+        f" {', '.join(f'sum({name})' for name in _AMOUNTS)} FROM usage_rollups"
+        f" WHERE grain = {_MODELS} AND span_us = {shorter_us} GROUP BY grain, {start}, tenant_id, series_id"
+    )

@@ -1,0 +1,31 @@
+"""A condition of which SQLite is told that hardly any row fulfils it, whatever its statistics say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import GenericFunction
+
+
+class rare(GenericFunction[Any]):  # noqa: N801 - it reads as a function of SQL
+    """The condition itself; its index is preferred. https://sqlite.org/lang_corefunc.html#likelihood"""
+
+    # Of no type, since SQLAlchemy compares what is a boolean with 1, and no index is found by that.
+    inherit_cache = True
+
+    def __init__(self, condition: ColumnElement[bool]) -> None:
+        super().__init__(condition)
+
+
+@compiles(rare)
+def _plain(element: rare, compiler: SQLCompiler, **kw: Any) -> str:
+    return compiler.process(element.clauses, **kw)
+
+
+@compiles(rare, "sqlite")
+def _likelihood(element: rare, compiler: SQLCompiler, **kw: Any) -> str:
+    (condition,) = element.clauses
+    return f"likelihood({compiler.process(condition, **kw)}, 0.0000001)"
