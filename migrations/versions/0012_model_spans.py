@@ -15,7 +15,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """From the sums that are there: a minute or two for ten million requests."""
+    """From the sums that are there: a few minutes for ten million requests."""
     _run(sum_up_models())
 
 
