@@ -39,7 +39,7 @@ from loramux.platform.usage_rollups import UsageRollups
 
 TARGET_MS = 200.0
 TOP = 200
-"""As many groups as the console shows."""
+"""Twice as many groups as the console shows."""
 ASKED_US = MONTH_US - 17 * HOUR_US
 """What is called a month: nearly all that is there, begun and ended in the middle of a day."""
 FOLDED_WORLD = World(50, 4, 2)

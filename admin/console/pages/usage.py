@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from loramux.admin.console.panels import panel
+from loramux.admin.console.panels import Panel, panel
 from loramux.admin.console.rendering import visible
 from loramux.admin.console.rest_calls import Document
 from loramux.admin.console.visit import Visit
@@ -21,7 +21,7 @@ BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
 """A range begins at a whole one of these before it, as the sums do that are there already."""
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
-MAX_ROWS = 200
+MAX_ROWS = 100
 MAX_CHARTED = 30
 FRESH_S = 10.0
 """How old sums may be: those of a month of many requests cost the database something."""
@@ -32,7 +32,15 @@ async def show(visit: Visit) -> Response:
     bucket, length_s = RANGES[params["days"]]
     asked = {key: params[key] for key in ("start", "end", "tenant")}
     chosen = (params["days"], params["group_by"], params["tenant"], visit.sees)
-    sums, events, prices = await asyncio.gather(
+
+    async def series(group: str) -> Panel[Document]:
+        return await visit.site.recent.get(
+            ("usage series", group, *chosen),
+            FRESH_S,
+            lambda: panel(visit.rest.get("/usage", **asked, group_by=group, bucket=bucket)),
+        )
+
+    sums, events, prices, together = await asyncio.gather(
         visit.site.recent.get(
             ("usage", *chosen),
             FRESH_S,
@@ -40,16 +48,13 @@ async def show(visit: Visit) -> Response:
         ),
         panel(visit.rest.get("/usage/events", tenant=params["tenant"], limit=20)),
         panel(visit.rest.get("/prices", tenant=params["tenant"], limit=20)),
+        series(""),
     )
     found = sums.data or {"data": [], "num_results": 0, "total": None}
     rows = [row for page in found["data"] for row in page["results"]]
     # A line for each of a thousand would be neither read nor quick: of so many, all together.
     charted = params["group_by"] if found["num_results"] <= MAX_CHARTED else ""
-    series = await visit.site.recent.get(
-        ("usage series", charted, *chosen),
-        FRESH_S,
-        lambda: panel(visit.rest.get("/usage", **asked, group_by=charted, bucket=bucket)),
-    )
+    lines = await series(charted) if charted else together
     return visit.page(
         "usage.html",
         sums=sums,
@@ -57,7 +62,7 @@ async def show(visit: Visit) -> Response:
         num_rows=found["num_results"],
         total=found["total"],
         charted=charted,
-        chart=_chart(series.data, charted, params, length_s) if series.data else None,
+        chart=_chart(lines.data, charted, params, length_s) if lines.data else None,
         events=events,
         prices=prices,
         has_cost=bool(rows) and "cost_nanos" in rows[0],
