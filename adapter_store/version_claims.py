@@ -96,13 +96,14 @@ class VersionClaims:
     def announce(self, claimed: ClaimedVersion, num_bytes: Mapping[str, int]) -> None:
         """Note how large the files are that an operator's bucket holds, before any is copied: they count from now on.
 
-        Raises AdapterRejected where the tenant may not keep so much.
+        Raises ClaimLost, or AdapterRejected where the tenant may not keep so much.
         """
         adapter_id = claimed.version.adapter_id
         change = update(uploads).where(uploads.c.id == claimed.upload.id)
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
-            # An earlier try may have announced them already.
+            # An earlier try may have counted them already, as they came or as they were validated.
+            self._change(connection, claimed.version.id, {"canonical_bytes": None})
             connection.execute(change.values(files=[]))
             if self._limits is not None:
                 owner = connection.execute(select(adapters.c.tenant_id).where(adapters.c.id == adapter_id)).scalar_one()

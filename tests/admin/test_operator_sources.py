@@ -10,14 +10,17 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from sqlalchemy import select, update
 
 from loramux.adapter_store import sources
 from loramux.adapter_store.blobs import BlobInfo, BlobStore
-from loramux.adapter_store.errors import BlobStoreUnavailable, UploadRefused
+from loramux.adapter_store.errors import BlobStoreUnavailable, ClaimLost, UploadRefused
 from loramux.adapter_store.local_blobs import LocalBlobStore
 from loramux.adapter_store.sources import AdapterSources
+from loramux.adapter_store.version_claims import ClaimedVersion, VersionClaims
 from loramux.admin.client import AdminClient
 from loramux.admin.push import PushRefused, register_source
+from loramux.migrations.schema import adapter_versions, uploads
 from loramux.platform.quotas import QuotaPolicies
 from tests.admin.conftest import ADMIN_KEY, RunningServer
 from tests.admin.test_adapter_uploads import new_adapter
@@ -156,6 +159,41 @@ async def test_a_source_counts_before_it_is_copied(
     assert copied == []
     policies.set(tenant, "adapter_bytes", num_bytes)
     assert (await register(http, adapter_id, source))["state"] == "ready"
+
+
+async def test_a_source_that_is_taken_again_counts_once_and_only_for_whom_it_is_claimed_by(
+    http: httpx.AsyncClient,
+    bucket: Path,
+    make_adapter: Callable[..., Path],
+    admin_side: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapter_id = await new_adapter(http, "limited")
+    directory = make_adapter()
+    num_bytes = sum(path.stat().st_size for path in directory.iterdir())
+    database, tenants = admin_side.services.database, admin_side.services.tenants
+    QuotaPolicies(database).set(tenants.get("limited").id, "adapter_bytes", num_bytes)
+    announce, claims = VersionClaims.announce, []
+
+    def again(self: VersionClaims, claimed: ClaimedVersion, sizes: Any) -> None:
+        # As a server leaves it that dies between the verdict and the blobs.
+        with database.write() as connection:
+            connection.execute(update(adapter_versions).values(canonical_bytes=num_bytes))
+        announce(self, claimed, sizes)
+        claims.append((self, claimed, sizes))
+
+    monkeypatch.setattr(VersionClaims, "announce", again)
+    assert (await register(http, adapter_id, place(bucket, directory, "one")))["state"] == "ready"
+
+    def declared() -> Any:
+        with database.read() as connection:
+            return connection.execute(select(uploads.c.files)).all()
+
+    files = declared()
+    ((server, claimed, sizes),) = claims
+    with pytest.raises(ClaimLost):
+        announce(server, claimed, sizes)
+    assert declared() == files
 
 
 @pytest.mark.parametrize(
