@@ -231,6 +231,7 @@ quota_counters = Table(
     Column("refilled_us", BigInteger, nullable=False),
 )
 
+# Of requests that run, and of those recovered ones that may still be corrected. What is settled is in usage_events.
 reservations = Table(
     "reservations",
     metadata,
@@ -255,6 +256,7 @@ reservations = Table(
     # When somebody asked for its end; its gateway reads this with each checkpoint.
     Column("cancel_requested_us", BigInteger, nullable=True),
     Index("ix_reservations_state_lease", "state", "lease_expires_us"),
+    # `settled` is what servers of before step 0013 leave, and means nothing any more.
     CheckConstraint("state IN ('open', 'settled', 'recovered')", name="state"),
 )
 

@@ -139,7 +139,6 @@ class Admission:
                 settlement=Settlement(
                     status=RECOVERED, prompt_tokens=row.prompt_tokens, completion_tokens=row.checkpoint_tokens
                 ),
-                state=RECOVERED,
                 lease_expires_us=row.lease_expires_us,
             )
             for row in expired

@@ -19,7 +19,6 @@ from loramux.platform.quota_rules import Binding, Demand, Spent
 from loramux.platform.quota_state import QuotaState
 from loramux.platform.reservation_rows import ReservationRows
 from loramux.platform.reservations import (
-    RECOVERED,
     Closing,
     Extension,
     Operation,
@@ -201,11 +200,11 @@ class AdmissionBatch:
 
     def _close(self, closing: Closing) -> bool | LookupError:
         reservation = self._reservations.open.get(closing.request_id)
-        if reservation is None and closing.request_id in self._reservations.recovered and closing.state != RECOVERED:
+        if reservation is None and closing.request_id in self._reservations.recovered and not closing.is_recovery:
             return self._correct(closing)
         if reservation is None:
             return self._not_open(closing.request_id)
-        if closing.lease_expires_us not in (None, reservation["lease_expires_us"]):
+        if closing.is_recovery and closing.lease_expires_us != reservation["lease_expires_us"]:
             # A gateway that was only slow has extended its lease since.
             return False
         settlement = closing.settlement
@@ -217,7 +216,10 @@ class AdmissionBatch:
             if (counter := self._quotas.counters.get(binding.key)) is not None:
                 counter = binding.give_back(binding.current(counter, self._now_us), charge.amount, spent)
                 self._quotas.change(binding.key, counter)
-        self._reservations.close(closing.request_id, closing.state)
+        if closing.is_recovery:
+            self._reservations.recover(closing.request_id)
+        else:
+            self._reservations.settle(closing.request_id)
         self._entries.charge(reservation, settlement)
         return True
 
@@ -237,7 +239,7 @@ class AdmissionBatch:
                 is_more = spent.of(binding.metric) > guess.of(binding.metric)
                 is_overdrawn |= is_more and binding.is_hard and binding.is_overdrawn(counter)
         self.num_overdrawn += is_overdrawn
-        self._reservations.close(closing.request_id, closing.state)
+        self._reservations.settle(closing.request_id)
         self._entries.correct(reservation, charged, truth)
         return True
 

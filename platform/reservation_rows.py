@@ -1,4 +1,8 @@
-"""The reservations that one transaction works with: locked in one order, kept in memory, written once."""
+"""The reservations that one transaction works with: locked in one order, kept in memory, written once.
+
+There are rows of requests that run, and of those whose gateway seemed dead, which may still be corrected. A request
+that was settled is in the ledger and nowhere else, so that the table stays as small as what runs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,8 @@ LEASE_US = 30_000_000
 _reservations = schema.reservations
 _COLUMNS = tuple(_reservations.c.keys())
 _OPEN = ManyRows.insert(_reservations)
-_CLOSE = ManyRows.update(_reservations, [_reservations.c.id], [_reservations.c.state])
+_RECOVER = ManyRows.update(_reservations, [_reservations.c.id], [_reservations.c.state])
+_SETTLE = ManyRows.delete(_reservations, [_reservations.c.id])
 _EXTEND = ManyRows.update(
     _reservations, [_reservations.c.id], [_reservations.c.reserved_tokens, _reservations.c.charges]
 )
@@ -46,14 +51,15 @@ class ReservationRows:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.known: set[str] = set()
-        """The ids of all that there are, settled ones too."""
+        """The ids of those of the requests that ever had a reservation."""
         self.open: dict[str, dict[str, Any]] = {}
         self.recovered: dict[str, dict[str, Any]] = {}
         self.charged: dict[str, Settlement] = {}
         """What recovered requests were charged by their last checkpoints."""
         self._opened: list[dict[str, Any]] = []
         self._extended: dict[str, dict[str, Any]] = {}
-        self._closed: list[dict[str, Any]] = []
+        self._recovered: list[dict[str, Any]] = []
+        self._settled: list[dict[str, Any]] = []
 
     def read(self, ids: Collection[str]) -> None:
         """Lock those of these that there are."""
@@ -73,6 +79,7 @@ class ReservationRows:
                 kept = self.open if row["state"] == "open" else self.recovered
                 kept[row["id"]] = row
         self._read_charged(list(self.recovered))
+        self._read_settled([one for one in ids if one not in self.known])
 
     def find(self, request_id: str) -> dict[str, Any] | None:
         """One that may be changed."""
@@ -117,14 +124,24 @@ class ReservationRows:
             "charges": charges,
         }
 
-    def close(self, request_id: str, state: str) -> None:
-        """Have one end in this state; it is none of `open` or `recovered` from here on."""
+    def settle(self, request_id: str) -> None:
+        """Have one end: from here on it is none of `open` or `recovered`."""
         (self.open if request_id in self.open else self.recovered).pop(request_id)
-        self._closed.append({"id": request_id, "state": state})
+        self._settled.append({"id": request_id})
+
+    def recover(self, request_id: str) -> None:
+        """Have an open one wait for a settlement that may still come; it is not to be changed in this transaction."""
+        del self.open[request_id]
+        self._recovered.append({"id": request_id, "state": RECOVERED})
 
     def writes(self) -> list[tuple[ManyRows, list[dict[str, Any]]]]:
         """What writes that which was changed, in this order: what is extended and closed at once is the same row."""
-        return [(_OPEN, self._opened), (_EXTEND, list(self._extended.values())), (_CLOSE, self._closed)]
+        return [
+            (_OPEN, self._opened),
+            (_EXTEND, list(self._extended.values())),
+            (_RECOVER, self._recovered),
+            (_SETTLE, self._settled),
+        ]
 
     def _read_charged(self, request_ids: list[str]) -> None:
         events = schema.usage_events
@@ -136,3 +153,10 @@ class ReservationRows:
                 completion_tokens=row.completion_tokens,
                 cached_tokens=row.cached_tokens,
             )
+
+    def _read_settled(self, request_ids: list[str]) -> None:
+        """Of requests without a reservation: those that had one. Few are settled twice."""
+        if request_ids:
+            events = schema.usage_events
+            query = select(events.c.request_id).where(events.c.request_id.in_(request_ids))
+            self.known.update(self._connection.execute(query).scalars())

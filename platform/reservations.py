@@ -88,7 +88,7 @@ class Settlement:
 
 
 RECOVERED = "recovered"
-"""The state of a reservation, and the status of its usage event, whose gateway had seemed dead."""
+"""The state of a reservation, and the status of its usage event, whose gateway seems dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +100,11 @@ class Closing:
 
     request_id: str
     settlement: Settlement
-    state: str = "settled"
     lease_expires_us: int | None = None
+
+    @property
+    def is_recovery(self) -> bool:
+        return self.lease_expires_us is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

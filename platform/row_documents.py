@@ -19,6 +19,7 @@ from sqlalchemy import (
     bindparam,
     cast,
     column,
+    delete,
     func,
     insert,
     select,
@@ -79,6 +80,17 @@ class ManyRows:
             many = many.where(key == rows.c[key.name])
             single = single.where(key == bindparam(f"new_{key.name}", type_=key.type))
         return cls(name, columns, many, single)
+
+    @classmethod
+    def delete(cls, table: Table, keys: Sequence[Column[Any]]) -> ManyRows:
+        """Delete the rows that `keys` name."""
+        name = f"deleted_{table.name}"
+        rows = rows_of(keys, name)
+        many = single = delete(table)
+        for key in keys:
+            many = many.where(key == rows.c[key.name])
+            single = single.where(key == bindparam(f"new_{key.name}", type_=key.type))
+        return cls(name, keys, many, single)
 
     def run(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
         """Run it with these; nothing where there are none."""

@@ -170,8 +170,8 @@ class Tenants:
                 if row is None:
                     return False
                 usable = select(keys.c.id).where(keys.c.tenant_id == tenant_id, keys.c.revoked_us.is_(None)).limit(1)
-                used = select(schema.reservations.c.id).where(schema.reservations.c.tenant_id == tenant_id).limit(1)
-                if connection.execute(usable).first() or connection.execute(used).first():
+                runs = select(schema.reservations.c.id).where(schema.reservations.c.tenant_id == tenant_id).limit(1)
+                if connection.execute(usable).first() or connection.execute(runs).first():
                     raise in_use
                 counters = schema.quota_counters
                 connection.execute(delete(counters).where(counters.c.policy_id.in_(own_policies)))
@@ -181,7 +181,7 @@ class Tenants:
                 now_us, before = self._database.now_us(connection), _shown(_tenant(row))
                 audit(connection, now_us, "tenant.delete", tenant_id, tenant_id=tenant_id, before=before)
         except IntegrityError:
-            # Something else still names it.
+            # Something else still names it: an adapter, or an entry in the ledger.
             raise in_use from None
         self._shares.pop(tenant_id, None)
         return True

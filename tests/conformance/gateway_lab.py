@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -49,12 +49,28 @@ class Truth:
     completion_tokens: int
 
 
+_SEE_RESERVATIONS = """
+CREATE TABLE seen_reservations (id text PRIMARY KEY, tenant_id text, reserved_tokens bigint);
+CREATE FUNCTION see_reservation() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO seen_reservations VALUES (NEW.id, NEW.tenant_id, NEW.reserved_tokens)
+    ON CONFLICT (id) DO UPDATE SET reserved_tokens = excluded.reserved_tokens;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER see_reservation AFTER INSERT OR UPDATE OF reserved_tokens ON reservations
+    FOR EACH ROW EXECUTE FUNCTION see_reservation();
+"""
+"""Keeps what was reserved, since a reservation that was settled is gone."""
+
+
 class GatewayLab:
     """Starts, kills and asks gateways; `truths` is what their engine says."""
 
     def __init__(self, directory: Path, database_url: str, model: Path, num_gateways: int) -> None:
         self.database = Database(database_url)
         self.database.upgrade()
+        with self.database.write() as connection:
+            connection.exec_driver_sql(_SEE_RESERVATIONS)
         self._ends = directory / "ends"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), *sys.path])
@@ -139,6 +155,12 @@ class GatewayLab:
             sequence_id, num_prompt, num_completion, _ = json.loads(line)
             found[sequence_id.rpartition("-")[0]] = Truth(num_prompt, num_completion)
         return found
+
+    def reserved_tokens(self, tenant_id: str) -> dict[str, int]:
+        """What each request of a tenant held at most, also of those whose reservations are gone."""
+        query = text("SELECT id, reserved_tokens FROM seen_reservations WHERE tenant_id = :tenant_id")
+        with self.database.read() as connection:
+            return {row.id: row.reserved_tokens for row in connection.execute(query, {"tenant_id": tenant_id})}
 
     def num_open(self) -> int:
         table = schema.reservations

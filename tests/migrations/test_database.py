@@ -19,9 +19,11 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import (
     adapter_alias_history,
     adapter_alias_targets,
+    api_keys,
     metadata,
     quota_counters,
     quota_policies,
+    reservations,
     tenants,
     usage_rollups,
 )
@@ -296,4 +298,26 @@ def test_usage_of_before_is_rolled_up(database_url: str) -> None:
     }
     assert [tuple(row) for row in rows] == [(grain, *row) for grain, found in by_grain.items() for row in found]
     assert tuple(everybody) == (3, 9)
+    database.close()
+
+
+def test_reservations_of_before_that_were_settled_are_gone(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade("0012")
+    add_tenant(database, "acme")
+    with database.write() as connection:
+        owner = connection.execute(select(tenants.c.id)).scalar_one()
+        key = {"id": "key_1", "tenant_id": owner, "public_id": "one", "secret_sha256": bytes(32)}
+        connection.execute(insert(api_keys).values(**key, name="key", scopes=[], created_us=0))
+        for state in ("open", "settled", "recovered"):
+            connection.exec_driver_sql(
+                "INSERT INTO reservations (id, tenant_id, api_key_id, model, endpoint, state, prompt_tokens,"
+                " reserved_tokens, charges, checkpoint_tokens, created_us, lease_expires_us) VALUES"
+                f" ('req_{state}', '{owner}', 'key_1', 'base', 'completions', '{state}', 1, 2, '[]', 0, 3, 4)"
+            )
+    database.upgrade()
+    with database.read() as connection:
+        left = connection.execute(select(reservations).order_by(reservations.c.id)).mappings().all()
+    assert [row["state"] for row in left] == ["open", "recovered"]
+    assert {(row["tenant_id"], row["reserved_tokens"], row["lease_expires_us"]) for row in left} == {(owner, 2, 4)}
     database.close()

@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission import Admission
+from loramux.platform.api_keys import ApiKeys
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge
 from loramux.platform.quota_counters import UNITS
@@ -22,7 +23,7 @@ from loramux.platform.quota_metrics import MAX_AMOUNT, MAX_RATE
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.reservation_rows import LEASE_US
 from loramux.platform.reservations import Checkpoint, Closing, Extension, ReservationRequest, Settlement
-from loramux.platform.tenants import Tenant, Tenants
+from loramux.platform.tenants import Tenant, TenantInUse, Tenants
 
 MakeRequest = Callable[..., ReservationRequest]
 LIMITING_ANY_REQUEST = (
@@ -195,6 +196,22 @@ def test_settling_twice_charges_once(clocked: Database, acme: Tenant, make_reque
     assert (event.prompt_tokens, event.completion_tokens, event.status) == (10, 5, "completed")
     with pytest.raises(LookupError):
         admission.settle("req_none", used(1, 1))
+
+
+def test_a_tenant_that_runs_or_has_used_something_is_not_deleted(
+    clocked: Database, acme: Tenant, acme_key: str, make_request: MakeRequest
+) -> None:
+    admission, tenants = Admission(clocked), Tenants(clocked)
+    reservation = admission.reserve(make_request())
+    assert ApiKeys(clocked).revoke(acme_key)
+    with pytest.raises(TenantInUse):
+        tenants.delete(acme.id)
+    assert admission.settle(reservation.request_id, used(10, 5))
+    with pytest.raises(TenantInUse):
+        tenants.delete(acme.id)
+    with clocked.write() as connection:
+        connection.execute(delete(schema.usage_events))
+    assert tenants.delete(acme.id)
 
 
 def test_an_expired_reservation_is_recovered_at_its_checkpoint_and_corrected_once(

@@ -379,8 +379,9 @@ class QuotaMachine(RuleBasedStateMachine):
                 names = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
                 columns = [func.coalesce(func.sum(table.c[name]), 0) for name in names]
                 sums.append([int(value) for value in connection.execute(select(func.count(), *columns)).one()])
-            open_ids = select(schema.reservations.c.id).where(schema.reservations.c.state == "open")
-            assert set(connection.execute(open_ids).scalars()) == {one.id for one in requests if one.state == "open"}
+            table = schema.reservations
+            held = {row.id: row.state for row in connection.execute(select(table.c.id, table.c.state))}
+        assert held == {one.id: one.state for one in requests if one.state != "settled"}
         assert sums[0][0] == sum(request.state != "open" for request in requests)
         total = [a + b for a, b in zip(sums[0][1:], sums[1][1:], strict=True)]
         assert total == [
