@@ -1,11 +1,10 @@
-"""The requests that run in this gateway: started, checkpointed, settled, drained."""
+"""The requests that run in this gateway: reserved, started, checkpointed, drained."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import structlog
@@ -19,15 +18,9 @@ from loramux.platform.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.reservation_rows import LEASE_US
-from loramux.platform.reservations import Checkpoint, Closing, Extension, Reservation, ReservationRequest, Settlement
+from loramux.platform.reservations import Checkpoint, Extension, Reservation, ReservationRequest
 from loramux.platform.resident_adapters import ResidentAdapters
-from loramux.platform.settlement_spool import SettlementSpool, SpoolFull
-
-SETTLE_DELAYS_S = (0.2, 1.0, 3.0)
-"""Waits between attempts to settle where nothing is spooled; after the last, the reservation is left to recovery."""
-
-SETTLE_WAIT_S = 2.0
-"""How long a settlement may be under way before it is spooled too."""
+from loramux.platform.settling import Settling
 
 RESERVE_WAIT_S = 5.0
 """How long a request waits for its reservation."""
@@ -42,10 +35,6 @@ CHECKPOINT_INTERVAL_S = 5.0
 
 SWEEP_INTERVAL_S = 3600.0
 """How often counters of windows long past are looked for."""
-
-REPLAY_AT_ONCE = 256
-
-NEVER_RAN = Settlement(status="aborted", prompt_tokens=0, completion_tokens=0, has_run=False, has_begun=False)
 
 log = structlog.get_logger()
 
@@ -88,13 +77,11 @@ class RunningRequests:
         metrics: GatewayMetrics,
         call: Call,
         clock: Callable[[], int],
-        state: DatabaseState | None = None,
-        spool: SettlementSpool | None = None,
+        state: DatabaseState,
+        settling: Settling,
     ) -> None:
-        self._state = state if state is not None else DatabaseState()
-        self._spool = spool
-        # One thread of its own: the others may all wait for the database.
-        self._spooling = ThreadPoolExecutor(1, thread_name_prefix="spool")
+        self._state = state
+        self._settling = settling
         self._admission = admission
         self._commit = commit
         self._engine = engine
@@ -104,7 +91,6 @@ class RunningRequests:
         self._call = call
         self._clock = clock
         self._tasks: dict[asyncio.Task[None], Generation] = {}
-        self._unrun: set[asyncio.Future[None]] = set()
 
     @property
     def num_running(self) -> int:
@@ -148,15 +134,14 @@ class RunningRequests:
         try:
             reservation: Reservation = await asyncio.wait_for(asyncio.shield(reserving), RESERVE_WAIT_S)
         except asyncio.CancelledError:
-            reserving.add_done_callback(lambda done: self._settle_unrun(plan.request_id, done))
+            reserving.add_done_callback(lambda done: self._settling.settle_unrun(plan.request_id, done))
             raise
         except TimeoutError:
-            reserving.add_done_callback(lambda done: self._settle_unrun(plan.request_id, done))
+            reserving.add_done_callback(lambda done: self._settling.settle_unrun(plan.request_id, done))
             raise DatabaseTrouble("the reservation takes too long") from None
         except TROUBLE:
             # It may have been committed all the same, with only the answer lost.
-            if self._spool is not None:
-                await self._keep(Closing(request_id=plan.request_id, settlement=NEVER_RAN))
+            await self._settling.spool_unrun(plan.request_id)
             raise
         return reservation
 
@@ -164,7 +149,7 @@ class RunningRequests:
         """Run a reserved request; it is settled whatever becomes of its client."""
         gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
         generation = Generation(
-            plan, self._engine, self._tokenizer, self._settle, self._extend, self._clock, gaps.observe
+            plan, self._engine, self._tokenizer, self._settling.settle, self._extend, self._clock, gaps.observe
         )
         task = asyncio.create_task(generation.run(), name=plan.request_id)
         self._tasks[task] = generation
@@ -210,8 +195,7 @@ class RunningRequests:
 
     def _may_recover(self) -> bool:
         """Not while gateways that are well may have been unable to say so."""
-        is_settled = self._spool is None or self._spool.num_bytes == 0
-        return is_settled and self._state.well_for_s > RECOVERY_GRACE_S
+        return not self._settling.has_spooled and self._state.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:
         """Find out when a database that failed takes writes again, and settle what was spooled meanwhile."""
@@ -221,30 +205,11 @@ class RunningRequests:
                     await self._call(self._admission.probe)
                     self._state.note_well()
                     log.info("the database takes writes again")
-                if self._spool is not None and self._spool.num_bytes and self._state.trouble is None:
-                    await self.replay()
+                if self._settling.has_spooled and self._state.trouble is None:
+                    await self._settling.replay()
             except (SQLAlchemyError, OSError) as error:
                 log.warning("the database or the spool is in trouble; trying again", error=type(error).__name__)
             await asyncio.sleep(TEND_INTERVAL_S)
-
-    async def replay(self) -> None:
-        """Settle what was spooled; what cannot be settled now stays for the next time."""
-        assert self._spool is not None
-        loop = asyncio.get_running_loop()
-        contents = await loop.run_in_executor(self._spooling, self._spool.begin_replay)
-        refused = []
-        for start in range(0, len(contents.closings), REPLAY_AT_ONCE):
-            closings = contents.closings[start : start + REPLAY_AT_ONCE]
-            outcomes = await asyncio.gather(*map(self._commit.submit, closings), return_exceptions=True)
-            for closing, outcome in zip(closings, outcomes, strict=True):
-                if isinstance(outcome, (*TROUBLE, CommitterClosed)):
-                    return
-                # Nothing was reserved where only the answer seemed lost; any other exception is the record's own fault.
-                if isinstance(outcome, BaseException) and closing.settlement.has_run:
-                    log.error("a spooled settlement was refused", request_id=closing.request_id, error=repr(outcome))
-                    refused.append(closing)
-        await loop.run_in_executor(self._spooling, self._spool.end_replay, refused)
-        log.info("spooled settlements are in the ledger", count=len(contents.closings), refused=len(refused))
 
     async def checkpoint(self) -> None:
         """Write down how far every running request is, extend its lease, and end those that are to be cancelled."""
@@ -259,63 +224,6 @@ class RunningRequests:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
         return not self._tasks
 
-    async def _settle(self, request_id: str, settlement: Settlement) -> None:
-        """Settle in the database, or on the disk while the database is in trouble; twice changes nothing."""
-        closing = Closing(request_id=request_id, settlement=settlement)
-        is_settled = await self._settle_now(closing) or (self._spool is not None and await self._keep(closing))
-        if not is_settled:
-            is_settled = await self._settle_stubbornly(closing)
-        if is_settled:
-            self._metrics.count_settlement(settlement)
-            return
-        self._metrics.settle_failures.inc()
-        log.error("a request could not be settled; it will be recovered", request_id=request_id, spent=settlement)
-
-    async def _settle_now(self, closing: Closing) -> bool:
-        """Whether the database took it, or had it already."""
-        if self._state.trouble is not None and self._spool is not None:
-            return False
-        settling = self._commit.submit(closing)
-        try:
-            # Shielded: what takes too long is spooled as well, and the second of the two changes nothing.
-            wait_s = SETTLE_WAIT_S if self._spool is not None else None
-            await asyncio.wait_for(asyncio.shield(settling), wait_s)
-        except TimeoutError:
-            settling.add_done_callback(_look_away)
-            return False
-        except (SQLAlchemyError, CommitterClosed) as error:
-            log.warning("settling failed", request_id=closing.request_id, error=str(error))
-            return False
-        return True
-
-    async def _settle_stubbornly(self, closing: Closing) -> bool:
-        """Try again and again: there is no spool, or it takes no more."""
-        for delay_s in SETTLE_DELAYS_S:
-            await asyncio.sleep(delay_s)
-            try:
-                await self._commit.submit(closing)
-            except CommitterClosed:
-                return False
-            except SQLAlchemyError as error:
-                log.warning("settling failed", request_id=closing.request_id, error=str(error))
-            else:
-                return True
-        return False
-
-    async def _keep(self, closing: Closing) -> bool:
-        """Put a settlement on the disk; False where that failed as well."""
-        assert self._spool is not None
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._spooling, self._spool.append, closing)
-        except (SpoolFull, OSError) as error:
-            log.error("THE SPOOL OF SETTLEMENTS TAKES NO MORE", request_id=closing.request_id, error=str(error))
-            return False
-        return True
-
-    def close(self) -> None:
-        """End the thread of the spool, once nothing is settled any more."""
-        self._spooling.shutdown()
-
     async def _extend(self, request_id: str, tokens: int) -> bool:
         """Hold more tokens for a request; False where it may have no more."""
         try:
@@ -324,21 +232,8 @@ class RunningRequests:
             log.warning("extending failed", request_id=request_id, error=str(error))
             return False
 
-    def _settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
-        if reserving.cancelled() or reserving.exception() is not None:
-            return
-        settling = asyncio.ensure_future(self._settle(request_id, NEVER_RAN))
-        self._unrun.add(settling)
-        settling.add_done_callback(self._unrun.discard)
-
     def _forget(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
         self._metrics.running.dec()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request's task failed", request_id=task.get_name(), exc_info=error)
-
-
-def _look_away(done: asyncio.Future[Any]) -> None:
-    """Nobody waits for it any more; its exception, if any, is not to be reported as forgotten."""
-    if not done.cancelled():
-        done.exception()

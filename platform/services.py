@@ -22,6 +22,7 @@ from loramux.platform.model_names import ModelResolver
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.running import RunningRequests
 from loramux.platform.settlement_spool import SettlementSpool
+from loramux.platform.settling import Settling
 from loramux.platform.tenants import Tenants
 from loramux.platform.threads import call_on
 from loramux.platform.tracing import Tracing
@@ -74,6 +75,7 @@ class GatewayServices:
     api_keys: ApiKeys
     resolver: ModelResolver
     running: RunningRequests
+    settling: Settling
     commit: GroupCommit
     cache_watch: CacheWatch
     state: DatabaseState
@@ -112,8 +114,9 @@ class GatewayServices:
         state = DatabaseState()
         commit = GroupCommit(admission, metrics.note_commit, state, admission.num_writers)
         metrics.database_connections.set_function(lambda: database.num_connections)
+        settling = Settling(commit, metrics, state, spool)
         running = RunningRequests(
-            admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us, state, spool
+            admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us, state, settling
         )
         if spool is not None:
             metrics.spooled_bytes.set_function(lambda: spool.num_bytes)
@@ -124,6 +127,7 @@ class GatewayServices:
             api_keys=api_keys,
             resolver=ModelResolver(registry, model.served_name),
             running=running,
+            settling=settling,
             commit=commit,
             cache_watch=CacheWatch(database, (api_keys.forget_recent, tenants.forget_recent), state.note_heard),
             state=state,
@@ -142,7 +146,7 @@ class GatewayServices:
         """End the threads: what waits to be committed is; what computes is finished, what waits for it is not begun."""
         self.cache_watch.close()
         self.commit.close(CLOSE_WAIT_S)
-        self.running.close()
+        self.settling.close()
         self.compute_executor.shutdown(cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()

@@ -16,12 +16,13 @@ import pytest
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform import running
 from loramux.platform.admission import Admission
+from loramux.platform.database_state import DatabaseState
 from loramux.platform.group_commit import GroupCommit
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.scripted_engine import Script
 from loramux.platform.settlement_spool import SettlementSpool
+from loramux.platform.settling import Settling
 from tests.migrated import migrate
 from tests.platform.conftest import Gateway, open_gateway
 from tests.platform.faulty_postgres import FaultyPostgres, faulty_postgres
@@ -175,18 +176,15 @@ async def test_what_a_dead_gateway_spooled_is_settled_by_its_next_life(
             async def away(_: object) -> bool:
                 return False
 
-            monkeypatch.setattr(gateway.services.running, "_settle_now", away)
+            monkeypatch.setattr(gateway.services.settling, "_settle_now", away)
             assert is_whole(await ask(gateway, 5))
             assert gateway.usage() == []
         # The same directory, another process's life.
-        life = running.RunningRequests(
-            *(Admission(accounts), GroupCommit(Admission(accounts)), gateway.engine, tokenizer),
-            *(gateway.services.metrics, gateway.services.call, accounts.now_us),
-            spool=SettlementSpool(tmp_path / "spool", 1 << 20),
-        )
+        commit, spool = GroupCommit(Admission(accounts)), SettlementSpool(tmp_path / "spool", 1 << 20)
+        life = Settling(commit, gateway.services.metrics, DatabaseState(), spool)
         for _ in range(2):
             await life.replay()
-        life._commit.close()
+        commit.close()
         life.close()
     assert [event.completion_tokens for event in gateway.usage()] == [5]
 

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from loramux.migrations.database import Database
-from loramux.platform import database_state, running
+from loramux.platform import database_state, running, settling
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.scripted_engine import Script
 from tests.platform.conftest import Gateway
@@ -40,7 +40,7 @@ MARGIN_S = 1.0
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "RESERVE_WAIT_S", RESERVE_WAIT_S)
-    monkeypatch.setattr(running, "SETTLE_WAIT_S", 0.3)
+    monkeypatch.setattr(settling, "SETTLE_WAIT_S", 0.3)
     monkeypatch.setattr(running, "TEND_INTERVAL_S", 0.1)
     monkeypatch.setattr(database_state, "STALLED_S", STALLED_S)
 

@@ -15,7 +15,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from loramux.migrations import schema
-from loramux.platform import generation, running
+from loramux.platform import generation, settling
 from loramux.platform.ledger import Ledger
 from loramux.platform.reservations import Closing
 from loramux.platform.scripted_engine import Script
@@ -333,7 +333,7 @@ def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: in
 async def test_a_settlement_that_fails_is_tried_again_and_the_answer_still_ends_well(
     gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    monkeypatch.setattr(running, "SETTLE_DELAYS_S", (0, 0, 0))
+    monkeypatch.setattr(settling, "SETTLE_DELAYS_S", (0, 0, 0))
     fail_settlements(gateway, monkeypatch, failures, is_answer_lost=False)
     answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
     assert answer.usage.completion_tokens == 2
@@ -366,7 +366,7 @@ async def test_a_request_that_was_recovered_and_then_settled_is_charged_the_diff
 
 
 async def test_a_settlement_whose_answer_is_lost_is_counted_once(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "SETTLE_DELAYS_S", (0, 0, 0))
+    monkeypatch.setattr(settling, "SETTLE_DELAYS_S", (0, 0, 0))
     fail_settlements(gateway, monkeypatch, 1, is_answer_lost=True)
     await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
     assert [event.completion_tokens for event in gateway.usage()] == [2]
