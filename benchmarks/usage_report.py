@@ -29,8 +29,7 @@ from benchmarks.registry_world import World
 from benchmarks.usage_world import MONTH_US, PER_BATCH, UsageWorld, add_folder, make_usage_world, open_usage_world
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.ledger_rollups import roll_up_ledger
-from loramux.migrations.model_spans import sum_up_models
+from loramux.migrations.model_spans import all_rollups_anew
 from loramux.platform.ledger import Ledger
 from loramux.platform.usage_grains import AMOUNTS, DAY_US, HOUR_US
 from loramux.platform.usage_question import UsageQuestion
@@ -124,7 +123,7 @@ def _fold(kind: str, database: Database, num_events: int, progress: Progress) ->
     took_s = time.perf_counter() - started
     by_gateway = _all_rollups(database)
     with database.write() as connection:
-        for statement in (*roll_up_ledger(), *sum_up_models()):
+        for statement in all_rollups_anew():
             connection.execute(text(statement))
     if by_gateway != _all_rollups(database):
         raise CheckError("the fold is not what the database sums up by itself")

@@ -25,8 +25,7 @@ from benchmarks.registry_world import World, fill
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.ledger_rollups import roll_up_ledger
-from loramux.migrations.model_spans import sum_up_models
+from loramux.migrations.model_spans import all_rollups_anew
 from loramux.platform.usage_grains import DAY_US
 
 MONTH_US = 30 * DAY_US
@@ -147,7 +146,7 @@ def make_usage_world(
     steps = [text(_events(kind, low, num_events, first_us, world)) for low in range(0, num_events, INSERTED_AT_ONCE)]
     later = [CreateIndex(index) for index in indexes]
     if is_folded:
-        later += [text(statement) for statement in (*roll_up_ledger(), *sum_up_models())]
+        later += [text(statement) for statement in all_rollups_anew()]
     later.append(text("ANALYZE") if kind == "postgresql" else text("SELECT 1"))
     for statement in progress.track([*steps, *later], description=f"{kind}: {num_events} events"):
         with database.write() as connection:

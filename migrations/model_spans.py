@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from loramux.migrations.ledger_rollups import roll_up_ledger
+
 _HOUR_US, _DAY_US, _WEEK_US = 3_600_000_000, 86_400_000_000, 604_800_000_000
 _DOUBLED_US = tuple(_DAY_US << doublings for doublings in range(5))
 _MODELS, _FINEST = 3, 5
@@ -19,8 +21,14 @@ _AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "
 _INSERT = f"INSERT INTO usage_rollups (grain, span_us, start_us, tenant_id, series_id, {', '.join(_AMOUNTS)})"
 
 
+def all_rollups_anew() -> Iterator[str]:
+    """The statements that make every rollup of a ledger anew, as the newest schema has them."""
+    yield from roll_up_ledger()
+    yield from sum_up_models()
+
+
 def sum_up_models() -> Iterator[str]:
-    """The statements, in their order."""
+    """The statements that add them to what step 0011 makes, in their order."""
     yield _hours()
     yield _delete((_WEEK_US,))
     for shorter_us, longer_us in pairwise(_DOUBLED_US):

@@ -8,8 +8,7 @@ from sqlalchemy import func, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.ledger_rollups import roll_up_ledger
-from loramux.migrations.model_spans import sum_up_models
+from loramux.migrations.model_spans import all_rollups_anew
 
 
 def num_waiting(database: Database) -> int:
@@ -32,6 +31,6 @@ def all_rollups(database: Database) -> set[tuple[Any, ...]]:
 def roll_up_anew(database: Database) -> set[tuple[Any, ...]]:
     """Every row as the ledger has it, which are then those of the database."""
     with database.write() as connection:
-        for statement in (*roll_up_ledger(), *sum_up_models()):
+        for statement in all_rollups_anew():
             connection.exec_driver_sql(statement.replace("%", "%%") if not database.is_sqlite else statement)
     return all_rollups(database)
