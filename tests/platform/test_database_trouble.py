@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -66,38 +65,24 @@ def silent(postgres: FaultyPostgres) -> Fault:
 def overrun(postgres: FaultyPostgres) -> Fault:
     """Strangers take every connection, and the gateway loses its own."""
     taken = ExitStack()
-    ended = threading.Event()
-
-    def storm() -> None:
-        while not ended.is_set():
-            try:
-                taken.push(psycopg.connect(postgres.url))
-            except psycopg.OperationalError:
-                ended.wait(0.005)
-
-    stormer = threading.Thread(target=storm)
 
     def begin() -> None:
-        with psycopg.connect(postgres.url, autocommit=True) as connection:
-            stormer.start()
-            deadline = time.monotonic() + 10
-            count = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'"
-            while connection.execute(count).fetchone()[0] < 97 and time.monotonic() < deadline:  # type: ignore[index]
-                time.sleep(0.02)
-            # Whoever is quicker has the place of one that is ended: until the strangers have them all.
-            gateways = "FROM pg_stat_activity WHERE application_name = 'gateway'"
-            num_quiet = 0
-            while num_quiet < 5 and time.monotonic() < deadline:
-                num_ended = connection.execute(f"SELECT pg_terminate_backend(pid) {gateways}").rowcount
-                num_quiet = 0 if num_ended else num_quiet + 1
-                time.sleep(0.1)
+        first = taken.enter_context(psycopg.connect(postgres.url, autocommit=True))
+        num_places = int(first.execute("SHOW max_connections").fetchone()[0])  # type: ignore[index]
+        num_taken, ends_s = 1, time.monotonic() + PATIENCE_S
+        # Only who holds every place itself knows that nobody else has one.
+        while num_taken < num_places:
+            assert time.monotonic() < ends_s, f"strangers have {num_taken} of {num_places} connections"
+            try:
+                taken.enter_context(psycopg.connect(postgres.url))
+                num_taken += 1
+            except psycopg.OperationalError:
+                # The rest are the gateway's, and whoever is quicker has the place of one that is ended.
+                first.execute(
+                    "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name = 'gateway'"
+                )
 
-    def end() -> None:
-        ended.set()
-        stormer.join()
-        taken.close()
-
-    return begin, end
+    return begin, taken.close
 
 
 async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
@@ -108,6 +93,7 @@ async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end
     streams = [asyncio.create_task(ask(gateway)) for _ in range(NUM_STREAMS)]
     await until_streaming(gateway, NUM_STREAMS)
     await asyncio.to_thread(begin)
+    assert not any(stream.done() for stream in streams), "the trouble took too long to begin"
     started = time.monotonic()
     assert all(map(is_whole, await asyncio.gather(*streams)))
     # 20 tokens take a second; the rest is what a settlement may wait before it goes to the disk.
