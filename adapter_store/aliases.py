@@ -115,13 +115,19 @@ class AdapterAliases:
             raise NothingToRollBack(f"the alias has no revision {wanted}")
         return targets
 
-    def remove(self, adapter_id: str, name: str) -> None:
-        """Forget an alias and its history. Raises AdapterNotFound, AliasNotFound, and InvalidAlias for the default."""
+    def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
+        """Forget an alias and its history.
+
+        Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default, and AliasChanged where the alias is no
+        longer at `expected_revision`.
+        """
         if name == DEFAULT_ALIAS:
             raise InvalidAlias("default_alias", "the default alias can be moved, not removed", "name")
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
-            before, now_us = _shown(_require(connection, adapter_id, name)), self._database.now_us(connection)
+            present = _require(connection, adapter_id, name)
+            _check_revision(present.revision, expected_revision)
+            before, now_us = _shown(present), self._database.now_us(connection)
             target, owner = f"{adapter_id}:{name}", owner_of(adapter_id)
             audit(connection, now_us, "alias.remove", target, tenant_id=owner, before=before)
             for table in (adapter_alias_targets, adapter_alias_history, adapter_aliases):

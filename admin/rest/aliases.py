@@ -133,11 +133,13 @@ async def list_history(
     return list_document(page, _describe_change)
 
 
-@router.delete("/{name}", status_code=204)
-async def delete_alias(adapter_id: str, name: str, services: Services, caller: Writer) -> Response:
-    """Forget an alias; `default` can only be moved."""
+@router.delete("/{name}", status_code=204, responses=errors(412))
+async def delete_alias(
+    adapter_id: str, name: str, services: Services, caller: Writer, if_match: IfMatch = None
+) -> Response:
+    """Forget an alias; `default` can only be moved. With If-Match, only where it is what the caller saw."""
     adapter = await find_adapter(services, caller, adapter_id)
-    await services.call(services.aliases.remove, adapter.id, name)
+    await services.call(services.aliases.remove, adapter.id, name, _revision(if_match))
     return Response(status_code=204)
 
 

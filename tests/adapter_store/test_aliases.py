@@ -187,6 +187,44 @@ def test_an_alias_can_be_removed_but_not_the_default(named: Named) -> None:
     assert named.registry.resolve("acme", "support", alias="canary") is None
 
 
+def test_an_alias_is_removed_only_from_where_it_was_seen(named: Named) -> None:
+    adapter_id, aliases = named.adapter.id, named.aliases
+    aliases.set(adapter_id, "canary", {2: 1})
+    aliases.set(adapter_id, "canary", {3: 1})
+    for stale in (0, 1, 3):
+        with pytest.raises(AliasChanged):
+            aliases.remove(adapter_id, "canary", stale)
+    assert named.weights("canary") == {3: 1}
+    aliases.remove(adapter_id, "canary", 2)
+    with pytest.raises(AliasNotFound):
+        aliases.remove(adapter_id, "canary", 2)
+
+
+def test_of_one_who_moves_an_alias_and_one_who_removes_it_at_once_one_is_refused(named: Named) -> None:
+    adapter_id, aliases, outcomes = named.adapter.id, named.aliases, []
+    aliases.set(adapter_id, "canary", {2: 1})
+    together = threading.Barrier(2)
+
+    def change(is_moving: bool) -> None:
+        together.wait(30)
+        try:
+            if is_moving:
+                aliases.set(adapter_id, "canary", {3: 1}, expected_revision=1)
+            else:
+                aliases.remove(adapter_id, "canary", 1)
+            outcomes.append("moved" if is_moving else "removed")
+        except AliasChanged:
+            outcomes.append("changed")
+
+    changers = [threading.Thread(target=change, args=(is_moving,)) for is_moving in (True, False)]
+    for changer in changers:
+        changer.start()
+    for changer in changers:
+        changer.join(30)
+    left = aliases.of([adapter_id])[adapter_id].get("canary")
+    assert sorted(outcomes) == (["changed", "moved"] if left else ["changed", "removed"])
+
+
 def test_an_archived_version_answers_nothing_until_it_is_restored(named: Named) -> None:
     adapter_id, states = named.adapter.id, named.states
     with pytest.raises(VersionInUse):

@@ -89,6 +89,22 @@ async def test_an_alias_moves_only_from_where_the_caller_saw_it(http: httpx.Asyn
     assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}
 
 
+async def test_an_alias_is_deleted_only_from_where_the_caller_saw_it(http: httpx.AsyncClient, base: str) -> None:
+    path = f"{base}/aliases/canary"
+    stale = (await http.put(path, json={"version": 2})).headers["etag"]
+    etag = (await http.put(path, json={"version": 3})).headers["etag"]
+    refused = await http.delete(path, headers={"if-match": stale})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (412, "precondition_failed", "If-Match")
+    assert (await http.delete(path, headers={"if-match": "3"})).status_code == 400, "no ETag"
+    assert targets(await http.get(path)) == {3: 100}
+    assert (await http.delete(path, headers={"if-match": etag})).status_code == 204
+    assert (await http.delete(path, headers={"if-match": etag})).status_code == 404
+    for headers in ({"if-match": "*"}, {}):
+        await http.put(path, json={"version": 2})
+        assert (await http.delete(path, headers=headers)).status_code == 204, "whatever it leads to"
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [

@@ -244,6 +244,10 @@ async def test_an_adapter_is_uploaded_moved_and_rolled_back(
     said = await operator.confirm(f"{here}/aliases/beta/delete")
     again = html.unescape(_found(r'<a href="/console([^"]+)">Undo', said))
     assert "beta now leads to version 2" in await operator.confirm(again)
+    page = (await operator.get(f"{here}/aliases/beta/delete")).text
+    seen = _found('name="seen" value="([^"]*)"', page)
+    assert "beta now leads" in await operator.confirm(f"{here}/move?alias=beta&version=1&weight_1=1")
+    assert "somebody has moved" in await operator.post(f"{here}/aliases/beta/delete", seen=seen, referer=here)
     await operator.confirm(f"{here}/aliases/beta/delete")
     assert "is out of service" in await operator.confirm(f"{here}/versions/2/archive")
     assert "is back in service" in await operator.confirm(f"{here}/versions/2/restore")

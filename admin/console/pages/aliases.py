@@ -74,8 +74,7 @@ async def roll_back(visit: Visit) -> Response:
     adapter_id, name = visit.param("adapter_id"), visit.param("name")
     path = f"/adapters/{adapter_id}/aliases/{name}"
     body = {"revision": visit.form.integer("revision", "the revision")}
-    seen = str(visit.form.integer("seen", "the revision that you saw"))
-    alias = await _change(visit, "POST", f"{path}/rollback", body, name, seen)
+    alias = await _change(visit, "POST", f"{path}/rollback", body, name, _seen(visit))
     said = f"{name} leads to {described(alias['targets'])} again."
     return visit.done(said, f"/adapters/{adapter_id}", visit.url(f"{path}/rollback"))
 
@@ -96,13 +95,15 @@ async def confirm_delete(visit: Visit) -> Response:
         path=f"/adapters/{adapter_id}/aliases/{name}/delete",
         back=f"/adapters/{adapter_id}",
         back_label=adapter["model"],
+        fields={"seen": str(alias["revision"])},
     ).ask(visit)
 
 
 async def delete(visit: Visit) -> Response:
     adapter_id, name = visit.param("adapter_id"), visit.param("name")
-    alias = await visit.rest.get(f"/adapters/{adapter_id}/aliases/{name}")
-    await visit.rest.delete(f"/adapters/{adapter_id}/aliases/{name}")
+    path = f"/adapters/{adapter_id}/aliases/{name}"
+    alias = await visit.rest.get(path)
+    await _change(visit, "DELETE", path, None, name, _seen(visit))
     again = visit.url(f"/adapters/{adapter_id}/move", **_asked_again(name, alias["targets"]))
     return visit.done(f"The alias {name} is gone.", f"/adapters/{adapter_id}", again)
 
@@ -118,7 +119,7 @@ def described(targets: Sequence[Mapping[str, Any]]) -> str:
 
 
 async def _change(
-    visit: Visit, method: str, path: str, body: Mapping[str, Any], name: str, seen_revision: str
+    visit: Visit, method: str, path: str, body: Mapping[str, Any] | None, name: str, seen_revision: str
 ) -> Document:
     """Change an alias unless somebody else has since it was seen at a revision; at none, it is whoever's."""
     try:
@@ -129,8 +130,13 @@ async def _change(
             raise
         raise InvalidRequest(
             f"somebody has moved {name} since you opened this page, and nothing was changed: "
-            "look at where it leads now, and move it again if you still want to"
+            "look at where it leads now, and do it again if you still want to"
         ) from None
+
+
+def _seen(visit: Visit) -> str:
+    """The revision that was on the page."""
+    return str(visit.form.integer("seen", "the revision that you saw"))
 
 
 async def _ask(
