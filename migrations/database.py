@@ -45,6 +45,12 @@ _PATIENCE = {
 UNASKED_S = 1.0
 """A connection that was used so lately is used again without asking whether it is still there."""
 
+UPGRADE_ATTEMPTS = 5
+"""How often an upgrade is tried that PostgreSQL has give way to others in a deadlock."""
+
+_DEADLOCK = "40P01"
+"""PostgreSQL's code for it."""
+
 _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _SAMPLED_ROWS = 1000
 """Of each index, for SQLite's statistics."""
@@ -158,8 +164,20 @@ class Database:
         return Moment(row[0] if self._clock is None else self._clock(), row[1] or 0)
 
     def upgrade(self, revision: str = "head") -> None:
-        """Bring the schema to the newest version, or to one on the way there; safe to call on a current one."""
+        """Bring the schema to the newest version, or to one on the way there; safe to call on a current one.
+
+        It is one transaction. Where that met gateways which were not stopped for it in a deadlock, nothing of it was
+        done, and they have gone on: it is tried again.
+        """
         with _mend(self._url):
+            for _ in range(UPGRADE_ATTEMPTS - 1):
+                try:
+                    command.upgrade(self._alembic_config(), revision)
+                except OperationalError as error:
+                    if getattr(error.orig, "sqlstate", None) != _DEADLOCK:
+                        raise
+                else:
+                    return
             command.upgrade(self._alembic_config(), revision)
 
     def refresh_statistics(self) -> None:

@@ -10,13 +10,17 @@ from loramux.migrations.cache_triggers import install_cache_triggers, remove_cac
 from loramux.migrations.schema import metadata
 
 _FIRST_LOCKED = ("reservations", "usage_events")
-"""What a settlement locks before anything else, in its order."""
+"""What a settlement locks before anything else, in its order.
+
+Who only reserves comes to `reservations` last, and may hold what an upgrade locks later: counters always, policies and
+tenants where they have just changed. Then one of the two gives way, and is tried again: see `Database.upgrade`.
+"""
 
 
 def _wait_for_settlements(connection: Connection) -> None:
     """Let those under way end, and the next ones wait, before a table is locked that they would wait for.
 
-    Gateways that were not stopped for an upgrade would else have it fail with a deadlock, or it them.
+    Beside gateways that were not stopped for it, an upgrade would else meet one deadlock after another.
     """
     if MigrationContext.configure(connection).get_current_revision() == context.get_head_revision():
         return

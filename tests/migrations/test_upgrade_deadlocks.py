@@ -1,0 +1,97 @@
+"""An upgrade beside gateways that were not stopped for it: a deadlock costs it another try, and no more than a few."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psycopg
+import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import ExceptionContext
+
+from loramux.migrations.database import UPGRADE_ATTEMPTS, Database, DatabaseError
+
+NUM_WAITING = "SELECT count(*) FROM pg_locks WHERE relation = 'reservations'::regclass AND NOT granted"
+
+
+class Upgraded(Database):
+    """Notes PostgreSQL's codes of what it refused."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"{url}&options=-c%20deadlock_timeout%3D100ms")
+        self.refusals: list[str] = []
+        event.listen(self._engine, "handle_error", self._note)
+
+    def _note(self, context: ExceptionContext) -> None:
+        self.refusals.append(str(getattr(context.original_exception, "sqlstate", None)))
+
+
+@pytest.fixture
+def of_before(postgres_url: str) -> Iterator[Upgraded]:
+    """A database whose schema is not the newest."""
+    database = Upgraded(postgres_url)
+    database.upgrade("0011")
+    yield database
+    database.close()
+
+
+def until_waiting(url: str, num_waiting: int) -> None:
+    """Until so many wait for the reservations."""
+    ends_s = time.monotonic() + 20
+    with psycopg.connect(url, autocommit=True) as connection:
+        while connection.execute(NUM_WAITING).fetchone() != (num_waiting,):
+            assert time.monotonic() < ends_s
+            time.sleep(0.01)
+
+
+def test_an_upgrade_in_a_deadlock_with_a_reservation_is_tried_again(of_before: Upgraded, postgres_url: str) -> None:
+    with (
+        ThreadPoolExecutor(2) as threads,
+        psycopg.connect(postgres_url) as reserving,
+        psycopg.connect(postgres_url) as settling,
+    ):
+        settling.execute("SELECT id FROM reservations WHERE id = '' FOR UPDATE")
+        # Never the one that gives way.
+        reserving.execute("SET LOCAL deadlock_timeout = '1min'")
+        reserving.execute("SELECT * FROM quota_counters FOR UPDATE")
+        reserving.execute("SELECT * FROM quota_policies")
+        upgrading = threads.submit(of_before.upgrade)
+        until_waiting(postgres_url, 1)
+        # It comes to the reservations behind the upgrade, which has not come to the policies yet.
+        reserved = threads.submit(reserving.execute, "UPDATE reservations SET state = state WHERE id = ''")
+        until_waiting(postgres_url, 2)
+        settling.commit()
+        reserved.result(30)
+        assert not upgrading.done(), "it waits for the end of the reservation"
+        reserving.execute("INSERT INTO signals (name, value) VALUES ('reserved', 1)")
+        reserving.commit()
+        upgrading.result(60)
+    assert of_before.refusals == ["40P01"], "there was one"
+    of_before.check_schema()
+    with of_before.read() as connection:
+        assert connection.exec_driver_sql("SELECT value FROM signals WHERE name = 'reserved'").scalar() == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "num_attempts"),
+    [pytest.param("40P01", UPGRADE_ATTEMPTS, id="always a deadlock"), pytest.param("53100", 1, id="disk full")],
+)
+def test_an_upgrade_that_is_given_up_changes_nothing(
+    of_before: Upgraded, postgres_url: str, code: str, num_attempts: int
+) -> None:
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(
+            "CREATE FUNCTION refuse() RETURNS event_trigger LANGUAGE plpgsql AS"
+            f" $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '{code}'; END $$".encode()
+        )
+        connection.execute("CREATE EVENT TRIGGER refused ON ddl_command_start EXECUTE FUNCTION refuse()")
+        with pytest.raises(DatabaseError, match="cannot be used: no"):
+            of_before.upgrade()
+        assert of_before.refusals == [code] * num_attempts
+        with pytest.raises(DatabaseError, match="0011"):
+            of_before.check_schema()
+        connection.execute("DROP EVENT TRIGGER refused")
+    of_before.upgrade()
+    of_before.check_schema()
