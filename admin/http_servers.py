@@ -12,6 +12,7 @@ import uvicorn
 
 from loramux.admin.listeners import prepare_to_listen
 from loramux.admin.stop_signals import StopSignals
+from loramux.engine.collector import keep_for_good
 
 LAST_WORDS_S = 2.0
 """How long streams have to end after the engine was stopped under them."""
@@ -71,6 +72,7 @@ async def serve_until_stopped(
         group.create_task(admin.run_until_stopped())
         await gateway.is_listening.wait()
         await admin.is_listening.wait()
+        keep_for_good()
         announce()
         await signals.drain.wait()
         gateway.stop()

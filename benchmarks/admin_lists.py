@@ -45,6 +45,7 @@ from loramux.admin.app import create_admin_app
 from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.self_check import SelfCheck
 from loramux.admin.services import AdminServices
+from loramux.engine.collector import keep_for_good
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -206,6 +207,7 @@ def main() -> None:
             filled = fill(database, world)
             add_keys_and_requests(database, filled)
             with open_services(database, world) as services:
+                keep_for_good()
                 results[kind] = asyncio.run(measure(services, filled, arguments.calls))
     shape = {"tenants": world.num_tenants, "adapters": world.num_adapters, "versions": world.num_versions}
     document = {

@@ -6,6 +6,9 @@ in one run, on SQLite and PostgreSQL, for one tenant that all clients share and 
     one by one      each operation a transaction of its own, on as many threads as a gateway has
     group commit    what a gateway does: its threads commit what has gathered
 
+On PostgreSQL also by the group commits of several processes at once, among which the clients are divided: where all
+share one tenant, these wait for each other's locks.
+
 Afterwards the ledger must hold every token exactly once, and nothing may still be reserved.
 """
 
@@ -13,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy import func, select
 
-from benchmarks.databases import KINDS, open_database
+from benchmarks.databases import KINDS, open_database_at
 from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from loramux.migrations.database import Database
@@ -49,6 +53,9 @@ Commit = Callable[[Operation], Awaitable[Any]]
 
 WARM_UP_S = 1.5
 
+_start: Any = None
+"""In a process of several gateways: the barrier at which all begin."""
+
 
 def main() -> None:
     arguments = _arguments()
@@ -56,7 +63,7 @@ def main() -> None:
     cases = []
     for kind in KINDS:
         for num_tenants in (1, arguments.tenants):
-            with open_database(kind) as database:
+            with open_database_at(kind) as (database, url):
                 accounts = _accounts(database, num_tenants)
                 for clients in arguments.clients:
                     # What a tenant's first request reads is kept for the next ones.
@@ -67,11 +74,14 @@ def main() -> None:
                         for _ in range(arguments.repeats)
                         for way in WAYS
                     ]
+                    setting = {"database": kind, "tenants": num_tenants, "clients": clients}
                     for index, way in enumerate(WAYS):
-                        setting = {"database": kind, "tenants": num_tenants, "clients": clients, "way": way}
-                        cases.append({**setting, **_pooled(rounds[index::2])})
-                        named = f"{kind}, {num_tenants} tenants, {clients} clients, {way}"
-                        Console(stderr=True).print(f"{named}: {cases[-1]['pairs_s']:.0f}/s")
+                        cases.append({**setting, "way": way, "gateways": 1, **_pooled(rounds[index::2])})
+                        _tell(cases[-1])
+                    if not database.is_sqlite and arguments.gateways > 1:
+                        together = _measure_together(database, url, accounts, clients, arguments)
+                        cases.append({**setting, "way": GROUP, "gateways": arguments.gateways, **_pooled(together)})
+                        _tell(cases[-1])
     document = {"machine": describe(), "seconds": arguments.seconds, "cases": cases}
     _print(cases)
     if arguments.out is not None:
@@ -82,6 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tenants", type=int, default=1000, help="tenants of the second setting")
     parser.add_argument("--clients", type=int, nargs="+", default=[64, 256], help="requests in flight")
+    parser.add_argument("--gateways", type=int, default=4, help="processes of several gateways; 1: none")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
@@ -126,6 +137,61 @@ async def _measure(
             figures = await _run(accounts, commit, clients, seconds)
     _check(database, before, figures["num_pairs"])
     return figures
+
+
+def _measure_together(
+    database: Database,
+    url: str,
+    accounts: Sequence[tuple[str, str]],
+    clients: int,
+    arguments: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Rounds of several processes, each with its part of the clients and of the tenants' turns."""
+    num_gateways: int = arguments.gateways
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(num_gateways)
+    rounds = []
+    with ProcessPoolExecutor(num_gateways, context, initializer=_take_barrier, initargs=(start,)) as processes:
+        for _ in range(arguments.repeats):
+            before = _ledger_tokens(database)
+            parts = [
+                processes.submit(
+                    _gateway, url, accounts[number:] + accounts[:number], clients // num_gateways, arguments
+                )
+                for number in range(num_gateways)
+            ]
+            figures = [part.result() for part in parts]
+            num_pairs = sum(one["num_pairs"] for one in figures)
+            _check(database, before, num_pairs + sum(one["num_warm"] for one in figures))
+            rounds.append(
+                {
+                    "num_pairs": num_pairs,
+                    "seconds": max(one["seconds"] for one in figures),
+                    "reserved": [each for one in figures for each in one["reserved"]],
+                    "settled": [each for one in figures for each in one["settled"]],
+                }
+            )
+    return rounds
+
+
+def _take_barrier(start: Any) -> None:
+    global _start
+    _start = start
+
+
+def _gateway(url: str, accounts: Sequence[tuple[str, str]], clients: int, arguments: argparse.Namespace) -> Any:
+    """One process of several: it warms up, and begins when all have."""
+    database = Database(url)
+    admission = Admission(database)
+    committer = GroupCommit(admission, num_threads=admission.num_writers)
+    try:
+        warm = asyncio.run(_run(accounts, committer.submit, clients, WARM_UP_S))
+        _start.wait(60)
+        figures = asyncio.run(_run(accounts, committer.submit, clients, arguments.seconds))
+    finally:
+        committer.close()
+        database.close()
+    return {**figures, "num_warm": warm["num_pairs"]}
 
 
 async def _run(accounts: Sequence[tuple[str, str]], commit: Commit, num_clients: int, most_s: float) -> dict[str, Any]:
@@ -190,13 +256,20 @@ def _pooled(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
+def _tell(case: dict[str, Any]) -> None:
+    named = f"{case['database']}, {case['tenants']} tenants, {case['clients']} clients, {case['way']}"
+    Console(stderr=True).print(f"{named}, {case['gateways']} gateways: {case['pairs_s']:.0f}/s")
+
+
 def _print(cases: Sequence[dict[str, Any]]) -> None:
     table = Table(title="reserve and settle")
     columns = ("pairs_s", "reserved_p50_ms", "reserved_p99_ms", "settled_p50_ms", "settled_p99_ms")
-    for column in ("database", "tenants", "clients", "way", *columns):
+    for column in ("database", "tenants", "clients", "way", "gateways", *columns):
         table.add_column(column, justify="left" if column in ("database", "way") else "right")
     for case in cases:
-        table.add_row(*(str(case[column]) for column in ("database", "tenants", "clients", "way", *columns)))
+        table.add_row(
+            *(str(case[column]) for column in ("database", "tenants", "clients", "way", "gateways", *columns))
+        )
     Console().print(table)
 
 

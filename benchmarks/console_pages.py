@@ -29,6 +29,7 @@ from benchmarks.registry_world import World
 from benchmarks.usage_world import UsageWorld, add_folder, open_usage_world
 from loramux.admin.app import create_admin_app
 from loramux.admin.services import AdminServices
+from loramux.engine.collector import keep_for_good
 
 TARGET_MS = 200.0
 SHARED_S = 10.5
@@ -114,6 +115,7 @@ def main() -> None:
             ):
                 if made.end_us < database.now_us():
                     raise SystemExit(f"the world in {arguments.folder} has grown old: remove it, and it is made anew")
+                keep_for_good()
                 figures = asyncio.run(measure(services, made, arguments.rounds, progress, kind))
                 results[kind] = {"busy_share": round(busy_share(), 2), "pages": figures}
     document = {

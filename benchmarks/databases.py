@@ -14,6 +14,13 @@ KINDS = ("sqlite", "postgresql")
 @contextmanager
 def open_database(kind: str) -> Iterator[Database]:
     """An empty database of one of KINDS, with our schema."""
+    with open_database_at(kind) as (database, _):
+        yield database
+
+
+@contextmanager
+def open_database_at(kind: str) -> Iterator[tuple[Database, str]]:
+    """The same, with the URL by which another process finds it."""
     with tempfile.TemporaryDirectory() as directory:
         if kind == "sqlite":
             url, close = f"sqlite:///{directory}/loramux.db", lambda: None
@@ -25,7 +32,7 @@ def open_database(kind: str) -> Iterator[Database]:
         database = Database(url)
         try:
             database.upgrade()
-            yield database
+            yield database, url
         finally:
             database.close()
             close()

@@ -27,6 +27,7 @@ from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.registry_world import World
 from benchmarks.usage_world import MONTH_US, PER_BATCH, UsageWorld, add_folder, make_usage_world, open_usage_world
+from loramux.engine.collector import keep_for_good
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.model_spans import all_rollups_anew
@@ -97,6 +98,7 @@ def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, prog
     with database.read() as connection:
         num_rollups = int(connection.execute(select(func.count()).select_from(schema.usage_rollups)).scalar_one())
     _check(database, made)
+    keep_for_good()
 
     def timed(asked: dict[str, Callable[[], Any]], what: str) -> dict[str, dict[str, float]]:
         tracked = progress.track(asked.items(), description=f"{kind}: {what}")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from loramux.engine.assembly import AssembledEngine, assemble_engine
+from loramux.engine.collector import keep_for_good
 from loramux.engine.config import EngineConfig
 from loramux.engine.errors import EngineError
 from loramux.engine.gateway_link import GatewayLink
@@ -232,7 +233,9 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
     socket.bind(f"ipc://{path}")
     os.umask(previous)
     try:
-        EngineServer(assembled, socket, wake_read, record, ended).serve()
+        server = EngineServer(assembled, socket, wake_read, record, ended)
+        keep_for_good()
+        server.serve()
     finally:
         socket.close()
         context.term()
