@@ -21,7 +21,6 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from sqlalchemy import insert
 
@@ -30,6 +29,7 @@ from benchmarks.databases import open_database
 from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from benchmarks.registry_world import Filled, World, digest_of, fill
+from benchmarks.tables import open_console
 from loramux.adapter_store.aliases import AdapterAliases
 from loramux.adapter_store.export import VersionExport
 from loramux.adapter_store.grants import AdapterGrants
@@ -246,7 +246,7 @@ def _print(document: dict[str, Any]) -> None:
     for name in first:
         cells = [result[name] for result in document["results"].values()]
         table.add_row(name, *(f"{cell[key]:.1f}" for cell in cells for key in ("p50_ms", "p95_ms")))
-    Console().print(table)
+    open_console().print(table)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from sqlalchemy import func, select
 from benchmarks.databases import KINDS, open_database_at
 from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
+from benchmarks.tables import open_console
+from loramux.engine.collector import keep_for_good
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import quota_counters, reservations, usage_events
@@ -60,6 +62,8 @@ _start: Any = None
 def main() -> None:
     arguments = _arguments()
     require_idle(arguments.allow_busy)
+    # As every gateway does when it starts.
+    keep_for_good()
     cases = []
     for kind in KINDS:
         for num_tenants in (1, arguments.tenants):
@@ -181,6 +185,7 @@ def _take_barrier(start: Any) -> None:
 
 def _gateway(url: str, accounts: Sequence[tuple[str, str]], clients: int, arguments: argparse.Namespace) -> Any:
     """One process of several: it warms up, and begins when all have."""
+    keep_for_good()
     database = Database(url)
     admission = Admission(database)
     committer = GroupCommit(admission, num_threads=admission.num_writers)
@@ -270,7 +275,7 @@ def _print(cases: Sequence[dict[str, Any]]) -> None:
         table.add_row(
             *(str(case[column]) for column in ("database", "tenants", "clients", "way", "gateways", *columns))
         )
-    Console().print(table)
+    open_console().print(table)
 
 
 if __name__ == "__main__":

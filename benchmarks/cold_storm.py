@@ -45,8 +45,9 @@ from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import require_idle
 from benchmarks.s_lora_adapters import AdapterFiles
 from benchmarks.s_lora_engine import OpenEngine, PoolPlan, open_engine
-from benchmarks.s_lora_setting import lengths, open_console, open_files
+from benchmarks.s_lora_setting import lengths, open_files
 from benchmarks.s_lora_workload import Lengths
+from benchmarks.tables import open_console
 from loramux.engine.messages import Load
 
 QUIET, LOADS, WARM, STORM = WAYS = ("quiet", "loads", "warm", "storm")

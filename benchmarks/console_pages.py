@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
@@ -26,6 +25,7 @@ from benchmarks.databases import KINDS
 from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.registry_world import World
+from benchmarks.tables import open_console
 from benchmarks.usage_world import UsageWorld, add_folder, open_usage_world
 from loramux.admin.app import create_admin_app
 from loramux.admin.services import AdminServices
@@ -163,7 +163,7 @@ def _print(document: dict[str, Any]) -> None:
     for name in next(iter(document["results"].values()))["pages"]:
         cells = [result["pages"][name] for result in document["results"].values()]
         table.add_row(name, *(f"{value:.1f}" for cell in cells for value in cell.values()))
-    Console().print(table)
+    open_console().print(table)
 
 
 if __name__ == "__main__":

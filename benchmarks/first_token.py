@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.databases import KINDS, open_database
 from benchmarks.machine import add_allow_busy, describe, require_idle
+from benchmarks.tables import open_console
 from loramux.platform.quotas import QuotaPolicies
 from tests.conformance.gateway_lab import ask, gateway_lab
 
@@ -92,7 +92,7 @@ def _print(cases: Sequence[dict[str, Any]]) -> None:
         table.add_column(column, justify="left" if column in ("database", "quotas") else "right")
     for case in cases:
         table.add_row(*(str(case[column]) for column in ("database", "quotas", "requests", "p50_ms", "p99_ms")))
-    Console().print(table)
+    open_console().print(table)
 
 
 if __name__ == "__main__":

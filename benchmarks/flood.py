@@ -38,8 +38,9 @@ from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import require_idle
 from benchmarks.s_lora_adapters import AdapterFiles
 from benchmarks.s_lora_engine import OpenEngine, PoolPlan, open_engine
-from benchmarks.s_lora_setting import open_console, open_files
+from benchmarks.s_lora_setting import open_files
 from benchmarks.s_lora_workload import Lengths, draw_arrivals
+from benchmarks.tables import open_console
 from loramux.engine.messages import Add
 
 FLOOD, FULL, CALM = WAYS = ("flood", "full crowd", "calm crowd")

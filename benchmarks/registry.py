@@ -30,6 +30,7 @@ from benchmarks.databases import open_database
 from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from benchmarks.registry_world import Filled, World, digest_of, fill
+from benchmarks.tables import open_console
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.migrations.database import Database
 
@@ -179,7 +180,7 @@ def _print(document: dict[str, Any]) -> None:
         for name in first[part]:
             cells = [result[part][name] for result in document["results"].values()]
             table.add_row(name, *(f"{cell[key]:.2f}" for cell in cells for key in ("p50_ms", "p99_ms")))
-    Console().print(table)
+    open_console().print(table)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from benchmarks.s_lora_figures import Figures, Goal, latency_figures, throughput
 from benchmarks.s_lora_plot import draw_plot
 from benchmarks.s_lora_report import Case, summaries, tables
 from benchmarks.s_lora_run import Arrival, drive
-from benchmarks.s_lora_setting import add_engine, check_answers, lengths, name_of_base, open_console, open_files
+from benchmarks.s_lora_setting import add_engine, check_answers, lengths, name_of_base, open_files
 from benchmarks.s_lora_traffic import Traffic
 from benchmarks.s_lora_workload import Lengths
+from benchmarks.tables import open_console
 from loramux.engine.eviction import POLICIES
 
 SATURATED = 1.5

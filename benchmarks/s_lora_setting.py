@@ -20,8 +20,6 @@ from benchmarks.s_lora_workload import Lengths
 FOLDER = Path(__file__).parent
 DEMO_BASE = FOLDER.parent / "admin" / "demo" / "base"
 DTYPES = ("bfloat16", "float32")
-MIN_COLUMNS = 132
-"""What the tables need where the output is no terminal."""
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -43,13 +41,6 @@ def lengths(text: str) -> Lengths:
 
 def name_of_base(base: Path) -> str:
     return base.name if base != DEMO_BASE else "the demo's"
-
-
-def open_console() -> Console:
-    console = Console()
-    if not console.is_terminal:
-        console.width = MIN_COLUMNS
-    return console
 
 
 def open_files(arguments: argparse.Namespace, num_adapters: int, console: Console) -> AdapterFiles:

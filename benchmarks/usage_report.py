@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from sqlalchemy import func, select, text
@@ -26,6 +25,7 @@ from benchmarks.databases import KINDS, open_database
 from benchmarks.gpu_bench import CheckError
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.registry_world import World
+from benchmarks.tables import open_console
 from benchmarks.usage_world import MONTH_US, PER_BATCH, UsageWorld, add_folder, make_usage_world, open_usage_world
 from loramux.engine.collector import keep_for_good
 from loramux.migrations import schema
@@ -274,7 +274,7 @@ def _print(result: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column == "report" else "right")
     for name, figures in {**result["reports"], **result["whole_lists"]}.items():
         table.add_row(name, *(str(figures[column]) for column in columns))
-    console = Console()
+    console = open_console()
     console.print(table)
     console.print(f"made in {result['made_s']} s; a gateway folds {result['folded_events_s']} events/s")
 
