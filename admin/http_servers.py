@@ -67,12 +67,12 @@ async def serve_until_stopped(
 
     Requests that are not done after `drain_s`, or at a second signal, are ended by stopping the engine.
     """
+    keep_for_good()
     async with asyncio.TaskGroup() as group:
         gateway_task = group.create_task(gateway.run_until_stopped())
         group.create_task(admin.run_until_stopped())
         await gateway.is_listening.wait()
         await admin.is_listening.wait()
-        keep_for_good()
         announce()
         await signals.drain.wait()
         gateway.stop()

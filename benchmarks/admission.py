@@ -124,7 +124,7 @@ async def _measure(
     if way == GROUP:
         committer = GroupCommit(admission, num_threads=admission.num_writers)
         try:
-            figures = await _run(accounts, committer.submit, clients, seconds)
+            figures = await _run(accounts, committer.submit, range(clients), clients, seconds)
         finally:
             committer.close()
     else:
@@ -138,7 +138,7 @@ async def _measure(
 
         with ThreadPoolExecutor(GATEWAY_THREADS) as threads:
             commit: Commit = lambda operation: loop.run_in_executor(threads, only, operation)  # noqa: E731
-            figures = await _run(accounts, commit, clients, seconds)
+            figures = await _run(accounts, commit, range(clients), clients, seconds)
     _check(database, before, figures["num_pairs"])
     return figures
 
@@ -150,7 +150,7 @@ def _measure_together(
     clients: int,
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Rounds of several processes, each with its part of the clients and of the tenants' turns."""
+    """Rounds of several processes, each with its part of the clients."""
     num_gateways: int = arguments.gateways
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(num_gateways)
@@ -159,9 +159,7 @@ def _measure_together(
         for _ in range(arguments.repeats):
             before = _ledger_tokens(database)
             parts = [
-                processes.submit(
-                    _gateway, url, accounts[number:] + accounts[:number], clients // num_gateways, arguments
-                )
+                processes.submit(_gateway, url, accounts, range(number, clients, num_gateways), clients, arguments)
                 for number in range(num_gateways)
             ]
             figures = [part.result() for part in parts]
@@ -183,23 +181,28 @@ def _take_barrier(start: Any) -> None:
     _start = start
 
 
-def _gateway(url: str, accounts: Sequence[tuple[str, str]], clients: int, arguments: argparse.Namespace) -> Any:
-    """One process of several: it warms up, and begins when all have."""
+def _gateway(
+    url: str, accounts: Sequence[tuple[str, str]], mine: range, clients: int, arguments: argparse.Namespace
+) -> Any:
+    """One process of several, with clients of its own: it warms up, and begins when all have."""
     keep_for_good()
     database = Database(url)
     admission = Admission(database)
     committer = GroupCommit(admission, num_threads=admission.num_writers)
     try:
-        warm = asyncio.run(_run(accounts, committer.submit, clients, WARM_UP_S))
+        warm = asyncio.run(_run(accounts, committer.submit, mine, clients, WARM_UP_S))
         _start.wait(60)
-        figures = asyncio.run(_run(accounts, committer.submit, clients, arguments.seconds))
+        figures = asyncio.run(_run(accounts, committer.submit, mine, clients, arguments.seconds))
     finally:
         committer.close()
         database.close()
     return {**figures, "num_warm": warm["num_pairs"]}
 
 
-async def _run(accounts: Sequence[tuple[str, str]], commit: Commit, num_clients: int, most_s: float) -> dict[str, Any]:
+async def _run(
+    accounts: Sequence[tuple[str, str]], commit: Commit, clients: range, num_clients: int, most_s: float
+) -> dict[str, Any]:
+    """What these of all clients did. Each has the tenants in turn, and no two the same one where there are enough."""
     reserved: list[float] = []
     settled: list[float] = []
     deadline = time.perf_counter() + most_s
@@ -228,7 +231,7 @@ async def _run(accounts: Sequence[tuple[str, str]], commit: Commit, num_clients:
             settled.append(time.perf_counter() - started)
 
     started = time.perf_counter()
-    await asyncio.gather(*(client(number) for number in range(num_clients)))
+    await asyncio.gather(*(client(number) for number in clients))
     seconds = time.perf_counter() - started
     return {"num_pairs": len(settled), "seconds": seconds, "reserved": reserved, "settled": settled}
 

@@ -1,7 +1,7 @@
 """The reservations that one transaction works with: locked in one order, kept in memory, written once.
 
 There are rows of requests that run, and of those whose gateway seemed dead, which may still be corrected. A request
-that was settled is in the ledger and nowhere else, so that the table stays as small as what runs.
+that was settled is in the ledger and nowhere else.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ReservationRows:
         self._settled.append({"id": request_id})
 
     def recover(self, request_id: str) -> None:
-        """Have an open one wait for a settlement that may still come; it is not to be changed in this transaction."""
+        """Have an open one wait for a settlement that may still come, in another transaction than this."""
         del self.open[request_id]
         self._recovered.append({"id": request_id, "state": RECOVERED})
 
@@ -155,7 +155,10 @@ class ReservationRows:
             )
 
     def _read_settled(self, request_ids: list[str]) -> None:
-        """Of requests without a reservation: those that had one. Few are settled twice."""
+        """Of requests without a reservation: those that had one. Few are settled twice.
+
+        A statement of its own after the locks were waited for, so that it sees what their holder has written.
+        """
         if request_ids:
             events = schema.usage_events
             query = select(events.c.request_id).where(events.c.request_id.in_(request_ids))

@@ -101,6 +101,7 @@ class Closing:
     request_id: str
     settlement: Settlement
     lease_expires_us: int | None = None
+    """None for a settlement by who ran the request."""
 
     @property
     def is_recovery(self) -> bool:

@@ -170,8 +170,11 @@ class Tenants:
                 if row is None:
                     return False
                 usable = select(keys.c.id).where(keys.c.tenant_id == tenant_id, keys.c.revoked_us.is_(None)).limit(1)
-                runs = select(schema.reservations.c.id).where(schema.reservations.c.tenant_id == tenant_id).limit(1)
-                if connection.execute(usable).first() or connection.execute(runs).first():
+                # In this order: a reservation that is gone by now is an entry in the ledger by now.
+                held, spent = schema.reservations.c, schema.usage_events.c
+                runs = select(held.id).where(held.tenant_id == tenant_id).limit(1)
+                ran = select(spent.request_id).where(spent.tenant_id == tenant_id).limit(1)
+                if any(connection.execute(query).first() for query in (usable, runs, ran)):
                     raise in_use
                 counters = schema.quota_counters
                 connection.execute(delete(counters).where(counters.c.policy_id.in_(own_policies)))
@@ -181,7 +184,7 @@ class Tenants:
                 now_us, before = self._database.now_us(connection), _shown(_tenant(row))
                 audit(connection, now_us, "tenant.delete", tenant_id, tenant_id=tenant_id, before=before)
         except IntegrityError:
-            # Something else still names it: an adapter, or an entry in the ledger.
+            # Something else still names it.
             raise in_use from None
         self._shares.pop(tenant_id, None)
         return True

@@ -11,14 +11,13 @@ depends_on = None
 
 
 def upgrade() -> None:
-    if op.get_bind().dialect.name == "postgresql":
-        # To write the few that stay takes no time, and gives the place of the others back.
-        op.execute("CREATE TEMPORARY TABLE kept ON COMMIT DROP AS SELECT * FROM reservations WHERE state <> 'settled'")
-        op.execute("TRUNCATE reservations")
-        op.execute("INSERT INTO reservations SELECT * FROM kept")
-    else:
-        op.execute("DELETE FROM reservations WHERE state = 'settled'")
+    """Writes the few that stay anew, since to empty the table takes no time, however many were settled."""
+    op.execute("CREATE TABLE kept_reservations AS SELECT * FROM reservations WHERE state <> 'settled'")
+    # SQLite empties a table as fast where nothing is asked of its rows.
+    op.execute("TRUNCATE reservations" if op.get_bind().dialect.name == "postgresql" else "DELETE FROM reservations")
+    op.execute("INSERT INTO reservations SELECT * FROM kept_reservations")
+    op.execute("DROP TABLE kept_reservations")
 
 
 def downgrade() -> None:
-    """Nothing: a server of before leaves what it settles, and does not miss what others did."""
+    """Nothing: a server of before leaves what it settles, and finds fewer rows of what others did."""

@@ -50,14 +50,14 @@ class Truth:
 
 
 _SEE_RESERVATIONS = """
-CREATE TABLE seen_reservations (id text PRIMARY KEY, tenant_id text, reserved_tokens bigint);
-CREATE FUNCTION see_reservation() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE TABLE IF NOT EXISTS seen_reservations (id text PRIMARY KEY, tenant_id text, reserved_tokens bigint);
+CREATE OR REPLACE FUNCTION see_reservation() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     INSERT INTO seen_reservations VALUES (NEW.id, NEW.tenant_id, NEW.reserved_tokens)
     ON CONFLICT (id) DO UPDATE SET reserved_tokens = excluded.reserved_tokens;
     RETURN NULL;
 END $$;
-CREATE TRIGGER see_reservation AFTER INSERT OR UPDATE OF reserved_tokens ON reservations
+CREATE OR REPLACE TRIGGER see_reservation AFTER INSERT OR UPDATE OF reserved_tokens ON reservations
     FOR EACH ROW EXECUTE FUNCTION see_reservation();
 """
 """Keeps what was reserved, since a reservation that was settled is gone."""
@@ -69,8 +69,6 @@ class GatewayLab:
     def __init__(self, directory: Path, database_url: str, model: Path, num_gateways: int) -> None:
         self.database = Database(database_url)
         self.database.upgrade()
-        with self.database.write() as connection:
-            connection.exec_driver_sql(_SEE_RESERVATIONS)
         self._ends = directory / "ends"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), *sys.path])
@@ -155,6 +153,11 @@ class GatewayLab:
             sequence_id, num_prompt, num_completion, _ = json.loads(line)
             found[sequence_id.rpartition("-")[0]] = Truth(num_prompt, num_completion)
         return found
+
+    def see_reservations(self) -> None:
+        """Have PostgreSQL note what is reserved from now on, for `reserved_tokens`."""
+        with self.database.write() as connection:
+            connection.exec_driver_sql(_SEE_RESERVATIONS)
 
     def reserved_tokens(self, tenant_id: str) -> dict[str, int]:
         """What each request of a tenant held at most, also of those whose reservations are gone."""

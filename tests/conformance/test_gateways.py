@@ -124,6 +124,7 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(NUM_KILLS, marks=campaign)], ids=["few", "many"])
 def test_gateways_killed_at_random_moments_settle_each_request_once(lab: GatewayLab, num_kills: int) -> None:
+    lab.see_reservations()
     tenant, key = lab.account(f"kills-{num_kills}")
     QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 10**9)
     dice = random.Random(num_kills)
