@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, true, update
 
 from loramux.adapter_store.errors import (
     AliasChanged,
@@ -36,7 +36,10 @@ SYSTEM = "system"
 
 
 class AdapterAliases:
-    """Every change is one transaction that adds one row to the history; revisions count from 1 without a gap."""
+    """Every change is one transaction that adds one row to the history; revisions count from 1 without a gap.
+
+    An alias that is deleted and made anew goes on where it was, so that a revision never means two things.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -116,7 +119,7 @@ class AdapterAliases:
         return targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
-        """Forget an alias and its history.
+        """Forget an alias and its history but for what it named last, behind which one made anew goes on counting.
 
         Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default, and AliasChanged where the alias is no
         longer at `expected_revision`.
@@ -130,8 +133,13 @@ class AdapterAliases:
             before, now_us = _shown(present), self._database.now_us(connection)
             target, owner = f"{adapter_id}:{name}", owner_of(adapter_id)
             audit(connection, now_us, "alias.remove", target, tenant_id=owner, before=before)
-            for table in (adapter_alias_targets, adapter_alias_history, adapter_aliases):
-                connection.execute(delete(table).where(table.c.adapter_id == adapter_id, table.c.name == name))
+            past = adapter_alias_history.c.revision < present.revision
+            for table, which in (
+                (adapter_alias_targets, true()),
+                (adapter_alias_history, past),
+                (adapter_aliases, true()),
+            ):
+                connection.execute(delete(table).where(table.c.adapter_id == adapter_id, table.c.name == name, which))
 
     def history(
         self, adapter_id: str, name: str, limit: int, after: str | None = None, before: str | None = None
@@ -155,12 +163,14 @@ def change_alias(
     now_us: int,
 ) -> Alias:
     """Create or move an alias, with its row of history; the adapter's row must be locked."""
-    revision = _revision(connection, adapter_id, name) + 1
+    present = _revision(connection, adapter_id, name)
+    # Beyond that of one of this name that was deleted: nobody who saw that one changes this one by mistake.
+    revision = (present or _last_revision(connection, adapter_id, name)) + 1
     before = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
     key = {"adapter_id": adapter_id, "name": name}
     place = (adapter_aliases.c.adapter_id == adapter_id, adapter_aliases.c.name == name)
-    if revision == 1:
-        connection.execute(insert(adapter_aliases).values(**key, revision=1, updated_us=now_us))
+    if not present:
+        connection.execute(insert(adapter_aliases).values(**key, revision=revision, updated_us=now_us))
     else:
         connection.execute(update(adapter_aliases).where(*place).values(revision=revision, updated_us=now_us))
     table = adapter_alias_targets
@@ -243,6 +253,13 @@ def _revision(connection: Connection, adapter_id: str, name: str) -> int:
     query = select(adapter_aliases.c.revision).where(
         adapter_aliases.c.adapter_id == adapter_id, adapter_aliases.c.name == name
     )
+    return connection.execute(query).scalar() or 0
+
+
+def _last_revision(connection: Connection, adapter_id: str, name: str) -> int:
+    """Of an alias that there is, or was."""
+    table = adapter_alias_history.c
+    query = select(func.max(table.revision)).where(table.adapter_id == adapter_id, table.name == name)
     return connection.execute(query).scalar() or 0
 
 

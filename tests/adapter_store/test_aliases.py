@@ -200,6 +200,24 @@ def test_an_alias_is_removed_only_from_where_it_was_seen(named: Named) -> None:
         aliases.remove(adapter_id, "canary", 2)
 
 
+def test_an_alias_made_anew_is_not_mistaken_for_the_one_before(named: Named) -> None:
+    adapter_id, aliases = named.adapter.id, named.aliases
+    aliases.set(adapter_id, "canary", {1: 1})
+    aliases.set(adapter_id, "canary", {2: 1})
+    aliases.remove(adapter_id, "canary", 2)
+    assert aliases.set(adapter_id, "canary", {3: 1}, expected_revision=0).revision == 3
+    for seen in (1, 2):
+        with pytest.raises(AliasChanged):
+            aliases.set(adapter_id, "canary", {1: 1}, expected_revision=seen)
+        with pytest.raises(AliasChanged):
+            aliases.remove(adapter_id, "canary", seen)
+    assert [change.revision for change in aliases.history(adapter_id, "canary", 10).data] == [3, 2]
+    back = aliases.rollback(adapter_id, "canary")
+    assert (back.revision, [target.number for target in back.targets]) == (4, [2])
+    aliases.remove(adapter_id, "canary")
+    assert aliases.set(adapter_id, "canary", {1: 1}).revision == 5
+
+
 def test_of_one_who_moves_an_alias_and_one_who_removes_it_at_once_one_is_refused(named: Named) -> None:
     adapter_id, aliases, outcomes = named.adapter.id, named.aliases, []
     aliases.set(adapter_id, "canary", {2: 1})

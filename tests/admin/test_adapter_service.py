@@ -100,6 +100,8 @@ async def test_an_alias_is_deleted_only_from_where_the_caller_saw_it(http: httpx
     assert targets(await http.get(path)) == {3: 100}
     assert (await http.delete(path, headers={"if-match": etag})).status_code == 204
     assert (await http.delete(path, headers={"if-match": etag})).status_code == 404
+    await http.put(path, json={"version": 2})
+    assert (await http.delete(path, headers={"if-match": etag})).status_code == 412, "another one of that name"
     for headers in ({"if-match": "*"}, {}):
         await http.put(path, json={"version": 2})
         assert (await http.delete(path, headers=headers)).status_code == 204, "whatever it leads to"
