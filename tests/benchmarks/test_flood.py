@@ -17,6 +17,7 @@ from benchmarks.flood_figures import Target, compare, percentile, spread
 from benchmarks.flood_plot import draw_tails
 from benchmarks.flood_run import Observed, Stream
 from benchmarks.gpu_bench import CheckError
+from benchmarks.tables import open_console
 from loramux.engine.messages import Add
 
 COMMON = ("--threads", "1", "--repeats", "2", "--allow-busy")
@@ -119,7 +120,7 @@ def test_nothing_is_measured_where_an_answer_is_wrong(
 
 def a_measurement(scratch: Path, *arguments: str) -> flood.Measurement:
     parsed = flood.parse([*COMMON, *FLOOD, "--scratch", str(scratch), *arguments])
-    return flood.Measurement(parsed, s_lora_setting.open_files(parsed, 5, s_lora_setting.open_console()))
+    return flood.Measurement(parsed, s_lora_setting.open_files(parsed, 5, open_console()))
 
 
 def test_the_flood_and_the_crowd_ask_for_the_same(scratch: Path) -> None:
@@ -151,9 +152,7 @@ def test_polite_requests_are_the_same_beside_each_load(scratch: Path) -> None:
 
 def test_a_storms_adapters_are_new_each_time(scratch: Path) -> None:
     parsed = cold_storm.parse([*COMMON, *COLD_STORM, *SMALL_POOL, "--scratch", str(scratch)])
-    measurement = cold_storm.Measurement(
-        parsed, s_lora_setting.open_files(parsed, 5 + 16, s_lora_setting.open_console())
-    )
+    measurement = cold_storm.Measurement(parsed, s_lora_setting.open_files(parsed, 5 + 16, open_console()))
     named = [
         one.message.digest for number in (0, 1) for way in ("loads", "storm") for one in measurement.timed(way, number)
     ]
@@ -200,10 +199,10 @@ def test_what_others_took_of_the_core_is_said(capsys: pytest.CaptureFixture[str]
 
     observed = Observed(10.0)
     observed.before, observed.after = Snapshot(1.0), Snapshot(6.0)  # type: ignore[assignment]
-    flood_setting.say_disturbed(observed, s_lora_setting.open_console())
+    flood_setting.say_disturbed(observed, open_console())
     assert "50% of a core" in capsys.readouterr().out
     observed.after = Snapshot(11.0)  # type: ignore[assignment]
-    flood_setting.say_disturbed(observed, s_lora_setting.open_console())
+    flood_setting.say_disturbed(observed, open_console())
     assert not capsys.readouterr().out
 
 
