@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -199,7 +200,8 @@ def test_a_dry_run_of_a_quota_says_what_would_bind(tab: Tab, demo: Demo) -> None
 
 def test_a_request_that_streams_is_cancelled(tab: Tab, demo: Demo) -> None:
     answers: list[Any] = []
-    body = {"max_tokens": 900, "ignore_eos": True}
+    # Long enough for whoever has to find it and to confirm: one answer of 900 tokens takes two seconds at best.
+    body = {"max_tokens": 900, "ignore_eos": True, "n": 8}
     asking = threading.Thread(target=lambda: answers.append(demo.ask("chambers", "formal", **body)))
     tab.open("/requests")
     started = time.monotonic()
@@ -214,7 +216,7 @@ def test_a_request_that_streams_is_cancelled(tab: Tab, demo: Demo) -> None:
     assert time.monotonic() - started < 60
     tab.page.wait_for_selector("text=Nothing runs just now")
     event = demo.client.get("usage/events", tenant="chambers")["data"][0]
-    assert event["completion_tokens"] < 900
+    assert event["completion_tokens"] < 8 * 900
 
 
 def test_two_versions_answer_side_by_side(tab: Tab) -> None:
@@ -275,10 +277,17 @@ def test_pages_that_are_open_while_the_engine_is_down_say_so_and_recover(new_tab
     overview, residency = new_tab(), new_tab()
     overview.open("/").wait_for_selector("text=Engine ready")
     residency.open("/residency").wait_for_selector("text=The page pool")
-    _engine_of(demo).kill()
-    overview.page.wait_for_selector("text=/Engine (not ready|restarting)/", timeout=30_000)
-    residency.page.wait_for_selector("text=What is resident cannot be shown", timeout=30_000)
-    _keep(residency.page, "engine-down-light-1440")
+    down = threading.Event()
+    # A fast machine has it back before a page asks again.
+    killing = threading.Thread(target=_kill_engine_until, args=(demo, down))
+    killing.start()
+    try:
+        overview.page.wait_for_selector("text=/Engine (not ready|restarting)/", timeout=30_000)
+        residency.page.wait_for_selector("text=What is resident cannot be shown", timeout=30_000)
+        _keep(residency.page, "engine-down-light-1440")
+    finally:
+        down.set()
+        killing.join()
     overview.page.wait_for_selector("text=Engine ready", timeout=120_000)
     residency.page.wait_for_selector("text=The page pool", timeout=30_000)
     assert demo.ask("harbour", "pirate", max_tokens=4).status_code == 200
@@ -327,6 +336,12 @@ def _engine_of(demo: Demo) -> psutil.Process:
     """The engine is the server's child that does not validate adapters."""
     children = psutil.Process(demo.server.pid).children()
     return next(child for child in children if any("engine" in word for word in child.cmdline()))
+
+
+def _kill_engine_until(demo: Demo, is_enough: threading.Event) -> None:
+    while not is_enough.wait(0.2):
+        with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
+            _engine_of(demo).kill()
 
 
 def _small_targets(page: Any) -> list[str]:
