@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from loramux.kernels import cpu_attention, cpu_fused, cpu_kv
 from loramux.kernels.cpu_adapters import CpuLora
 from loramux.kernels.cpu_arrays import array, rows_of
-from loramux.kernels.cpu_prefill import GatheredAttention
 from loramux.kernels.cpu_vectors import LANES
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 
@@ -35,7 +33,6 @@ class CpuKernels(CpuLora):
             raise ValueError(f"the pool holds {pool.kv.dtype}; the CPU's kernels take float32 and bfloat16")
         self.outer = CpuLora(pool.flat)
         self._kv = array(pool.kv, pool.kv.dtype)  # [P, L, kv elements]
-        self._gathered = GatheredAttention(self._kv)
         self._batch: AttentionBatch | None = None
 
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
@@ -47,19 +44,13 @@ class CpuKernels(CpuLora):
         self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
     ) -> None:
         self._read_batch(batch)
-        if self._decodes.shape[0]:
-            window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-            cpu_attention.decode(
-                torch.get_num_threads(), *rows_of(q), *rows_of(out), self._kv, layer,
-                self._decodes, self._cu_q, self._seq_lens, self._kv_pages, self._page_starts,
-                spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim,
-                float(spec.scale), window, float(spec.soft_cap or 0.0),
-            )  # fmt: skip
-        for i in self._prefills:
-            begin, end = int(self._cu_q[i]), int(self._cu_q[i + 1])
-            length = int(self._seq_lens[i])
-            pages = self._kv_pages[self._page_starts[i] :]
-            self._gathered.attend(q[begin:end], layer, pages, length, spec, out[begin:end])
+        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
+        cpu_attention.attend(
+            torch.get_num_threads(), *rows_of(q), *rows_of(out), self._kv, layer,
+            self._cu_q, self._seq_lens, self._kv_pages, self._page_starts,
+            spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim,
+            float(spec.scale), window, float(spec.soft_cap or 0.0),
+        )  # fmt: skip
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert weight.dtype is torch.float32
@@ -107,7 +98,4 @@ class CpuKernels(CpuLora):
             self._kv_pages = array(batch.pages, torch.int32)
             self._page_starts = array(batch.page_starts, torch.int32)
             self._kv_slots = array(batch.kv_slots, torch.int64)
-            num_queries = np.diff(self._cu_q)
-            self._decodes = np.flatnonzero(num_queries == 1)
-            self._prefills = np.flatnonzero(num_queries > 1).tolist()
             self._batch = batch

@@ -1,6 +1,8 @@
-"""Attention of sequences with one query row on the CPU, straight from the pages that `cpu_kv` describes.
+"""Attention on the CPU, straight from the pages that `cpu_kv` describes.
 
-With K transposed in its page, the scores of eight tokens are eight lanes, so neither K nor V is rearranged.
+The heads that read one KV head, of a few query rows that follow each other, are a tile: each key and value that is
+loaded and widened serves all its rows. With K transposed in its page, the scores of sixteen tokens are sixteen lanes,
+so neither K nor V is rearranged. The bits of a row do not depend on the tile that it is computed in.
 """
 
 from __future__ import annotations
@@ -11,157 +13,185 @@ import numpy as np
 from numba import prange
 
 from loramux.kernels.compiled import helper, kernel
+from loramux.kernels.cpu_blocks import add_half_panels, add_panels
 from loramux.kernels.cpu_kv import PAGE_TOKENS, page_start
-from loramux.kernels.cpu_vectors import LANES, exponential, floats_at, load, multiply_add, store, zeros
+from loramux.kernels.cpu_vectors import (
+    PANEL,
+    exponentials,
+    floats_at,
+    larger,
+    largest,
+    load,
+    minus,
+    over,
+    plus,
+    prefetch,
+    splat,
+    store,
+    times,
+    total,
+)
+
+TILE_ROWS = 16
+"""Rows of a tile, query rows times heads of a group, where the group has no more."""
+
+LINE = 32
+"""Elements from one prefetch to the next: a cache line of bfloat16."""
 
 SERIAL_WORK = 200_000
 """Multiplications below which waking the other threads costs more than it saves."""
 
 
 @helper
-def _scores(q: Any, i: int, pool: Any, k: int, head_dim: int, scores: Any, s: int) -> None:
-    """Scores of one head for the 16 tokens of a page."""
-    low, high = zeros(), zeros()
-    for d in range(head_dim):
-        low = multiply_add(q[i + d], load(pool, k + d * PAGE_TOKENS), low)
-        high = multiply_add(q[i + d], load(pool, k + d * PAGE_TOKENS + LANES), high)
-    store(scores, s, low)
-    store(scores, s + LANES, high)
+def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None:
+    """`cap * tanh(scale * score / cap)`, of whole panels."""
+    for s in range(0, num_scores, PANEL):
+        # tanh(x) is 1 - 2 / (exp(2 * x) + 1).
+        power = exponentials(times(load(scores, s), np.float32(2) * scale / soft_cap))
+        store(scores, s, minus(soft_cap, over(np.float32(2) * soft_cap, plus(power, np.float32(1)))))
 
 
 @helper
-def _scores_4_heads(q: Any, i: int, pool: Any, k: int, head_dim: int, scores: Any, s: int, row_len: int) -> None:
-    low0, low1, low2, low3 = zeros(), zeros(), zeros(), zeros()
-    high0, high1, high2, high3 = zeros(), zeros(), zeros(), zeros()
-    i1, i2, i3 = i + head_dim, i + 2 * head_dim, i + 3 * head_dim
-    for d in range(head_dim):
-        low_k, high_k = load(pool, k + d * PAGE_TOKENS), load(pool, k + d * PAGE_TOKENS + LANES)
-        low0, high0 = multiply_add(q[i + d], low_k, low0), multiply_add(q[i + d], high_k, high0)
-        low1, high1 = multiply_add(q[i1 + d], low_k, low1), multiply_add(q[i1 + d], high_k, high1)
-        low2, high2 = multiply_add(q[i2 + d], low_k, low2), multiply_add(q[i2 + d], high_k, high2)
-        low3, high3 = multiply_add(q[i3 + d], low_k, low3), multiply_add(q[i3 + d], high_k, high3)
-    store(scores, s, low0)
-    store(scores, s + LANES, high0)
-    store(scores, s + row_len, low1)
-    store(scores, s + row_len + LANES, high1)
-    store(scores, s + 2 * row_len, low2)
-    store(scores, s + 2 * row_len + LANES, high2)
-    store(scores, s + 3 * row_len, low3)
-    store(scores, s + 3 * row_len + LANES, high3)
+def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any) -> Any:
+    """Turn scores `[begin, end)` into weights, not yet divided by their sum, which is returned; others become 0.
 
-
-@helper
-def _softmax(scores: Any, begin: int, end: int, scale: Any, soft_cap: Any) -> Any:
-    """Turn scores `[begin, end)` into weights, not yet divided by their sum, which is returned."""
-    scale, soft_cap = np.float32(scale), np.float32(soft_cap)
-    for s in range(begin, end):
-        scores[s] *= scale
+    `num_scores` are whole panels. A score's lane is its token's place in the page, wherever the row begins.
+    """
     if soft_cap > 0:
-        for s in range(begin, end):
-            # cap * tanh(s / cap)
-            power = exponential(np.float32(2) * scores[s] / soft_cap)
-            scores[s] = soft_cap - np.float32(2) * soft_cap / (power + np.float32(1))
-    most = scores[begin]
-    for s in range(begin, end):
-        most = max(most, scores[s])
-    weights = np.float32(0)
-    for s in range(begin, end):
-        scores[s] = exponential(scores[s] - most)
-        weights += scores[s]
-    return weights
+        _cap_scores(scores, num_scores, scale, soft_cap)
+        scale = np.float32(1)
+    for s in range(begin):
+        scores[s] = -np.float32(np.inf)
+    for s in range(end, num_scores):
+        scores[s] = -np.float32(np.inf)
+    most = splat(-np.float32(np.inf))
+    for s in range(0, num_scores, PANEL):
+        most = larger(load(scores, s), most)
+    top = largest(most)
+    weights = splat(np.float32(0))
+    for s in range(0, num_scores, PANEL):
+        lanes = exponentials(times(minus(load(scores, s), top), scale))
+        weights = plus(weights, lanes)
+        store(scores, s, lanes)
+    # What is out of sight is exp(-87) now, which is nothing beside the 1 of the largest.
+    for s in range(begin):
+        scores[s] = np.float32(0)
+    for s in range(end, num_scores):
+        scores[s] = np.float32(0)
+    return total(weights)
 
 
 @helper
-def _add_values(
-    pool: Any, v: int, first: int, last: int, head_dim: int, weights: Any, w: int, out: Any, o: int
-) -> None:
-    """Add tokens `[first, last)` of a page to one head's output."""
-    for d in range(0, head_dim, LANES):
-        lanes = load(out, o + d)
-        for token in range(first, last):
-            lanes = multiply_add(weights[w + token], load(pool, v + token * head_dim + d), lanes)
-        store(out, o + d, lanes)
+def _fetch_page(pool: Any, page: int, layer: int, head: int, num_kv_heads: int, head_size: int, is_v: int) -> None:
+    """Have one head's K or V of a page brought to the cache."""
+    start = page_start(pool, page, layer) + (is_v * num_kv_heads + head) * head_size
+    flat_pool = pool.reshape(-1)
+    for e in range(0, head_size, LINE):
+        prefetch(flat_pool, start + e)
 
 
 @helper
-def _add_values_4_heads(
-    pool: Any, v: int, first: int, last: int, head_dim: int, weights: Any, w: int, row_len: int, out: Any, o: int
-) -> None:
-    w1, w2, w3 = w + row_len, w + 2 * row_len, w + 3 * row_len
-    o1, o2, o3 = o + head_dim, o + 2 * head_dim, o + 3 * head_dim
-    for d in range(0, head_dim, LANES):
-        lanes0, lanes1, lanes2, lanes3 = load(out, o + d), load(out, o1 + d), load(out, o2 + d), load(out, o3 + d)
-        for token in range(first, last):
-            values = load(pool, v + token * head_dim + d)
-            lanes0 = multiply_add(weights[w + token], values, lanes0)
-            lanes1 = multiply_add(weights[w1 + token], values, lanes1)
-            lanes2 = multiply_add(weights[w2 + token], values, lanes2)
-            lanes3 = multiply_add(weights[w3 + token], values, lanes3)
-        store(out, o + d, lanes0)
-        store(out, o1 + d, lanes1)
-        store(out, o2 + d, lanes2)
-        store(out, o3 + d, lanes3)
-
-
-@helper
-def _attend(
-    q: Any,
-    i: int,
-    out: Any,
-    o: int,
+def _attend_tile(
+    q_address: int,
+    q_stride: int,
+    out_address: int,
+    out_stride: int,
+    num_tokens: int,
     pool: Any,
     layer: int,
     pages: Any,
     page_begin: int,
-    first_key: int,
     length: int,
+    window: int,
     head: int,
     group_size: int,
     num_kv_heads: int,
     head_dim: int,
     scale: Any,
     soft_cap: Any,
-    scores: Any,
+    q_tile: int,
+    out_tile: int,
+    scores: int,
     row_len: int,
+    weights: Any,
 ) -> None:
-    """One query row, the `group_size` heads that read KV head `head`: `q` from `i` and `out` from `o` on.
+    """`num_tokens` query rows, the last of a context of `length`, and the `group_size` heads that read KV head `head`.
 
-    The sequence's pages begin at `pages[page_begin]`; `row_len` is the length of one head's scores.
+    `q` and `out` are addresses of the tile's first row and head. The sequence's pages begin at `pages[page_begin]`.
+    `q_tile`, `out_tile`, `scores` and `weights` are room for the tile's rows, those of scores `row_len` long.
     """
     flat_pool = pool.reshape(-1)
+    num_rows, head_size = num_tokens * group_size, head_dim * PAGE_TOKENS
+    for t in range(num_tokens):
+        row, copy = floats_at(q_address + 4 * t * q_stride), floats_at(q_tile + 4 * t * group_size * head_dim)
+        found = floats_at(out_tile + 4 * t * group_size * head_dim)
+        for d in range(group_size * head_dim):
+            copy[d] = row[d]
+            found[d] = np.float32(0)
+    # The first query row sees keys from `first_key` on; the others' begin later.
+    first_key = max(0, length - num_tokens + 1 - window)
     first_page, last_page = first_key // PAGE_TOKENS, (length + PAGE_TOKENS - 1) // PAGE_TOKENS
-    by_four = group_size - group_size % 4
-    head_size = head_dim * PAGE_TOKENS
     for p in range(first_page, last_page):
+        # V is needed once all scores are there.
+        _fetch_page(pool, pages[page_begin + p], layer, head, num_kv_heads, head_size, 1)
+        if p + 1 < last_page:
+            _fetch_page(pool, pages[page_begin + p + 1], layer, head, num_kv_heads, head_size, 0)
         k = page_start(pool, pages[page_begin + p], layer) + head * head_size
-        s = (p - first_page) * PAGE_TOKENS
-        for g in range(0, by_four, 4):
-            _scores_4_heads(q, i + g * head_dim, flat_pool, k, head_dim, scores, s + g * row_len, row_len)
-        for g in range(by_four, group_size):
-            _scores(q, i + g * head_dim, flat_pool, k, head_dim, scores, s + g * row_len)
+        s = scores + 4 * (p - first_page) * PAGE_TOKENS
+        for r in range(num_rows):
+            row = floats_at(s + 4 * r * row_len)
+            for token in range(PAGE_TOKENS):
+                row[token] = np.float32(0)
+        add_panels(q_tile, 4 * head_dim, num_rows, flat_pool, k, PAGE_TOKENS, head_dim, s, 4 * row_len)
 
-    begin, end = first_key - first_page * PAGE_TOKENS, length - first_page * PAGE_TOKENS
-    for d in range(group_size * head_dim):
-        out[o + d] = np.float32(0)
-    for g in range(group_size):
-        weights = _softmax(scores, g * row_len + begin, g * row_len + end, scale, soft_cap)
-        share = np.float32(1) / weights
-        for s in range(g * row_len + begin, g * row_len + end):
-            scores[s] *= share
+    start, num_scores = first_page * PAGE_TOKENS, (last_page - first_page) * PAGE_TOKENS
+    for t in range(num_tokens):
+        position = length - num_tokens + t
+        begin, end = max(0, position + 1 - window) - start, position + 1 - start
+        for g in range(group_size):
+            r = t * group_size + g
+            weights[r] = _softmax(
+                floats_at(scores + 4 * r * row_len), begin, end, num_scores, np.float32(scale), np.float32(soft_cap)
+            )
 
+    by_panel = head_dim - head_dim % PANEL
     for p in range(first_page, last_page):
         v = page_start(pool, pages[page_begin + p], layer) + (num_kv_heads + head) * head_size
-        s = (p - first_page) * PAGE_TOKENS
-        first, last = max(0, begin - s), min(PAGE_TOKENS, end - s)
-        for g in range(0, by_four, 4):
-            w = s + g * row_len
-            _add_values_4_heads(flat_pool, v, first, last, head_dim, scores, w, row_len, out, o + g * head_dim)
-        for g in range(by_four, group_size):
-            _add_values(flat_pool, v, first, last, head_dim, scores, s + g * row_len, out, o + g * head_dim)
+        # Tokens of the page that any row of the tile sees.
+        first, last = max(0, first_key - p * PAGE_TOKENS), min(PAGE_TOKENS, length - p * PAGE_TOKENS)
+        v += first * head_dim
+        s = scores + 4 * ((p - first_page) * PAGE_TOKENS + first)
+        for d in range(0, by_panel, PANEL):
+            add_panels(
+                s, 4 * row_len, num_rows, flat_pool, v + d, head_dim, last - first, out_tile + 4 * d, 4 * head_dim
+            )
+        if by_panel < head_dim:
+            add_half_panels(
+                s, 4 * row_len, num_rows, flat_pool, v + by_panel, head_dim, last - first,
+                out_tile + 4 * by_panel, 4 * head_dim,
+            )  # fmt: skip
+    for t in range(num_tokens):
+        row, found = floats_at(out_address + 4 * t * out_stride), floats_at(out_tile + 4 * t * group_size * head_dim)
+        for g in range(group_size):
+            share = np.float32(1) / weights[t * group_size + g]
+            for d in range(g * head_dim, (g + 1) * head_dim):
+                row[d] = found[d] * share
 
 
 @helper
-def _decode_share(
+def _tile_tokens(group_size: int) -> int:
+    return max(1, TILE_ROWS // group_size)
+
+
+@helper
+def _tile_cost(num_tokens: int, length: int, window: int) -> int:
+    """What a tile costs, which ends a context of `length`: an estimate, in keys times query rows."""
+    num_keys: Any = min(window + num_tokens, length)
+    return num_tokens * num_keys
+
+
+@helper
+def _attend_share(
     low: int,
     high: int,
     q_address: int,
@@ -170,7 +200,6 @@ def _decode_share(
     out_stride: int,
     pool: Any,
     layer: int,
-    sequences: Any,
     cu_q: Any,
     seq_lens: Any,
     pages: Any,
@@ -183,26 +212,33 @@ def _decode_share(
     soft_cap: Any,
     row_len: int,
 ) -> None:
-    q, out = floats_at(q_address), floats_at(out_address)
-    scores = np.empty(group_size * row_len, np.float32)
+    """The tiles that begin in `[low, high)` of all tiles' costs, laid end to end."""
+    most = _tile_tokens(group_size)
+    most_rows = most * group_size
+    q_tile, out_tile = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
+    scores, weights = np.empty(most_rows * row_len, np.float32), np.empty(most_rows, np.float32)
     cursor = 0
-    for n in range(sequences.shape[0]):
-        sequence = sequences[n]
-        t, length = np.int64(cu_q[sequence]), np.int64(seq_lens[sequence])
-        num_keys: Any = min(window, length)
-        for head in range(num_kv_heads):
-            if low <= cursor < high:
-                column = head * group_size * head_dim
-                _attend(
-                    q, t * q_stride + column, out, t * out_stride + column,
-                    pool, layer, pages, np.int64(page_starts[sequence]), length - num_keys, length,
-                    head, group_size, num_kv_heads, head_dim, scale, soft_cap, scores, row_len,
-                )  # fmt: skip
-            cursor += num_keys
+    for n in range(seq_lens.shape[0]):
+        first_row, end_row = np.int64(cu_q[n]), np.int64(cu_q[n + 1])
+        for row in range(first_row, end_row, most):
+            num_tokens: Any = min(most, end_row - row)
+            length = np.int64(seq_lens[n]) - end_row + row + num_tokens
+            cost = _tile_cost(num_tokens, length, window)
+            for head in range(num_kv_heads):
+                if low <= cursor < high:
+                    column = head * group_size * head_dim
+                    _attend_tile(
+                        q_address + 4 * (row * q_stride + column), q_stride,
+                        out_address + 4 * (row * out_stride + column), out_stride, num_tokens,
+                        pool, layer, pages, np.int64(page_starts[n]), length, window,
+                        head, group_size, num_kv_heads, head_dim, scale, soft_cap,
+                        q_tile.ctypes.data, out_tile.ctypes.data, scores.ctypes.data, row_len, weights,
+                    )  # fmt: skip
+                cursor += cost
 
 
 @kernel
-def decode(
+def attend(
     num_threads: int,
     q_address: int,
     q_stride: int,
@@ -210,7 +246,6 @@ def decode(
     out_stride: int,
     pool: Any,
     layer: int,
-    sequences: Any,
     cu_q: Any,
     seq_lens: Any,
     pages: Any,
@@ -222,29 +257,33 @@ def decode(
     window: int,
     soft_cap: Any,
 ) -> None:
-    """Attention of the sequences that have one query row; see `ReferenceKernels.paged_attention`.
+    """Attention of all sequences; see `ReferenceKernels.paged_attention`.
 
-    The contexts are cut into `num_threads` equal shares. `sequences` int64 indexes `cu_q`, `seq_lens` and `page_starts`
-    (all int32, as `pages` is); `window` is the number of keys that a query sees, larger than any context when there is
-    no window; `soft_cap` is 0 where there is none.
+    The tiles are cut into `num_threads` shares of equal cost. `cu_q`, `seq_lens`, `pages` and `page_starts` are int32;
+    `window` is the number of keys that a query sees, larger than any context when there is no window; `soft_cap` is 0
+    where there is none.
     """
     work: Any = 0
     row_len: Any = 0
-    for n in range(sequences.shape[0]):
-        length = np.int64(seq_lens[sequences[n]])
-        num_keys: Any = min(window, length)
-        work += num_keys * num_kv_heads
-        num_pages = (length + PAGE_TOKENS - 1) // PAGE_TOKENS - (length - num_keys) // PAGE_TOKENS
-        row_len = max(row_len, num_pages * PAGE_TOKENS)
+    most = _tile_tokens(group_size)
+    for n in range(seq_lens.shape[0]):
+        first_row, end_row = np.int64(cu_q[n]), np.int64(cu_q[n + 1])
+        for row in range(first_row, end_row, most):
+            num_tokens: Any = min(most, end_row - row)
+            length = np.int64(seq_lens[n]) - end_row + row + num_tokens
+            work += _tile_cost(num_tokens, length, window) * num_kv_heads
+            num_keys: Any = min(window + num_tokens - 1, length)
+            num_pages = (length + PAGE_TOKENS - 1) // PAGE_TOKENS - (length - num_keys) // PAGE_TOKENS
+            row_len = max(row_len, num_pages * PAGE_TOKENS)
     if work * group_size * head_dim * 2 < SERIAL_WORK:
-        _decode_share(
-            0, work, q_address, q_stride, out_address, out_stride, pool, layer, sequences, cu_q, seq_lens, pages,
+        _attend_share(
+            0, work, q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
             page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, row_len,
         )  # fmt: skip
     else:
         for part in prange(num_threads):
-            _decode_share(
+            _attend_share(
                 work * part // num_threads, work * (part + 1) // num_threads,
-                q_address, q_stride, out_address, out_stride, pool, layer, sequences, cu_q, seq_lens, pages,
+                q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
                 page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, row_len,
             )  # fmt: skip

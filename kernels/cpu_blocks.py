@@ -18,40 +18,107 @@ from numba import types
 from numba.core import cgutils
 from numba.np.arrayobj import make_array
 
-from loramux.kernels.compiled import intrinsic
-from loramux.kernels.cpu_vectors import LANES, emit_load, emit_multiply_add, emit_splat
+from loramux.kernels.compiled import helper, intrinsic
+from loramux.kernels.cpu_vectors import (
+    FIRST_CACHE,
+    LANES,
+    PANEL,
+    WIDTH,
+    emit_halving,
+    emit_load,
+    emit_multiply_add,
+    emit_prefetch,
+    emit_splat,
+)
 
-PANEL = 16
-"""Outputs of `add_panel` and `add_ranks`: two AVX2 registers or one of AVX-512 for each row."""
+MAX_ROWS = 6 if WIDTH == LANES else 12
+"""Rows whose sums fit into the registers beside what they are made of."""
+
+DOTS_STEP = 32
+"""Elements of one step of `dots`: a cache line of bfloat16."""
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
+_ZERO = _LONG(0)
 
 Emit = Callable[[Any], Any]
 
 
-@intrinsic
-def add_panel(typing_context: Any, x: Any, weights: Any, first: Any, size: Any, y: Any) -> Any:
-    """`y[r][o] += sum over k of x[r][k] * weights[first + 16 k + o]`, of `size` >= 1 elements `k`.
+def emit_rows(
+    builder: Any, most: int, num_rows: Any, x: Any, x_step: Any, y: Any, y_step: Any, emit: Callable[[Any, Any], None]
+) -> None:
+    """Have `emit(x_rows, y_rows)` make code for each number of rows in `[1, most]`, and run that of `num_rows`.
 
-    With AVX2 six rows are the most whose sums fit into the registers.
+    Rows are addresses, `x_step` and `y_step` bytes apart.
     """
+    done = builder.append_basic_block("done")
+    switch = builder.switch(num_rows, done)
+    for count in range(1, most + 1):
+        block = builder.append_basic_block(f"rows{count}")
+        switch.add_case(_LONG(count), block)
+        builder.position_at_end(block)
+        steps = [_LONG(row) for row in range(count)]
+        emit(
+            [builder.add(x, builder.mul(x_step, step)) for step in steps],
+            [builder.add(y, builder.mul(y_step, step)) for step in steps],
+        )
+        builder.branch(done)
+    builder.position_at_end(done)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, array, first, size, y = args
-        panel = builder.gep(make_array(weights)(context, builder, array).data, [first])
 
-        def lanes_at(k: Any) -> Any:
-            return emit_load(builder, builder.gep(panel, [builder.mul(k, _LONG(PANEL))]), weights.dtype, PANEL)
+def _panel_adder(width: int) -> Any:
+    """What `add_block` says, for panels of `width` outputs."""
 
-        y_rows = _pointers(builder, y, ir.VectorType(_FLOAT, PANEL))
-        before = [builder.load(row, align=4) for row in y_rows]
-        for row, total in zip(y_rows, _sums_of_products(builder, x, lanes_at, size, before), strict=True):
-            builder.store(total, row, align=4)
-        return context.get_dummy_value()
+    @intrinsic
+    def add_block(
+        typing_context: Any, num_rows: Any, x: Any, x_step: Any, weights: Any, first: Any, step: Any, size: Any, y: Any,
+        y_step: Any,
+    ) -> Any:  # fmt: skip
+        """`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, of 1 to MAX_ROWS rows, `size` >= 1."""
 
-    return types.none(x, weights, types.int64, types.int64, y), generate
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            num_rows, x, x_step, array, first, step, size, y, y_step = args
+            panel = builder.gep(make_array(weights)(context, builder, array).data, [first])
+            lanes = ir.VectorType(_FLOAT, width)
+
+            def lanes_at(k: Any) -> Any:
+                return emit_load(builder, builder.gep(panel, [builder.mul(k, step)]), weights.dtype, width)
+
+            def emit(x_rows: Any, y_rows: Any) -> None:
+                places = [builder.inttoptr(row, lanes.as_pointer()) for row in y_rows]
+                before = [builder.load(place, align=4) for place in places]
+                totals = _sums_of_products(builder, x_rows, lanes_at, size, before)
+                for place, total in zip(places, totals, strict=True):
+                    builder.store(total, place, align=4)
+
+            emit_rows(builder, MAX_ROWS, num_rows, x, x_step, y, y_step, emit)
+            return context.get_dummy_value()
+
+        long = types.int64
+        return types.none(long, long, long, weights, long, long, long, long, long), generate
+
+    @helper
+    def add(
+        x: int, x_step: int, num_rows: int, weights: Any, first: int, step: int, size: int, y: int, y_step: int
+    ) -> None:
+        num_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
+        for block in range(num_blocks):
+            # Blocks of nearly one size: small ones load each weight for few rows.
+            begin, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
+            add_block(end - begin, x + begin * x_step, x_step, weights, first, step, size, y + begin * y_step, y_step)
+
+    return add
+
+
+add_panels = _panel_adder(PANEL)
+"""`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, of 16 outputs `o` and `size` >= 1 elements `k`.
+
+`x` and `y` are addresses of the first row, the others lie `x_step` and `y_step` bytes apart.
+"""
+
+add_half_panels = _panel_adder(PANEL // 2)
+"""`add_panels` of 8 outputs."""
 
 
 @intrinsic
@@ -74,7 +141,8 @@ def add_ranks(
         y_rows = _pointers(builder, y, ir.VectorType(_FLOAT, PANEL))
         zeros = [ir.Constant(ir.VectorType(_FLOAT, PANEL), [0.0] * PANEL) for _ in y_rows]
         factors = emit_splat(builder, factor, PANEL)
-        for row, total in zip(y_rows, _sums_of_products(builder, x, lanes_at, size, zeros), strict=True):
+        totals = _sums_of_products(builder, cgutils.unpack_tuple(builder, x), lanes_at, size, zeros)
+        for row, total in zip(y_rows, totals, strict=True):
             builder.store(emit_multiply_add(builder, factors, total, builder.load(row, align=4)), row, align=4)
         return context.get_dummy_value()
 
@@ -82,41 +150,65 @@ def add_ranks(
 
 
 @intrinsic
-def dots(typing_context: Any, x: Any, weights: Any, a: Any, size: Any) -> Any:
+def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: Any) -> Any:
     """`x[r] · weights[a[c] : a[c] + size]` for all rows `r` and a tuple of places `a`, as one tuple, rows first.
 
-    `size` is a multiple of 8, and may be 0.
+    `size` is a multiple of 8, and may be 0; `ahead` are the places of what is asked for next, which is fetched
+    meanwhile.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, array, a, size = args
+        x, array, a, ahead, size = args
         flat = make_array(weights)(context, builder, array).data
         x_rows = _pointers(builder, x, _FLOAT)
         columns = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, a)]
-        lanes = ir.VectorType(_FLOAT, LANES)
-        zeros = [ir.Constant(lanes, [0.0] * LANES)] * (len(x_rows) * len(columns))
+        following = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, ahead)]
 
-        def step(k: Any, sums: list[Any]) -> list[Any]:
-            rows = [builder.load(builder.bitcast(builder.gep(row, [k]), lanes.as_pointer()), align=4) for row in x_rows]
-            values = [emit_load(builder, builder.gep(column, [k]), weights.dtype, LANES) for column in columns]
-            factors = [(row, value) for row in rows for value in values]
-            return [emit_multiply_add(builder, *pair, total) for pair, total in zip(factors, sums, strict=True)]
+        def sums_of(width: int, begin: Any, end: Any, step_size: int) -> list[Any]:
+            """The products of elements `[begin, end)`, `step_size` at a time in lanes of `width`."""
+            lanes = ir.VectorType(_FLOAT, width)
+            zeros = [ir.Constant(lanes, [0.0] * width)] * (len(x_rows) * len(columns))
 
-        totals = _loop(builder, size, LANES, zeros, step)
+            def step(k: Any, sums: list[Any]) -> list[Any]:
+                if step_size > LANES:
+                    for column in following:
+                        emit_prefetch(builder, builder.gep(column, [k]), FIRST_CACHE)
+                for part in range(0, step_size, width):
+                    e = builder.add(k, _LONG(part))
+                    rows = [
+                        builder.load(builder.bitcast(builder.gep(row, [e]), lanes.as_pointer()), align=4)
+                        for row in x_rows
+                    ]
+                    values = [emit_load(builder, builder.gep(column, [e]), weights.dtype, width) for column in columns]
+                    pairs = [(row, value) for row in rows for value in values]
+                    sums = [emit_multiply_add(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+                return sums
+
+            return [
+                emit_halving(builder, total, builder.fadd)
+                for total in _loop(builder, end, step_size, zeros, step, begin)
+            ]
+
+        whole = builder.and_(size, _LONG(-DOTS_STEP))
+        wide = sums_of(WIDTH, _LONG(0), whole, DOTS_STEP)
+        rest = sums_of(LANES, whole, size, LANES)
         result = signature.return_type
-        return context.make_tuple(builder, result, [_total(builder, lanes) for lanes in totals])
+        totals = [builder.fadd(first, last) for first, last in zip(wide, rest, strict=True)]
+        return context.make_tuple(builder, result, totals)
 
-    return types.UniTuple(types.float32, len(x) * len(a))(x, weights, a, types.int64), generate
+    return types.UniTuple(types.float32, len(x) * len(a))(x, weights, a, ahead, types.int64), generate
 
 
-def _sums_of_products(builder: Any, x: Any, lanes_at: Emit, size: Any, before: list[Any]) -> list[Any]:
-    """`before[r] + sum over k of x[r][k] * lanes_at(k)` for `size` >= 1 elements `k`."""
-    x_rows = _pointers(builder, x, _FLOAT)
+def _sums_of_products(builder: Any, x: list[Any], lanes_at: Emit, size: Any, before: list[Any]) -> list[Any]:
+    """`before[r] + sum over k of x[r][k] * lanes_at(k)` for `size` >= 1 elements `k`; `x` are addresses."""
+    x_rows = [builder.inttoptr(row, _FLOAT.as_pointer()) for row in x]
 
     def step(k: Any, sums: list[Any]) -> list[Any]:
         lanes = lanes_at(k)
         return [
-            emit_multiply_add(builder, emit_splat(builder, builder.load(builder.gep(row, [k])), PANEL), lanes, total)
+            emit_multiply_add(
+                builder, emit_splat(builder, builder.load(builder.gep(row, [k])), lanes.type.count), lanes, total
+            )
             for row, total in zip(x_rows, sums, strict=True)
         ]
 
@@ -124,9 +216,14 @@ def _sums_of_products(builder: Any, x: Any, lanes_at: Emit, size: Any, before: l
 
 
 def _loop(
-    builder: Any, size: Any, step_size: int, before: list[Any], step: Callable[[Any, list[Any]], list[Any]]
+    builder: Any,
+    size: Any,
+    step_size: int,
+    before: list[Any],
+    step: Callable[[Any, list[Any]], list[Any]],
+    begin: Any = _ZERO,
 ) -> list[Any]:
-    """The values after `step(k, values)` for `k` in `range(0, size, step_size)`; they stay in registers."""
+    """The values after `step(k, values)` for `k` in `range(begin, size, step_size)`; they stay in registers."""
     entry = builder.block
     check, body, done = (builder.append_basic_block(name) for name in ("check", "body", "done"))
     builder.branch(check)
@@ -136,7 +233,7 @@ def _loop(
     builder.cbranch(builder.icmp_signed("<", k, size), body, done)
     builder.position_at_end(body)
     after = step(k, values)
-    k.add_incoming(_LONG(0), entry)
+    k.add_incoming(begin, entry)
     k.add_incoming(builder.add(k, _LONG(step_size)), builder.block)
     for value, first, following in zip(values, before, after, strict=True):
         value.add_incoming(first, entry)
@@ -148,13 +245,3 @@ def _loop(
 
 def _pointers(builder: Any, addresses: Any, element: Any) -> list[Any]:
     return [builder.inttoptr(address, element.as_pointer()) for address in cgutils.unpack_tuple(builder, addresses)]
-
-
-def _total(builder: Any, lanes: Any) -> Any:
-    width = LANES
-    while width > 1:
-        width //= 2
-        low = ir.Constant(ir.VectorType(_INT, width), list(range(width)))
-        high = ir.Constant(ir.VectorType(_INT, width), list(range(width, 2 * width)))
-        lanes = builder.fadd(builder.shuffle_vector(lanes, lanes, low), builder.shuffle_vector(lanes, lanes, high))
-    return builder.extract_element(lanes, _INT(0))

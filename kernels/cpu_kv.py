@@ -13,7 +13,7 @@ import numpy as np
 from numba import prange
 
 from loramux.kernels.compiled import helper, kernel
-from loramux.kernels.cpu_vectors import floats_at, narrow, widen
+from loramux.kernels.cpu_vectors import floats_at, narrow
 
 PAGE_TOKENS = 16
 """Tokens of a page: the scores of one head and one page are two vectors of eight."""
@@ -71,32 +71,3 @@ def write(
             token = kv_slots[t] % PAGE_TOKENS
             k_row, v_row = floats_at(k_address), floats_at(v_address)
             _write_row(k_row, t * k_stride, v_row, t * v_stride, flat_pool, start, token, num_heads, head_dim)
-
-
-@helper
-def _gather_page(
-    pool: Any, start: int, count: int, k: Any, v: Any, place: int, length: int, num_heads: int, head_dim: int
-) -> None:
-    v_start = start + num_heads * head_dim * PAGE_TOKENS
-    for head in range(num_heads):
-        k_head = start + head * head_dim * PAGE_TOKENS
-        v_head = v_start + head * head_dim * PAGE_TOKENS
-        for token in range(count):
-            row = (head * length + place + token) * head_dim
-            for d in range(head_dim):
-                k[row + d] = widen(pool[k_head + d * PAGE_TOKENS + token])
-                v[row + d] = widen(pool[v_head + token * head_dim + d])
-
-
-@kernel
-def gather(
-    pool: Any, layer: int, pages: Any, length: int, k_address: int, v_address: int, num_heads: int, head_dim: int
-) -> None:
-    """Copy the first `length` tokens of `pages` int32 to dense float32 K and V `[num_heads, length, head_dim]`."""
-    flat_pool = pool.reshape(-1)
-    for i in prange((length + PAGE_TOKENS - 1) // PAGE_TOKENS):
-        place = i * PAGE_TOKENS
-        _gather_page(
-            flat_pool, page_start(pool, pages[i], layer), min(PAGE_TOKENS, length - place),
-            floats_at(k_address), floats_at(v_address), place, length, num_heads, head_dim,
-        )  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,9 @@ from torch.nn import functional
 
 from loramux.kernels.compiled import helper, kernel
 from loramux.kernels.cpu_arrays import array, rows_of
-from loramux.kernels.cpu_blocks import PANEL, add_panel
-from loramux.kernels.cpu_vectors import floats_at
+from loramux.kernels.cpu_blocks import add_panels
+from loramux.kernels.cpu_pairs import PairPanels, multiplies_pairs
+from loramux.kernels.cpu_vectors import PANEL, floats_at
 
 BLOCK_INPUTS = 256
 """Inputs of a panel that all rows are multiplied with while they are in the first cache: 8 KiB of bfloat16."""
@@ -26,44 +28,67 @@ ROWS_HINT = 16
 
 
 class PackedLinear:
-    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`, a view with contiguous rows.
+    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`, a view with contiguous rows; `y` is such a view too.
 
-    The weight `[out_features, in_features]` is kept once: as oneDNN's blocked bfloat16 where it is bfloat16 and this
-    CPU multiplies that, which rounds `x` and `y` to it; else in panels of 16 outputs, bfloat16 as it is and every other
-    dtype as float32, whose products are summed in float32. There the bits of a row do not depend on the other rows.
+    The weight `[out_features, in_features]` is kept once, laid out for what this CPU multiplies. Where it is bfloat16
+    and the CPU multiplies that, `x` is rounded to it. The bits of a row do not depend on the other rows, but where
+    oneDNN multiplies, which promises nothing of the kind.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._blocked: torch.Tensor | None = None
-        weight = weight.detach()
-        if weight.dtype == torch.bfloat16 and multiplies_bfloat16():
-            self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
-            self._bias = None if bias is None else bias.detach().bfloat16()
-        else:
-            panels = _panels(weight)
-            self._panels = array(panels, panels.dtype)
-            self._bias = None
-            if bias is not None:
-                self._bias = functional.pad(bias.detach().float(), (0, -self.out_features % PANEL))
+        make = product_of(weight.dtype)
+        self._product: Product = make(weight.detach(), None if bias is None else bias.detach())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1] == self.in_features
-        if self._blocked is not None:
-            return torch.ops.mkldnn._linear_pointwise(
-                x.to(torch.bfloat16), self._blocked, self._bias, "none", [], ""
-            ).float()
-        num_rows, width = x.shape[0], self.out_features + -self.out_features % PANEL
+        return self._product(x)
+
+
+class Product(Protocol):
+    """A weight in some layout, and the multiplication with it."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | None], Product]:
+    """The fastest way in which this CPU multiplies weights of `dtype`."""
+    if dtype == torch.bfloat16:
+        if multiplies_pairs():
+            return PairPanels
+        if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return OneDnnProduct
+    return FloatPanels
+
+
+class OneDnnProduct:
+    """A weight in oneDNN's blocked bfloat16, which rounds `y` to it as well."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+        self._bias = None if bias is None else bias.bfloat16()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), self._weight, self._bias, "none", [], "")
+        return y.float()
+
+
+class FloatPanels:
+    """A weight in panels of 16 outputs, bfloat16 as it is and every other dtype as float32; sums are float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._out_features, self._in_features = weight.shape
+        panels = _panels(weight)
+        self._panels = array(panels, panels.dtype)
+        self._bias = None if bias is None else functional.pad(bias.float(), (0, -self._out_features % PANEL))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows, width = x.shape[0], self._out_features + -self._out_features % PANEL
         y = torch.empty(num_rows, width)
         bias = 0 if self._bias is None else self._bias.data_ptr()
-        multiply_panels(*rows_of(x), num_rows, self.in_features, self._panels, bias, y.data_ptr(), width)
+        multiply_panels(*rows_of(x), num_rows, self._in_features, self._panels, bias, y.data_ptr(), width)
         # The last panel may be wider than what is left of the outputs.
-        return y if width == self.out_features else y[:, : self.out_features]
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16, and torch was built with oneDNN, which makes use of it."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return y if width == self._out_features else y[:, : self._out_features]
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:
@@ -77,35 +102,6 @@ def _panels(weight: torch.Tensor) -> torch.Tensor:
     if whole < num_panels:
         panels[whole, :, : out_features - whole * PANEL] = weight[whole * PANEL :].T
     return panels.view(-1)
-
-
-@helper
-def _multiply_rows(x: int, x_step: int, num_rows: int, panels: Any, first: int, size: int, y: int, y_step: int) -> None:
-    """All rows times `size` inputs of one panel, in blocks; a remainder of 7 or 8 rows is cut in halves."""
-    t = 0
-    while t < num_rows:
-        rest = num_rows - t
-        x0, y0 = x + t * x_step, y + t * y_step
-        x1, x2, x3, x4, x5 = x0 + x_step, x0 + 2 * x_step, x0 + 3 * x_step, x0 + 4 * x_step, x0 + 5 * x_step
-        y1, y2, y3, y4, y5 = y0 + y_step, y0 + 2 * y_step, y0 + 3 * y_step, y0 + 4 * y_step, y0 + 5 * y_step
-        if rest == 6 or rest > 8:
-            add_panel((x0, x1, x2, x3, x4, x5), panels, first, size, (y0, y1, y2, y3, y4, y5))
-            t += 6
-        elif rest == 5:
-            add_panel((x0, x1, x2, x3, x4), panels, first, size, (y0, y1, y2, y3, y4))
-            t += 5
-        elif rest >= 4:
-            add_panel((x0, x1, x2, x3), panels, first, size, (y0, y1, y2, y3))
-            t += 4
-        elif rest == 3:
-            add_panel((x0, x1, x2), panels, first, size, (y0, y1, y2))
-            t += 3
-        elif rest == 2:
-            add_panel((x0, x1), panels, first, size, (y0, y1))
-            t += 2
-        else:
-            add_panel((x0,), panels, first, size, (y0,))
-            t += 1
 
 
 @helper
@@ -125,7 +121,7 @@ def _multiply_panel(
     for k in range(0, in_features, BLOCK_INPUTS):
         size = min(BLOCK_INPUTS, in_features - k)
         first = (panel * in_features + k) * PANEL
-        _multiply_rows(x + 4 * k, x_step, num_rows, panels, first, size, y_panel, y_step)
+        add_panels(x + 4 * k, x_step, num_rows, panels, first, PANEL, size, y_panel, y_step)
 
 
 @kernel

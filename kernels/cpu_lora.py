@@ -14,8 +14,8 @@ import numpy.typing as npt
 from numba import prange
 
 from loramux.kernels.compiled import helper, kernel
-from loramux.kernels.cpu_blocks import PANEL, add_ranks, dots
-from loramux.kernels.cpu_vectors import LANES, floats_at, widen
+from loramux.kernels.cpu_blocks import add_ranks, dots
+from loramux.kernels.cpu_vectors import LANES, PANEL, floats_at, widen
 from loramux.kernels.layout import PageGeometry, row_layout
 from loramux.kernels.tables import ModuleGroup
 
@@ -55,10 +55,10 @@ def place(pool: Any, layer: int, pages: Any, e: int) -> int:
 
 
 @helper
-def _shrink_rows(x: Any, planes: Any, pool: Any, a: Any, length: int, is_first: bool) -> None:
+def _shrink_rows(x: Any, planes: Any, pool: Any, a: Any, ahead: Any, length: int, is_first: bool) -> None:
     """`planes[r][c] = x[r] · pool[a[c] : a[c] + length]`, added to what is there unless it `is_first`."""
     whole = length - length % LANES
-    found = dots(x, pool, a, whole)
+    found = dots(x, pool, a, ahead, whole)
     for r in range(len(x)):
         row, plane = floats_at(x[r]), floats_at(planes[r])
         for c in range(len(a)):
@@ -71,7 +71,7 @@ def _shrink_rows(x: Any, planes: Any, pool: Any, a: Any, length: int, is_first: 
 @helper
 def _shrink_segment(
     x: int, x_step: int, planes: int, plane_step: int, rows: Any, begin: int, end: int,
-    pool: Any, a: Any, length: int, is_first: bool,
+    pool: Any, a: Any, ahead: Any, length: int, is_first: bool,
 ) -> None:  # fmt: skip
     """All rows of a segment times the same pieces of A's rows."""
     j = begin
@@ -81,10 +81,10 @@ def _shrink_segment(
             t1, t2 = np.int64(rows[j + 1]), np.int64(rows[j + 2])
             x_rows = (x + t * x_step, x + t1 * x_step, x + t2 * x_step)
             plane_rows = (planes + t * plane_step, planes + t1 * plane_step, planes + t2 * plane_step)
-            _shrink_rows(x_rows, plane_rows, pool, a, length, is_first)
+            _shrink_rows(x_rows, plane_rows, pool, a, ahead, length, is_first)
             j += 3
         else:
-            _shrink_rows((x + t * x_step,), (planes + t * plane_step,), pool, a, length, is_first)
+            _shrink_rows((x + t * x_step,), (planes + t * plane_step,), pool, a, ahead, length, is_first)
             j += 1
 
 
@@ -188,16 +188,21 @@ def _shrink_share(
                         a1 = place(pool, layer, pages, e + padded_len)
                         a2 = place(pool, layer, pages, e + 2 * padded_len)
                         a3 = place(pool, layer, pages, e + 3 * padded_len)
+                        # The ranks that come next, or where there are none, these again.
+                        n = e + RANKS * padded_len if r + 2 * RANKS <= slot_rank else e
+                        n0, n1 = place(pool, layer, pages, n), place(pool, layer, pages, n + padded_len)
+                        n2 = place(pool, layer, pages, n + 2 * padded_len)
+                        n3 = place(pool, layer, pages, n + 3 * padded_len)
                         _shrink_segment(
                             x, 4 * x_stride, planes, 4 * row_stride, rows, starts[s], starts[s + 1],
-                            flat_pool, (a, a1, a2, a3), length, begin == 0,
+                            flat_pool, (a, a1, a2, a3), (n0, n1, n2, n3), length, begin == 0,
                         )  # fmt: skip
                     else:
                         for k in range(slot_rank - r):
                             a = place(pool, layer, pages, e + k * padded_len)
                             _shrink_segment(
                                 x, 4 * x_stride, planes + 4 * k, 4 * row_stride, rows, starts[s], starts[s + 1],
-                                flat_pool, (a,), length, begin == 0,
+                                flat_pool, (a,), (a,), length, begin == 0,
                             )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Eight float32 lanes as a numba value, so that a kernel decides what is vectorised and stays in registers.
+"""Sixteen float32 lanes as a numba value, so that a kernel decides what is vectorised and stays in registers.
 
 LLVM's own vectoriser gives up on most loops of these kernels (accumulators that survive an outer loop, bfloat16
 widened from integers, stores that might overlap loads). Arrays of float32, and of uint16 whose elements are bfloat16
@@ -7,10 +7,11 @@ bits, load as float32 lanes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.core.datamodel import models
@@ -22,15 +23,30 @@ from loramux.kernels.compiled import exact, helper, intrinsic
 LANES = 8
 """Every length that kernels step through in lanes is a multiple of 8: head_dim, page tokens and chunks."""
 
+PANEL = 16
+"""Outputs that are computed at once: two registers of AVX2 or one of AVX-512."""
+
+WIDTH = 16 if binding.get_host_cpu_features().get("avx512f") else LANES
+"""Float32 that one register of this CPU holds."""
+
+FIRST_CACHE, SECOND_CACHE = 3, 2
+"""Localities of LLVM's prefetch."""
+
+EXPONENTIAL = tuple(
+    np.float32(value)
+    for value in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+)
+"""The polynomial of Cephes' expf, highest power first."""
+
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+_VECTOR = ir.VectorType(_FLOAT, PANEL)
 _CONTRACT = ("contract",)
 
 
 class _Lanes(types.Type):
     def __init__(self) -> None:
-        super().__init__(name="float32x8")
+        super().__init__(name=f"float32x{PANEL}")
 
 
 @register_model(_Lanes)
@@ -62,33 +78,79 @@ def emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
 
 
+def emit_halving(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """One value of all lanes: the halves combined, and the halves of that."""
+    width = lanes.type.count
+    while width > 1:
+        width //= 2
+        low = ir.Constant(ir.VectorType(_INT, width), list(range(width)))
+        high = ir.Constant(ir.VectorType(_INT, width), list(range(width, 2 * width)))
+        lanes = combine(builder.shuffle_vector(lanes, lanes, low), builder.shuffle_vector(lanes, lanes, high))
+    return builder.extract_element(lanes, _INT(0))
+
+
+def emit_exponential(builder: Any, x: Any) -> Any:
+    """`exponential` of lanes, for a function that is `exact`."""
+    count = x.type.count
+
+    def constant(value: Any) -> Any:
+        return ir.Constant(x.type, [float(np.float32(value))] * count)
+
+    def multiply_add(a: Any, b: Any, c: Any) -> Any:
+        return emit_multiply_add(builder, a, b, c)
+
+    x = builder.select(builder.fcmp_ordered("<", x, constant(-87.0)), constant(-87.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, constant(88.0)), constant(88.0), x)
+    shifted = multiply_add(x, constant(1.4426950408889634), constant(12582912.0))
+    n = builder.fsub(shifted, constant(12582912.0))
+    fraction = multiply_add(n, constant(-0.693359375), x)
+    fraction = multiply_add(n, constant(2.12194440e-4), fraction)
+    y = constant(EXPONENTIAL[0])
+    for coefficient in EXPONENTIAL[1:]:
+        y = multiply_add(y, fraction, constant(coefficient))
+    y = multiply_add(y, builder.fmul(fraction, fraction), builder.fadd(fraction, constant(1.0)))
+    words = ir.VectorType(_INT, count)
+    power = builder.shl(builder.bitcast(shifted, words), ir.Constant(words, [23] * count))
+    return builder.bitcast(builder.add(builder.bitcast(y, words), power), x.type)
+
+
+def emit_prefetch(builder: Any, pointer: Any, cache: int) -> None:
+    """Have a line brought to a cache; where there is no memory, nothing happens."""
+    byte = ir.IntType(8).as_pointer()
+    name = "llvm.prefetch.p0"
+    known = builder.module.globals.get(name)
+    prefetch = known or ir.Function(builder.module, ir.FunctionType(ir.VoidType(), (byte, _INT, _INT, _INT)), name)
+    is_write, is_data = _INT(0), _INT(1)
+    builder.call(prefetch, [builder.bitcast(pointer, byte), is_write, _INT(cache), is_data])
+
+
 def _element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     return builder.gep(make_array(array_type)(context, builder, array).data, [index])
 
 
 @intrinsic
-def zeros(typing_context: Any) -> Any:
-    """Eight lanes of 0."""
+def splat(typing_context: Any, value: Any) -> Any:
+    """A float32 in all lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_VECTOR, [0.0] * LANES)
+        return emit_splat(builder, args[0], PANEL)
 
-    return _lanes(), generate
+    return _lanes(types.float32), generate
 
 
 @intrinsic
 def load(typing_context: Any, array: Any, index: Any) -> Any:
-    """Lanes `array[index:index + 8]` of a contiguous array, without a check of bounds."""
+    """Lanes `array[index:index + 16]` of a contiguous float32 array, without a check of bounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return emit_load(builder, _element_pointer(context, builder, array, args[0], args[1]), array.dtype)
+        return emit_load(builder, _element_pointer(context, builder, array, args[0], args[1]), array.dtype, PANEL)
 
     return _lanes(array, types.intp), generate
 
 
 @intrinsic
 def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """`array[index:index + 8] = value` of a contiguous float32 array, without a check of bounds."""
+    """`array[index:index + 16] = value` of a contiguous float32 array, without a check of bounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _element_pointer(context, builder, array, args[0], args[1])
@@ -98,15 +160,75 @@ def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
     return types.none(array, types.intp, _lanes), generate
 
 
+def _lanewise(emit: Callable[[Any, Any, Any], Any]) -> Any:
+    """A function of two lanes values, of which either may be a scalar for all lanes."""
+
+    @intrinsic
+    def combine(typing_context: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pairs = zip(args, (a, b), strict=True)
+            lanes = [value if kind == _lanes else emit_splat(builder, value, PANEL) for value, kind in pairs]
+            return emit(builder, *lanes)
+
+        return _lanes(*(kind if kind == _lanes else types.float32 for kind in (a, b))), generate
+
+    return combine
+
+
+plus = _lanewise(lambda builder, a, b: builder.fadd(a, b))
+minus = _lanewise(lambda builder, a, b: builder.fsub(a, b))
+times = _lanewise(lambda builder, a, b: builder.fmul(a, b))
+over = _lanewise(lambda builder, a, b: builder.fdiv(a, b))
+larger = _lanewise(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+
 @intrinsic
-def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c`, where `a` is lanes or a scalar for all lanes."""
+def _exponentials(typing_context: Any, x: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        factor = args[0] if a == _lanes else emit_splat(builder, args[0])
-        return emit_multiply_add(builder, factor, args[1], args[2])
+        return emit_exponential(builder, args[0])
 
-    return _lanes(_lanes if a == _lanes else types.float32, _lanes, _lanes), generate
+    return _lanes(_lanes), generate
+
+
+@exact
+def exponentials(x: Any) -> Any:
+    """`exponential` of each lane."""
+    return _exponentials(x)
+
+
+@intrinsic
+def total(typing_context: Any, x: Any) -> Any:
+    """The sum of all lanes, in halves."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit_halving(builder, args[0], builder.fadd)
+
+    return types.float32(_lanes), generate
+
+
+@intrinsic
+def largest(typing_context: Any, x: Any) -> Any:
+    """The largest lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def larger_of(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        return emit_halving(builder, args[0], larger_of)
+
+    return types.float32(_lanes), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """Have the line that holds `array[index]` brought to the first cache; it need not exist."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit_prefetch(builder, _element_pointer(context, builder, array, args[0], args[1]), FIRST_CACHE)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), generate
 
 
 @intrinsic
@@ -176,6 +298,12 @@ def floats_at(address: int) -> Any:
     return carray(_pointer_at(address), (1 << 48,), np.float32)
 
 
+@helper
+def halves_at(address: int) -> Any:
+    """The bits of bfloat16 from a memory address on, as a contiguous array without an end."""
+    return carray(_pointer_at(address), (1 << 48,), np.uint16)
+
+
 @exact
 def exponential(x: np.float32) -> np.float32:
     """`exp(x)` to about one unit in the last place, of `x` cut to `[-87, 88]`; NaN stays NaN.
@@ -190,12 +318,9 @@ def exponential(x: np.float32) -> np.float32:
     shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)
     n = shifted - np.float32(12582912.0)
     fraction = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    y = np.float32(1.9875691500e-4)
-    y = y * fraction + np.float32(1.3981999507e-3)
-    y = y * fraction + np.float32(8.3334519073e-3)
-    y = y * fraction + np.float32(4.1665795894e-2)
-    y = y * fraction + np.float32(1.6666665459e-1)
-    y = y * fraction + np.float32(5.0000001201e-1)
+    y = EXPONENTIAL[0]
+    for coefficient in EXPONENTIAL[1:]:
+        y = y * fraction + coefficient
     y = y * fraction * fraction + fraction + np.float32(1.0)
     # The low 9 bits of the shifted sum, moved into the exponent, are the factor 2**n.
     return float_of_bits(np.int32(float_bits(y) + (float_bits(shifted) << np.int32(23))))

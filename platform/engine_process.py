@@ -30,6 +30,22 @@ A step has dozens of parallel regions with less than that between them, and waki
 spin for ever would take the cores from the gateway, and from each other whenever one waits for a time slice.
 """
 
+MEMORY_ENVIRONMENT = {
+    "GLIBC_TUNABLES": ":".join(
+        (
+            "glibc.malloc.hugetlb=1",
+            f"glibc.malloc.mmap_threshold={32 << 20}",
+            f"glibc.malloc.trim_threshold={1 << 30}",
+            f"glibc.malloc.top_pad={64 << 20}",
+        )
+    )
+}
+"""What a step frees serves the next one, in huge pages where the kernel gives them to whoever asks (GNU libc).
+
+Otherwise each activation of a large step is mapped anew: 20,000 page faults for sixteen prompts of 64 tokens. Weights
+are read from small pages at half the speed. 32 MiB is the largest threshold that the C library takes.
+"""
+
 log = structlog.get_logger()
 
 
@@ -141,6 +157,7 @@ def _signal_name(number: int) -> str:
 def _environment() -> dict[str, str]:
     return {
         **THREADS_ENVIRONMENT,
+        **MEMORY_ENVIRONMENT,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 from tests.kernels.sequences import batch_of
@@ -107,6 +108,35 @@ def test_lists_of_pages_in_any_order(
     spec = AttentionSpec(4, 2, 16, 0.25)
     contexts, num_queries = BATCHES["mixed"]
     check_attention(contexts, num_queries, spec, dtype, make_kernels, make_poisoned_pool, listed_backwards=True)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 7, 20], ids=["whole", "window-7", "window-20"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS.values(), ids=HEADS.keys())
+def test_the_bits_of_a_row_do_not_depend_on_those_beside_it(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    sliding_window: int | None,
+    dtype: torch.dtype,
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    spec, length = AttentionSpec(num_heads, num_kv_heads, head_dim, 0.3, sliding_window), 45
+    geometry = PageGeometry(NUM_LAYERS, num_kv_heads, head_dim, dtype.itemsize, dtype.itemsize)
+    kernels = CpuKernels(make_poisoned_pool(4, geometry, dtype))
+    pages, poison = torch.randperm(3, dtype=torch.int32), 3
+    k, v = torch.randn(2, length, num_kv_heads, head_dim)
+    kernels.kv_write(k, v, LAYER, batch_of([length], [length], pages, poison))
+    q = torch.randn(length, num_heads, head_dim)
+
+    def attend(begin: int, end: int) -> torch.Tensor:
+        """Of query rows `[begin, end)`, as a step that computes no others."""
+        out = torch.empty(end - begin, num_heads, head_dim)
+        kernels.paged_attention(q[begin:end], LAYER, batch_of([end], [end - begin], pages, poison), spec, out)
+        return out
+
+    whole = attend(0, length)
+    for begin, end in [(row, row + 1) for row in range(length)] + [(0, 17), (3, 40), (17, 45)]:
+        assert torch.equal(attend(begin, end), whole[begin:end])
 
 
 def check_attention(

@@ -28,7 +28,7 @@ from loramux.kernels.warm import main, warm
 from tests.kernels.interpreted import TRITON_MODULES
 
 COMPILED = (
-    cpu_lora.shrink, cpu_lora.expand, cpu_gather.gather, cpu_kv.write, cpu_kv.gather, cpu_attention.decode,
+    cpu_lora.shrink, cpu_lora.expand, cpu_gather.gather, cpu_kv.write, cpu_attention.attend,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
 )  # fmt: skip
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from loramux.kernels import cpu_linear
-from loramux.kernels.cpu_linear import BLOCK_INPUTS, PackedLinear
+from loramux.kernels import cpu_linear, cpu_pairs
+from loramux.kernels.cpu_linear import FloatPanels, OneDnnProduct, PackedLinear, product_of
+from loramux.kernels.cpu_pairs import MAX_ROWS, PairPanels, multiplies_pairs
+
+needs_pairs = pytest.mark.skipif(not multiplies_pairs(), reason="this CPU has no AVX512_BF16, or it has AMX too")
 
 
 @pytest.mark.parametrize("num_rows", [*range(14), 16, 100], ids=lambda n: f"{n}-rows")
@@ -27,23 +30,48 @@ def test_equals_linear(out_features: int, in_features: int, has_bias: bool, num_
     torch.testing.assert_close(y, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@needs_pairs
+@pytest.mark.parametrize("num_rows", [*range(2 * MAX_ROWS + 2), 100, 300], ids=lambda n: f"{n}-rows")
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"),
+    [(64, 64), (63, 101), (1, 1), (512, 512), (1000, cpu_pairs.BLOCK_INPUTS + 1), (96, 2 * cpu_pairs.BLOCK_INPUTS)],
+    ids=["small", "odd", "one", "large", "odd-blocks", "blocks"],
+)
+def test_pairs_of_bfloat16_equal_linear(out_features: int, in_features: int, has_bias: bool, num_rows: int) -> None:
+    weight = torch.randn(out_features, in_features).bfloat16()
+    bias = torch.randn(out_features).bfloat16() if has_bias else None
+    x = torch.randn(num_rows, in_features)
+    y = PairPanels(weight, bias)(x)
+    # Products of bfloat16 are exact in float32, and so much is summed there.
+    expected = functional.linear(x.bfloat16().double(), weight.double(), bias if bias is None else bias.double())
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("out_features", [40, 2048], ids=["serial", "parallel"])
+@pytest.mark.parametrize(
+    ("product", "dtype", "block_inputs"),
+    [
+        pytest.param(FloatPanels, torch.float32, cpu_linear.BLOCK_INPUTS, id="float32"),
+        pytest.param(FloatPanels, torch.bfloat16, cpu_linear.BLOCK_INPUTS, id="bfloat16"),
+        pytest.param(PairPanels, torch.bfloat16, cpu_pairs.BLOCK_INPUTS, id="pairs", marks=needs_pairs),
+    ],
+)
 def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(
-    out_features: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    product: type[FloatPanels | PairPanels], dtype: torch.dtype, block_inputs: int, out_features: int
 ) -> None:
-    # oneDNN, where it multiplies, promises nothing of the kind.
-    monkeypatch.setattr(cpu_linear, "multiplies_bfloat16", lambda: False)
-    linear = PackedLinear(torch.randn(out_features, BLOCK_INPUTS + 50).to(dtype), torch.randn(out_features))
-    x = torch.randn(23, linear.in_features)
-    y = linear(x)
+    in_features = block_inputs + 50
+    multiply = product(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features))
+    x = torch.randn(2 * MAX_ROWS + 3, in_features)
+    y = multiply(x)
     for begin in range(len(x)):
         for end in range(begin + 1, len(x) + 1):
-            assert torch.equal(linear(x[begin:end]), y[begin:end])
+            assert torch.equal(multiply(x[begin:end]), y[begin:end])
 
 
-def test_what_is_not_finite_stays_in_its_row() -> None:
-    linear = PackedLinear(torch.randn(64, 48))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+    linear = PackedLinear(torch.randn(64, 48).to(dtype))
     x = torch.randn(9, 48)
     expected = linear(x)
     x[4, 7], x[6, 1] = torch.nan, torch.inf
@@ -54,13 +82,37 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 
 
 @pytest.mark.parametrize("out_features", [96, 2048], ids=["small", "large"])
-def test_a_bfloat16_weight_takes_and_gives_float32(out_features: int) -> None:
+@pytest.mark.parametrize(
+    "product",
+    [
+        FloatPanels,
+        pytest.param(PairPanels, marks=needs_pairs),
+        pytest.param(
+            OneDnnProduct,
+            marks=pytest.mark.skipif(
+                not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU multiplies no bfloat16"
+            ),
+        ),
+    ],
+)
+def test_a_bfloat16_weight_takes_and_gives_float32(
+    product: type[FloatPanels | PairPanels | OneDnnProduct], out_features: int
+) -> None:
     weight, bias = torch.randn(out_features, 128).bfloat16(), torch.randn(out_features).bfloat16()
     x = torch.randn(7, 128)
-    y = PackedLinear(weight, bias)(x)
+    y = product(weight, bias)(x)
     assert y.dtype == torch.float32
-    # Where the CPU multiplies bfloat16, input and output are rounded to it as well.
+    # Where the CPU multiplies bfloat16, the input is rounded to it, and oneDNN rounds the output as well.
     torch.testing.assert_close(y, functional.linear(x, weight.float(), bias.float()), rtol=2e-2, atol=0.3)
+
+
+def test_amx_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = {"avx512bf16": True, "amx-bf16": False}
+    monkeypatch.setattr(cpu_pairs.binding, "get_host_cpu_features", lambda: features)
+    assert product_of(torch.bfloat16) is PairPanels
+    assert product_of(torch.float32) is FloatPanels
+    features["amx-bf16"] = True
+    assert product_of(torch.bfloat16) is not PairPanels
 
 
 @pytest.mark.parametrize("out_features", [64, 4096], ids=["small", "large"])
