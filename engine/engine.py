@@ -255,9 +255,14 @@ class Engine:
                 ended.append((sequence, "stop"))
                 continue
             logprobs = () if token.logprobs is None else (token.logprobs,)
-            output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=(token_id,), logprobs=logprobs)
-            outputs[sequence.owner].append(output)
-            if len(sequence.tokens) >= sequence.num_reserved and not self._grants.pauses(sequence):
+            is_last = len(sequence.tokens) >= sequence.num_reserved
+            told: tuple[int, ...] = (token_id,)
+            if sequence.add.tokens_at_once > 1:
+                told = sequence.tell(token_id, is_urgent=is_last or bool(logprobs))
+            if told:
+                output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=told, logprobs=logprobs)
+                outputs[sequence.owner].append(output)
+            if is_last and not self._grants.pauses(sequence):
                 ended.append((sequence, "length"))
         self._scheduler.queue.charge_outputs(committed)
         self._stats.count_completion_tokens(len(committed))
@@ -290,6 +295,9 @@ class Engine:
         self._live.remove(sequence)
         if self._traces is not None:
             self._traces.ended(sequence, reason, code)
+        if sequence.untold:
+            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_untold())
+            self._post(sequence.owner, StepOutput(outputs=(output,)))
         num_prompt = sequence.num_prompt if sequence.has_run else 0
         finished = Finished(
             sequence_id=sequence.sequence_id,

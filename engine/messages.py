@@ -71,6 +71,9 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The span (W3C Trace Context) that the engine's spans of this sequence belong to; None: it is not traced."""
     pause_s: float = 0.0
     """How long the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
+    tokens_at_once: int = 1
+    """So many tokens are told in one output, of an answer that nobody reads before its end. The first is told at once,
+    and so is each that comes with log-probabilities; what is still to be told comes before Finished."""
 
 
 class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -52,6 +52,8 @@ class Sequence:
     next_offer: int = 0
     """With so many tokens computed it may have filled a page that the prefix cache does not know."""
     tokens: list[int] = field(default_factory=list)
+    untold: list[int] = field(default_factory=list)
+    """Committed tokens that its gateway is told of later: see `Add.tokens_at_once`."""
     num_in_flight: int = 0
     num_tokens: int = 0
     sample_index: int = -1
@@ -105,6 +107,18 @@ class Sequence:
             self.num_tokens -= 1
         else:
             self.tokens.append(token_id)
+
+    def tell(self, token_id: int, is_urgent: bool) -> tuple[int, ...]:
+        """The tokens to tell of now that this one is committed; none while more of them are waited for."""
+        self.untold.append(token_id)
+        if not is_urgent and self.num_completion > 1 and len(self.untold) < self.add.tokens_at_once:
+            return ()
+        return self.take_untold()
+
+    def take_untold(self) -> tuple[int, ...]:
+        told = tuple(self.untold)
+        self.untold.clear()
+        return told
 
     @property
     def sequence_id(self) -> str:

@@ -64,6 +64,8 @@ class Plan:
     granted_tokens: int
     sampling: SamplingParams
     stops: tuple[str, ...]
+    tokens_at_once: int
+    """So many the engine may tell of together: 1 where the client, or a stop string, waits for each."""
     base: str
     end_user: str | None
 
@@ -94,6 +96,7 @@ class Plan:
             prompt=self.prompts[prompt_index],
             max_tokens=self.granted_tokens,
             pause_s=PAUSE_S if self.granted_tokens < self.max_tokens else 0.0,
+            tokens_at_once=self.tokens_at_once,
             sampling=sampling,
             digest=adapter.digest if adapter is not None else None,
             share_key=self.share.key,

@@ -283,3 +283,18 @@ async def test_stop_strings_wait_for_the_least_number_of_tokens(gateway: Any, to
         model="base", prompt="a", max_tokens=100, stop=".", extra_body={"min_tokens": 3}
     )
     assert answer.choices[0].text.count(".") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_told_each"),
+    [({}, False), ({"stream": True}, True), ({"stop": "x"}, True)],
+    ids=["whole", "streamed", "stop-string"],
+)
+async def test_only_a_whole_answer_is_told_many_tokens_at_once(gateway: Any, asked: Any, is_told_each: bool) -> None:
+    gateway.engine.script = lambda add: Script(token_ids=(5, 6, 7))
+    answer = await gateway.openai.completions.create(model="base", prompt="a", **asked)
+    if "stream" in asked:
+        async for _ in answer:
+            pass
+    [add] = gateway.engine.adds
+    assert (add.tokens_at_once == 1) == is_told_each
