@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from loramux.kernels.cpu_linear import product_of
+
 PACKAGES = ("torch", "transformers", "peft", "numba", "numpy")
 BUSY_SHARE = 0.15
 
@@ -57,7 +59,7 @@ def describe() -> dict[str, str | int | bool]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "bfloat16_multiplication": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        "bfloat16_product": product_of(torch.bfloat16).__name__,
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
         "commit": commit.stdout.strip() + ("+changes" if changes.stdout.strip() else ""),

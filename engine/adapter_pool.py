@@ -185,7 +185,7 @@ class AdapterPool:
 
         Fetched adapters get room in the order of their turns, and take none from an adapter that an earlier sequence
         waits for, so that the first always gets on. A failed adapter is forgotten, so that the next request tries
-        again, and so is one that nobody wants any more and that finds no room.
+        again, and so is one that nobody wants whose turn is near.
         """
         self._demand = demand
         settled: list[AdapterEntry] = []
@@ -209,7 +209,7 @@ class AdapterPool:
                     self.num_loads += 1
                     settled.append(entry)
                     self.on_residency(entry.digest, True)
-                    self._rest(entry)
+                    self._rest(entry, was_used=False)
                 case LoadFailed(message=message):
                     self._fail(entry, message)
                     settled.append(entry)
@@ -272,7 +272,12 @@ class AdapterPool:
         self.num_evictions += 1
 
     def _place(self) -> None:
-        """Give room to fetched adapters in turn; the first that does not fit keeps those behind it waiting."""
+        """Give room to fetched adapters in turn; the first that does not fit keeps those behind it waiting.
+
+        One that nobody waits for whose turn is near stays in host memory: here it would be evicted before it is used.
+        """
+        for entry in [one for one in self._placing if one.digest not in self._demand.turns]:
+            self.unload(entry.digest)
         self._placing.sort(key=self.turn_of)
         while self._placing and self._find_room(self._placing[0]):
             entry = self._placing.pop(0)
@@ -280,8 +285,6 @@ class AdapterPool:
             entry.pages = self._pages.alloc(entry.num_pages, PageOwner.ADAPTER)
             entry.phase = AdapterPhase.COPYING
             self._loader.copy(entry.digest, entry.pages)
-        for entry in [one for one in self._placing if one.digest not in self._demand.turns]:
-            self.unload(entry.digest)
 
     def _find_room(self, entry: AdapterEntry) -> bool:
         """Make a slot and pages free for a fetched adapter, if its turn allows it."""
@@ -305,13 +308,13 @@ class AdapterPool:
             if entry is not None and entry.num_users == 0 and entry.phase is AdapterPhase.RESIDENT:
                 yield entry, turn
 
-    def _rest(self, entry: AdapterEntry) -> None:
+    def _rest(self, entry: AdapterEntry, *, was_used: bool = True) -> None:
         """Nobody uses the adapter any more, or yet."""
         entry.used_s = self._clock()
         if entry.is_unwelcome:
             self.forget(entry)
         else:
-            self._reclaimer.policy.add(entry)
+            self._reclaimer.policy.add(entry, was_used=was_used)
 
     def _fail(self, entry: AdapterEntry, message: str) -> None:
         entry.phase = AdapterPhase.FAILED

@@ -253,6 +253,9 @@ class Engine:
                 traces.committed(sequence)
             if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
                 ended.append((sequence, "stop"))
+                if sequence.untold:
+                    rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_untold())
+                    outputs[sequence.owner].append(rest)
                 continue
             logprobs = () if token.logprobs is None else (token.logprobs,)
             is_last = len(sequence.tokens) >= sequence.num_reserved

@@ -73,7 +73,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How long the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
     tokens_at_once: int = 1
     """So many tokens are told in one output, of an answer that nobody reads before its end. The first is told at once,
-    and so is each that comes with log-probabilities; what is still to be told comes before Finished."""
+    and so is each that comes with log-probabilities; what is still to be told comes before Finished. An engine that
+    dies has told of up to `tokens_at_once - 1` fewer than it had committed, which nobody pays for."""
 
 
 class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):

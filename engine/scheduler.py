@@ -68,9 +68,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.queue.add(sequence)
-        # Behind as many that could begin as ever run at once it would be evicted again before its turn.
-        is_near = self.queue.num_ready <= self._limits.max_sequences and self.queue.num_cold <= self._limits.look_ahead
-        if sequence.add.digest is not None and is_near:
+        if sequence.add.digest is not None and self.queue.num_cold <= self._limits.look_ahead:
             self._adapters.prefetch(sequence.add.digest)
 
     def take_turns(self) -> Demand:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import extending
+from numba.core import codegen, extending
 
 from loramux.kernels import threads as _threads  # noqa: F401  the threading layer is chosen before anything compiles
 
@@ -25,8 +25,17 @@ def cache_directory() -> Path:
     return FOLDER / "__pycache__" / f"numba-{hashed.hexdigest()[:16]}"
 
 
-# Where the folder cannot be written, numba falls back to its own places.
 _config: Any = numba.config
+
+
+def cpu_features() -> frozenset[str]:
+    """What numba compiles for, by LLVM's names: what this CPU has, or what `NUMBA_CPU_FEATURES` says."""
+    said = _config.CPU_FEATURES
+    features = codegen.get_host_cpu_features() if said is None else said
+    return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
+
+
+# Where the folder cannot be written, numba falls back to its own places.
 _config.CACHE_DIR = _config.CACHE_DIR or str(cache_directory())
 
 _FLAGS = {"contract", "reassoc", "nsz", "arcp"}

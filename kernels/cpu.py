@@ -1,4 +1,4 @@
-"""The kernels of the CPU: numba for what touches pages, torch for dense attention."""
+"""The CPU's kernels over one page pool, compiled by numba."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from loramux.kernels.compiled import helper, kernel
+from loramux.kernels.compiled import exact, helper, kernel
 from loramux.kernels.cpu_blocks import add_half_panels, add_panels
 from loramux.kernels.cpu_kv import PAGE_TOKENS, page_start
 from loramux.kernels.cpu_vectors import (
@@ -42,7 +42,7 @@ SERIAL_WORK = 200_000
 """Multiplications below which waking the other threads costs more than it saves."""
 
 
-@helper
+@exact
 def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None:
     """`cap * tanh(scale * score / cap)`, of whole panels."""
     for s in range(0, num_scores, PANEL):
@@ -51,7 +51,7 @@ def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None
         store(scores, s, minus(soft_cap, over(np.float32(2) * soft_cap, plus(power, np.float32(1)))))
 
 
-@helper
+@exact
 def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any) -> Any:
     """Turn scores `[begin, end)` into weights, not yet divided by their sum, which is returned; others become 0.
 

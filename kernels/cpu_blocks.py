@@ -1,11 +1,11 @@
-"""The innermost loops of the CPU's matrix multiplications, as LLVM code: blocks of rows times a piece of a weight.
+"""The innermost loops of the CPU's products, as LLVM code: blocks of rows times a piece of a weight, of K or of V.
 
 The sums of a block stay in registers while the loop runs, so that each weight that is loaded and widened serves every
 row of the block (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). Each sum has one
 order whatever the number of rows, so that the bits of a row do not depend on its neighbours.
 
-Rows are tuples of float32 addresses, one for each row; weights lie in a flat array of float32, or of the uint16 bits of
-bfloat16. Bounds are not checked.
+Rows are float32 by address, as a tuple of them or as the first and a step; weights lie in a flat array of float32, or
+of the uint16 bits of bfloat16. Bounds are not checked.
 """
 
 from __future__ import annotations

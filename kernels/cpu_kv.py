@@ -1,4 +1,4 @@
-"""Pages of K and V on the CPU: store the rows of a step, copy a sequence's pages to dense K and V.
+"""Pages of K and V on the CPU, and how the rows of a step are stored in them.
 
 A page of one layer holds K `[num_kv_heads, head_dim, page_tokens]`, then V `[num_kv_heads, page_tokens, head_dim]`.
 Activations are float32 by address and row stride; the pool is `[P, L, elements]`, float32 or the bits of bfloat16 as
@@ -16,7 +16,7 @@ from loramux.kernels.compiled import helper, kernel
 from loramux.kernels.cpu_vectors import floats_at, narrow
 
 PAGE_TOKENS = 16
-"""Tokens of a page: the scores of one head and one page are two vectors of eight."""
+"""Tokens of a page: the scores of one head and one page are sixteen lanes."""
 
 SERIAL_WORK = 200_000
 """Elements copied below which waking the other threads costs more than it saves."""

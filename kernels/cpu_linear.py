@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,10 +12,10 @@ import torch
 from numba import prange
 from torch.nn import functional
 
-from loramux.kernels.compiled import helper, kernel
+from loramux.kernels.compiled import cpu_features, helper, kernel
 from loramux.kernels.cpu_arrays import array, rows_of
 from loramux.kernels.cpu_blocks import add_panels
-from loramux.kernels.cpu_pairs import PairPanels, multiplies_pairs
+from loramux.kernels.cpu_pairs import PairPanels
 from loramux.kernels.cpu_vectors import PANEL, floats_at
 
 BLOCK_INPUTS = 256
@@ -52,12 +53,18 @@ class Product(Protocol):
 
 
 def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | None], Product]:
-    """The fastest way in which this CPU multiplies weights of `dtype`."""
+    """The fastest way in which this CPU multiplies weights of `dtype`.
+
+    oneDNN is left to CPUs with AMX and to those of ARM: on others that it takes, it only imitates bfloat16, or is
+    slower.
+    """
     if dtype == torch.bfloat16:
-        if multiplies_pairs():
-            return PairPanels
-        if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        features, is_x86 = cpu_features(), platform.machine().lower() in ("x86_64", "amd64")
+        has_onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if has_onednn and ("amx-bf16" in features or not is_x86):
             return OneDnnProduct
+        if "avx512bf16" in features:
+            return PairPanels
     return FloatPanels
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from loramux.kernels.compiled import helper, kernel
+from loramux.kernels.compiled import exact, helper, kernel
 from loramux.kernels.cpu_blocks import add_ranks, dots
 from loramux.kernels.cpu_vectors import LANES, PANEL, floats_at, widen
 from loramux.kernels.layout import PageGeometry, row_layout
@@ -54,7 +54,7 @@ def place(pool: Any, layer: int, pages: Any, e: int) -> int:
     return (np.int64(pages[e // page_elements]) * pool.shape[1] + layer) * page_elements + e % page_elements
 
 
-@helper
+@exact
 def _shrink_rows(x: Any, planes: Any, pool: Any, a: Any, ahead: Any, length: int, is_first: bool) -> None:
     """`planes[r][c] = x[r] · pool[a[c] : a[c] + length]`, added to what is there unless it `is_first`."""
     whole = length - length % LANES

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import prange, types
 from numba.np.arrayobj import make_array
 from torch.nn import functional
@@ -28,11 +28,14 @@ OUTPUTS = 32
 MAX_ROWS = 12
 """Rows of a block: 24 of the 32 registers hold their sums."""
 
-BLOCK_INPUTS = 512
-"""Inputs of a panel that all rows are multiplied with while they are in the first cache: 32 KiB."""
+BLOCK_INPUTS = 256
+"""Inputs of a panel that all rows are multiplied with while they are in the first cache: 16 KiB."""
 
 ROW_PAD = 32
-"""Elements between the rows of `x` and of `y`, so that rows of a power of two do not all meet in one set of a cache."""
+"""Elements between the rows of `x`, and between MANY_ROWS of `y`, so that those of a power of two do not all meet in
+one set of a cache."""
+
+MANY_ROWS = 64
 
 SERIAL_WORK = 500_000
 """Multiplications below which waking the other threads costs more than it saves."""
@@ -50,28 +53,23 @@ _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
 
 
-def multiplies_pairs() -> bool:
-    """Whether this CPU has AVX512_BF16, and no AMX, of which oneDNN makes better use."""
-    features = binding.get_host_cpu_features()
-    return bool(features.get("avx512bf16")) and not features.get("amx-bf16")
-
-
 class PairPanels:
     """`y = x @ weightᵀ + bias` of a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, self._in_features = weight.shape
         # What fills the last pair and the last panel up is 0.
-        padded = functional.pad(weight, (0, self._in_features % 2, 0, -self._out_features % OUTPUTS))
-        self._num_panels = padded.shape[0] // OUTPUTS
-        panels = padded.view(self._num_panels, OUTPUTS, -1, 2).transpose(1, 2).contiguous()
+        missing = (0, self._in_features % 2, 0, -self._out_features % OUTPUTS)
+        whole = functional.pad(weight, missing) if any(missing) else weight.contiguous()
+        self._num_panels = whole.shape[0] // OUTPUTS
+        panels = whole.view(self._num_panels, OUTPUTS, -1, 2).transpose(1, 2).contiguous()
         self._panels = array(panels.view(-1), torch.bfloat16)
         self._bias = None if bias is None else functional.pad(bias.float(), (0, -self._out_features % OUTPUTS))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, in_features = x.shape
         rounded = torch.empty(num_rows, in_features + in_features % 2 + ROW_PAD, dtype=torch.bfloat16)
-        y = torch.empty(num_rows, self._num_panels * OUTPUTS + ROW_PAD)
+        y = torch.empty(num_rows, self._num_panels * OUTPUTS + (ROW_PAD if num_rows >= MANY_ROWS else 0))
         bias = 0 if self._bias is None else self._bias.data_ptr()
         multiply_pair_panels(
             *rows_of(x), num_rows, in_features, rounded.data_ptr(), rounded.shape[1],
@@ -89,31 +87,37 @@ def add_pairs(
     panels: Any,
     first: Any,
     num_pairs: Any,
+    ahead: Any,
+    also_ahead: Any,
     y: Any,
     y_step: Any,
 ) -> Any:
     """`y[r][o] += sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`, of 1 to 12 rows.
 
-    `x` and `y` are addresses, their steps in bytes; `num_pairs` >= 1 are the pairs of `k`.
+    `x` and `y` are addresses, their steps in bytes; `num_pairs` >= 1 are the pairs of `k`. As many lines as there are
+    pairs are fetched meanwhile from each of two places in `panels`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        num_rows, x, x_step, array, first, num_pairs, y, y_step = args
-        panel = builder.bitcast(
-            builder.gep(make_array(panels)(context, builder, array).data, [first]), _WORDS.as_pointer()
+        num_rows, x, x_step, array, first, num_pairs, ahead, also_ahead, y, y_step = args
+        data = make_array(panels)(context, builder, array).data
+        panel, *fetched = (
+            builder.bitcast(builder.gep(data, [place]), _WORDS.as_pointer()) for place in (first, ahead, also_ahead)
         )
 
         def emit(x_rows: Any, y_rows: Any) -> None:
-            _emit_block(builder, x_rows, x_step, panel, num_pairs, y_rows)
+            _emit_block(builder, x_rows, x_step, panel, num_pairs, fetched, y_rows)
 
         emit_rows(builder, MAX_ROWS, num_rows, x, x_step, y, y_step, emit)
         return context.get_dummy_value()
 
-    numbers = (types.int64, types.int64, types.int64)
-    return types.none(*numbers, panels, types.int64, types.int64, types.int64, types.int64), generate
+    long = types.int64
+    return types.none(long, long, long, panels, long, long, long, long, long, long), generate
 
 
-def _emit_block(builder: Any, x: list[Any], x_step: Any, panel: Any, num_pairs: Any, y: list[Any]) -> None:
+def _emit_block(
+    builder: Any, x: list[Any], x_step: Any, panel: Any, num_pairs: Any, fetched: list[Any], y: list[Any]
+) -> None:
     """One block of rows: their sums stay in registers while the pairs pass.
 
     What follows is fetched meanwhile: weights come from memory, and with many rows `x` from the third cache.
@@ -133,10 +137,9 @@ def _emit_block(builder: Any, x: list[Any], x_step: Any, panel: Any, num_pairs: 
         builder.load(builder.gep(panel, [builder.add(builder.shl(k, _LONG(1)), _LONG(half))]), align=4)
         for half in range(2)
     ]
-    # The same pairs of the weight's next inputs, which lie one block further, and a line of the rows that come next.
-    next_pair = builder.add(builder.shl(k, _LONG(1)), _LONG(BLOCK_INPUTS))
-    for half in range(2):
-        emit_prefetch(builder, builder.gep(panel, [builder.add(next_pair, _LONG(half))]), FIRST_CACHE)
+    for place in fetched:
+        emit_prefetch(builder, builder.gep(place, [k]), FIRST_CACHE)
+    # And a line of the rows that come next.
     next_row = builder.add(builder.lshr(k, _LONG(_ROW_LINES.bit_length() - 1)), _LONG(len(x)))
     line = builder.and_(k, _LONG(_ROW_LINES - 1))
     next_x = builder.add(builder.add(x[0], builder.mul(x_step, next_row)), builder.shl(line, _LONG(6)))
@@ -193,12 +196,17 @@ def _multiply_panel(
     for k in range(0, num_pairs, BLOCK_INPUTS // 2):
         size = min(BLOCK_INPUTS // 2, num_pairs - k)
         first = (panel * num_pairs + k) * 2 * OUTPUTS
+        half = size * OUTPUTS
         for block in range(num_blocks):
             # Blocks of nearly one size: small ones read each weight for few rows.
             begin, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
+            # What follows of the weight, in equal parts by the first two blocks of rows.
+            ahead = first + (2 + block) * half if block < 2 else first
+            also_ahead = ahead + half if num_blocks == 1 else ahead
             add_pairs(
-                end - begin, x + begin * x_step + 4 * k, x_step, panels, first, size, y_panel + begin * y_step, y_step
-            )
+                end - begin, x + begin * x_step + 4 * k, x_step, panels, first, size, ahead, also_ahead,
+                y_panel + begin * y_step, y_step,
+            )  # fmt: skip
 
 
 @kernel

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.core.extending import register_model
 from numba.np.arrayobj import make_array
 
-from loramux.kernels.compiled import exact, helper, intrinsic
+from loramux.kernels.compiled import cpu_features, exact, helper, intrinsic
 
 LANES = 8
 """Every length that kernels step through in lanes is a multiple of 8: head_dim, page tokens and chunks."""
@@ -26,7 +26,7 @@ LANES = 8
 PANEL = 16
 """Outputs that are computed at once: two registers of AVX2 or one of AVX-512."""
 
-WIDTH = 16 if binding.get_host_cpu_features().get("avx512f") else LANES
+WIDTH = 16 if "avx512f" in cpu_features() else LANES
 """Float32 that one register of this CPU holds."""
 
 FIRST_CACHE, SECOND_CACHE = 3, 2

@@ -35,7 +35,6 @@ def warm(dtype: torch.dtype) -> None:
         scale=torch.ones(1, 1, 1),
     )
     group = ModuleGroup(modules=(0,), in_features=width, out_features=(width,), out_offsets=(0,))
-    # One sequence with a single query row and one with two: both ways of attention.
     batch = AttentionBatch(
         cu_q=torch.tensor([0, 1, 3], dtype=torch.int32),
         seq_lens=torch.tensor([1, 2], dtype=torch.int32),

@@ -38,6 +38,8 @@ HEADS = {
     "gqa-3": (3, 1, 24),
     "gqa-6": (6, 1, 8),
     "head-dim-40": (4, 2, 40),
+    "gqa-20": (20, 1, 16),
+    "head-dim-256": (2, 1, 256),
 }
 """Query heads, KV heads, head_dim."""
 

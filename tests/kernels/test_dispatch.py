@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels import cpu_attention, cpu_fused, cpu_gather, cpu_kv, cpu_lora
+from loramux.kernels import cpu_attention, cpu_fused, cpu_gather, cpu_kv, cpu_linear, cpu_lora, cpu_pairs
 from loramux.kernels.compiled import cache_directory
 from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.dispatch import KernelShapes, select_kernels
@@ -29,7 +29,8 @@ from tests.kernels.interpreted import TRITON_MODULES
 
 COMPILED = (
     cpu_lora.shrink, cpu_lora.expand, cpu_gather.gather, cpu_kv.write, cpu_attention.attend,
-    cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
+    cpu_linear.multiply_panels, cpu_pairs.multiply_pair_panels, cpu_fused.rms_norm, cpu_fused.add_rms_norm,
+    cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
 )  # fmt: skip
 
 

@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional
 
 from loramux.kernels import cpu_linear, cpu_pairs
+from loramux.kernels.compiled import cpu_features
 from loramux.kernels.cpu_linear import FloatPanels, OneDnnProduct, PackedLinear, product_of
-from loramux.kernels.cpu_pairs import MAX_ROWS, PairPanels, multiplies_pairs
+from loramux.kernels.cpu_pairs import MAX_ROWS, PairPanels
 
-needs_pairs = pytest.mark.skipif(not multiplies_pairs(), reason="this CPU has no AVX512_BF16, or it has AMX too")
+needs_pairs = pytest.mark.skipif("avx512bf16" not in cpu_features(), reason="this CPU has no AVX512_BF16")
 
 
 @pytest.mark.parametrize("num_rows", [*range(14), 16, 100], ids=lambda n: f"{n}-rows")
@@ -106,13 +107,26 @@ def test_a_bfloat16_weight_takes_and_gives_float32(
     torch.testing.assert_close(y, functional.linear(x, weight.float(), bias.float()), rtol=2e-2, atol=0.3)
 
 
-def test_amx_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = {"avx512bf16": True, "amx-bf16": False}
-    monkeypatch.setattr(cpu_pairs.binding, "get_host_cpu_features", lambda: features)
-    assert product_of(torch.bfloat16) is PairPanels
+@pytest.mark.parametrize(
+    ("features", "machine", "has_onednn", "expected"),
+    [
+        ({"avx512f", "avx512bf16"}, "x86_64", True, PairPanels),
+        ({"avx512f", "avx512bf16", "amx-bf16"}, "x86_64", True, OneDnnProduct),
+        ({"avx512f", "avx512bf16", "amx-bf16"}, "x86_64", False, PairPanels),
+        ({"avx512f"}, "x86_64", True, FloatPanels),
+        ({"neon"}, "aarch64", True, OneDnnProduct),
+        ({"neon"}, "aarch64", False, FloatPanels),
+    ],
+)
+def test_each_cpu_multiplies_bfloat16_in_its_fastest_way(
+    features: set[str], machine: str, has_onednn: bool, expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_linear, "cpu_features", lambda: features)
+    monkeypatch.setattr(cpu_linear.platform, "machine", lambda: machine)
+    monkeypatch.setattr(cpu_linear.torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    monkeypatch.setattr(cpu_linear.torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_onednn)
+    assert product_of(torch.bfloat16) is expected
     assert product_of(torch.float32) is FloatPanels
-    features["amx-bf16"] = True
-    assert product_of(torch.bfloat16) is not PairPanels
 
 
 @pytest.mark.parametrize("out_features", [64, 4096], ids=["small", "large"])

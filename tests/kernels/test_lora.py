@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import ModuleGroup, Segments
@@ -142,3 +143,27 @@ def test_tables_may_be_rewritten_between_steps(
     adapters.tables.page_table[0] = adapters.tables.page_table[1]
     kernels.lora_shrink(x, 0, group, adapters.tables, segments, planes)
     torch.testing.assert_close(summed(planes)[0, 0], adapters.a[1, 0, 0] @ x[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_features", [63, 1000], ids=lambda n: f"in-{n}")
+def test_the_bits_of_a_row_do_not_depend_on_how_many_share_its_adapter(
+    in_features: int, dtype: torch.dtype, make_adapter_pool: Callable[..., Any]
+) -> None:
+    group = group_of(in_features, (203,))
+    modules = [LinearShape("other", 72, 72), LinearShape("m", in_features, 203)]
+    adapters = make_adapter_pool(modules, np.full((1, 2, 2), 9, np.int32), GEOMETRY[dtype], dtype)
+    kernels = CpuKernels(adapters.pool)
+    x = torch.randn(9, in_features)
+
+    def added(begin: int, end: int) -> torch.Tensor:
+        segments = segments_of([0] * (end - begin), kernels, max_rank=9)
+        planes = poisoned_planes(kernels, group, end - begin, segments)
+        y = torch.zeros(end - begin, 203)
+        kernels.lora_shrink(x[begin:end], 1, group, adapters.tables, segments, planes)
+        kernels.lora_expand(planes, 1, group, adapters.tables, segments, y)
+        return y
+
+    whole = added(0, 9)
+    for begin in range(9):
+        for end in range(begin + 1, 10):
+            assert torch.equal(added(begin, end), whole[begin:end])

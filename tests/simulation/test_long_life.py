@@ -108,6 +108,7 @@ class Life:
             isolation_key=rng.choice([b"", b"x", b"y"]),
             timeout_s=rng.choice([None, None, 3.0, 60.0]),
             pause_s=rng.choice([0.0, 0.0, 10.0]),
+            tokens_at_once=rng.choice([1, 1, 3, 16]),
         )
         self.adds[name] = add
         if add.pause_s:
