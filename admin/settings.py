@@ -119,7 +119,7 @@ class Settings(DataSettings):
     max_waiting_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 300.0
     max_resident_adapters: Annotated[int, Field(ge=1)] = 256
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    eviction_policy: Literal["lru", "greedy_dual", "two_queues"] = "lru"
+    eviction_policy: Literal["lru", "greedy_dual"] = "lru"
     num_threads: Annotated[int, Field(ge=1)] | None = None
     disk_tier_dir: Path | None = None
     """None: below the data directory. Servers on one host may name the same one, each with its own data directory."""

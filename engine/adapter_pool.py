@@ -209,7 +209,7 @@ class AdapterPool:
                     self.num_loads += 1
                     settled.append(entry)
                     self.on_residency(entry.digest, True)
-                    self._rest(entry, was_used=False)
+                    self._rest(entry)
                 case LoadFailed(message=message):
                     self._fail(entry, message)
                     settled.append(entry)
@@ -308,13 +308,13 @@ class AdapterPool:
             if entry is not None and entry.num_users == 0 and entry.phase is AdapterPhase.RESIDENT:
                 yield entry, turn
 
-    def _rest(self, entry: AdapterEntry, *, was_used: bool = True) -> None:
+    def _rest(self, entry: AdapterEntry) -> None:
         """Nobody uses the adapter any more, or yet."""
         entry.used_s = self._clock()
         if entry.is_unwelcome:
             self.forget(entry)
         else:
-            self._reclaimer.policy.add(entry, was_used=was_used)
+            self._reclaimer.policy.add(entry)
 
     def _fail(self, entry: AdapterEntry, message: str) -> None:
         entry.phase = AdapterPhase.FAILED

@@ -50,7 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts and grants that may wait for their first step; what exceeds it is refused as `overloaded`."""
     max_waiting_s: float = 300.0
     """How long a request may wait for its first step before it is refused as `overloaded`."""
-    eviction_policy: Literal["lru", "greedy_dual", "two_queues"] = "lru"
+    eviction_policy: Literal["lru", "greedy_dual"] = "lru"
     """What gives way first when pages are needed: see `eviction.py`."""
     max_resident_adapters: int = 256
     """Slots of the adapter tables."""

@@ -55,8 +55,8 @@ class EvictionPolicy(Protocol):
         """Pages of all that is evictable."""
         ...
 
-    def add(self, item: Evictable, *, was_used: bool = True) -> None:
-        """The item was in use until now, or has only just come."""
+    def add(self, item: Evictable) -> None:
+        """The item was in use until now."""
         ...
 
     def discard(self, item: Evictable) -> None:
@@ -77,7 +77,7 @@ class LeastRecentlyUsed:
         self._num_added = 0
         self.num_pages = 0
 
-    def add(self, item: Evictable, *, was_used: bool = True) -> None:
+    def add(self, item: Evictable) -> None:
         self._num_added += 1
         self._items[item.has_slot][item] = self._num_added
         self.num_pages += item.num_pages
@@ -119,7 +119,7 @@ class GreedyDual:
         # The number under which an item is in its heap; entries with other numbers are out of date.
         self._current: dict[bool, dict[Evictable, int]] = {True: {}, False: {}}
 
-    def add(self, item: Evictable, *, was_used: bool = True) -> None:
+    def add(self, item: Evictable) -> None:
         uses = self._uses.pop(item.key, 0) + 1
         self._uses[item.key] = uses
         if len(self._uses) > self._memory:
@@ -166,50 +166,7 @@ class GreedyDual:
         return found
 
 
-class TwoQueues:
-    """2Q (Johnson and Shasha, VLDB 1994): what was wanted once gives way to what was wanted again.
-
-    An item that was never used before, as far as the `memory` newest keys say, is on trial; the others are kept by when
-    they were last used. While those on trial hold more than ON_TRIAL of what is evictable, they go first, else the
-    others do. So prompts that nobody repeats cannot drive out adapters and prefixes that are wanted again and again. A
-    prefix may go before pages that continue it, which are then of no use and soon follow.
-    """
-
-    ON_TRIAL = 0.25
-
-    def __init__(self, memory: int = 65536) -> None:
-        self._once, self._again = LeastRecentlyUsed(), LeastRecentlyUsed()
-        self._memory = memory
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
-
-    @property
-    def num_pages(self) -> int:
-        return self._once.num_pages + self._again.num_pages
-
-    def add(self, item: Evictable, *, was_used: bool = True) -> None:
-        is_known = item.key in self._seen
-        if was_used:
-            self._seen[item.key] = None
-            self._seen.move_to_end(item.key)
-            if len(self._seen) > self._memory:
-                self._seen.popitem(last=False)
-        (self._again if is_known else self._once).add(item)
-
-    def discard(self, item: Evictable) -> None:
-        self._once.discard(item)
-        self._again.discard(item)
-
-    def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
-        is_trial_full = self._once.num_pages > self.ON_TRIAL * self.num_pages
-        first, second = (self._once, self._again) if is_trial_full else (self._again, self._once)
-        return first.take(is_allowed, slots_only) or second.take(is_allowed, slots_only)
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": LeastRecentlyUsed,
-    "greedy_dual": GreedyDual,
-    "two_queues": TwoQueues,
-}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "greedy_dual": GreedyDual}
 
 
 class WaitedFor(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from loramux.engine.eviction import EvictionPolicy, GreedyDual, LeastRecentlyUsed, Reclaimer, TwoQueues
+from loramux.engine.eviction import EvictionPolicy, GreedyDual, LeastRecentlyUsed, Reclaimer
 from loramux.engine.page_pool import PageOwner, PagePool
 from tests.engine.conftest import Simulate, stats_of
 
@@ -40,7 +40,7 @@ def anything(item: object) -> bool:
     return True
 
 
-@pytest.fixture(params=[LeastRecentlyUsed, GreedyDual, TwoQueues])
+@pytest.fixture(params=[LeastRecentlyUsed, GreedyDual])
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
     made: EvictionPolicy = request.param()
     return made
@@ -54,7 +54,7 @@ def test_what_has_been_idle_longest_goes_first(policy: EvictionPolicy) -> None:
     policy.add(a)
     policy.discard(c)
     taken = [policy.take(anything) for _ in range(3)]
-    # All agree here: what was used twice is worth more, and it is the newest.
+    # Both agree here: what was used twice is worth more, and it is the newest.
     assert taken == [b, a, None]
 
 
@@ -99,58 +99,6 @@ def test_greedy_dual_remembers_what_was_evicted() -> None:
     taken = policy.take(anything)
     assert taken is not None
     assert taken.key == "new"
-
-
-def test_what_is_wanted_once_does_not_drive_out_what_is_wanted_again() -> None:
-    policy = TwoQueues()
-    adapters = [Thing(f"adapter {number}", num_pages=4, has_slot=True) for number in range(5)]
-    for adapter in [*adapters, *adapters]:
-        policy.discard(adapter)
-        policy.add(adapter)
-    for number in range(1000):
-        policy.add(Thing(f"prompt {number}"))
-        while policy.num_pages > 28:
-            taken = policy.take(anything)
-            assert taken is not None
-            assert taken not in adapters
-
-
-def test_an_adapter_that_was_used_once_is_still_on_trial(simulate: Simulate) -> None:
-    """It comes before anyone uses it, which is no use."""
-    simulation = simulate(adapters={"once": 2, "twice": 2})
-    policy = TwoQueues()
-    simulation.adapters._reclaimer.policy = policy
-    for name, digest in (("a", "once"), ("b", "twice"), ("c", "twice")):
-        simulation.add(name, digest=digest)
-        simulation.run()
-    on_trial = {item.key for item in policy._once._items[True]}
-    assert on_trial == {"once"}
-
-
-def test_what_was_wanted_again_long_ago_gives_way_too() -> None:
-    policy = TwoQueues()
-    stale = [Thing(f"stale {number}") for number in range(20)]
-    for thing in [*stale, *stale]:
-        policy.discard(thing)
-        policy.add(thing)
-    # What comes is used twice, as the others were.
-    for number in range(20):
-        fresh = Thing(f"fresh {number}")
-        for _ in range(2):
-            policy.discard(fresh)
-            policy.add(fresh)
-        assert policy.take(anything) is stale[number]
-
-
-def test_two_queues_remember_what_was_evicted() -> None:
-    policy = TwoQueues(memory=10)
-    policy.add(Thing("popular"))
-    taken = policy.take(anything)
-    assert taken is not None
-    again, news = Thing("popular"), [Thing(str(number)) for number in range(3)]
-    for thing in (again, *news):
-        policy.add(thing)
-    assert [policy.take(anything) for _ in range(3)] == news
 
 
 class Waiters:
