@@ -427,7 +427,7 @@ def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, mon
     if ALONE not in os.environ:
         # Once a process has interpreted, it can no longer compile: this test runs itself in a process of its own.
         test = f"{__file__}::{request.node.name}"
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--noconftest", test]
+        command = [sys.executable, "-m", "pytest", "-m", "campaign", "-p", "no:cacheprovider", "--noconftest", test]
         done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
         return
