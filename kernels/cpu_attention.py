@@ -13,7 +13,7 @@ import numpy as np
 from numba import prange
 
 from loramux.kernels.compiled import exact, helper, kernel
-from loramux.kernels.cpu_blocks import add_half_panels, add_panels
+from loramux.kernels.cpu_blocks import add_half_panels, add_panels, begin_outputs
 from loramux.kernels.cpu_kv import PAGE_TOKENS, page_start
 from loramux.kernels.cpu_vectors import (
     PANEL,
@@ -138,10 +138,7 @@ def _attend_tile(
             _fetch_page(pool, pages[page_begin + p + 1], layer, head, num_kv_heads, head_size, 0)
         k = page_start(pool, pages[page_begin + p], layer) + head * head_size
         s = scores + 4 * (p - first_page) * PAGE_TOKENS
-        for r in range(num_rows):
-            row = floats_at(s + 4 * r * row_len)
-            for token in range(PAGE_TOKENS):
-                row[token] = np.float32(0)
+        begin_outputs(s, 4 * row_len, num_rows, PAGE_TOKENS, 0)
         add_panels(q_tile, 4 * head_dim, num_rows, flat_pool, k, PAGE_TOKENS, head_dim, s, 4 * row_len)
 
     start, num_scores = first_page * PAGE_TOKENS, (last_page - first_page) * PAGE_TOKENS

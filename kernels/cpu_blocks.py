@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
@@ -20,15 +21,16 @@ from numba.np.arrayobj import make_array
 
 from loramux.kernels.compiled import helper, intrinsic
 from loramux.kernels.cpu_vectors import (
-    FIRST_CACHE,
     LANES,
     PANEL,
+    SECOND_CACHE,
     WIDTH,
     emit_halving,
     emit_load,
     emit_multiply_add,
     emit_prefetch,
     emit_splat,
+    floats_at,
 )
 
 MAX_ROWS = 6 if WIDTH == LANES else 12
@@ -36,6 +38,9 @@ MAX_ROWS = 6 if WIDTH == LANES else 12
 
 DOTS_STEP = 32
 """Elements of one step of `dots`: a cache line of bfloat16."""
+
+COLUMNS_STEP = 32
+"""Outputs of one step of `add_ranks_to_sums`: a cache line of bfloat16."""
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
@@ -65,6 +70,19 @@ def emit_rows(
         )
         builder.branch(done)
     builder.position_at_end(done)
+
+
+@helper
+def begin_outputs(y: int, y_step: int, num_rows: int, width: int, bias: int) -> None:
+    """`y[r][o] = bias[o]` of `width` outputs `o`, or 0 where the address `bias` is 0; rows lie `y_step` bytes apart."""
+    for r in range(num_rows):
+        row = floats_at(y + r * y_step)
+        for o in range(width):
+            row[o] = np.float32(0)
+        if bias != 0:
+            added = floats_at(bias)
+            for o in range(width):
+                row[o] = added[o]
 
 
 def _panel_adder(width: int) -> Any:
@@ -172,7 +190,7 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
             def step(k: Any, sums: list[Any]) -> list[Any]:
                 if step_size > LANES:
                     for column in following:
-                        emit_prefetch(builder, builder.gep(column, [k]), FIRST_CACHE)
+                        emit_prefetch(builder, builder.gep(column, [k]), SECOND_CACHE)
                 for part in range(0, step_size, width):
                     e = builder.add(k, _LONG(part))
                     rows = [
@@ -197,6 +215,50 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
         return context.make_tuple(builder, result, totals)
 
     return types.UniTuple(types.float32, len(x) * len(a))(x, weights, a, ahead, types.int64), generate
+
+
+@intrinsic
+def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ahead: Any, size: Any, sums: Any) -> Any:
+    """`sums[o] += sum over k of x[k] * weights[places[k] + o]` for `size` outputs `o`, in the order of the `k`.
+
+    `x` and `sums` are addresses, `places` and `ahead` tuples; `size` is a multiple of 16, and `ahead` is fetched
+    meanwhile.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, array, places, ahead, size, sums = args
+        flat = make_array(weights)(context, builder, array).data
+        lanes = ir.VectorType(_FLOAT, PANEL)
+        (row,), (total,) = ([builder.inttoptr(address, _FLOAT.as_pointer())] for address in (x, sums))
+        columns = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, places)]
+        following = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, ahead)]
+        factors = [emit_splat(builder, builder.load(builder.gep(row, [_LONG(k)])), PANEL) for k in range(len(columns))]
+
+        def add(o: Any) -> None:
+            place = builder.bitcast(builder.gep(total, [o]), lanes.as_pointer())
+            value = builder.load(place, align=4)
+            for factor, column in zip(factors, columns, strict=True):
+                part = emit_load(builder, builder.gep(column, [o]), weights.dtype, PANEL)
+                value = emit_multiply_add(builder, factor, part, value)
+            builder.store(value, place, align=4)
+
+        def whole_step(o: Any, values: list[Any]) -> list[Any]:
+            for column in following:
+                emit_prefetch(builder, builder.gep(column, [o]), SECOND_CACHE)
+            for part in range(0, COLUMNS_STEP, PANEL):
+                add(builder.add(o, _LONG(part)))
+            return values
+
+        def last_step(o: Any, values: list[Any]) -> list[Any]:
+            add(o)
+            return values
+
+        whole = builder.and_(size, _LONG(-COLUMNS_STEP))
+        _loop(builder, whole, COLUMNS_STEP, [], whole_step)
+        _loop(builder, size, PANEL, [], last_step, whole)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, weights, places, ahead, types.int64, types.int64), generate
 
 
 def _sums_of_products(builder: Any, x: list[Any], lanes_at: Emit, size: Any, before: list[Any]) -> list[Any]:

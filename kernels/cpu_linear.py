@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from loramux.kernels.compiled import cpu_features, helper, kernel
 from loramux.kernels.cpu_arrays import array, rows_of
-from loramux.kernels.cpu_blocks import add_panels
+from loramux.kernels.cpu_blocks import add_panels, begin_outputs
 from loramux.kernels.cpu_pairs import PairPanels
-from loramux.kernels.cpu_vectors import PANEL, floats_at
+from loramux.kernels.cpu_vectors import PANEL
 
 BLOCK_INPUTS = 256
 """Inputs of a panel that all rows are multiplied with while they are in the first cache: 8 KiB of bfloat16."""
@@ -117,14 +117,7 @@ def _multiply_panel(
 ) -> None:
     """The 16 outputs of one panel, of all rows."""
     y_panel = y + 4 * PANEL * panel
-    for t in range(num_rows):
-        row = floats_at(y_panel + t * y_step)
-        for o in range(PANEL):
-            row[o] = np.float32(0)
-        if bias != 0:
-            added = floats_at(bias + 4 * PANEL * panel)
-            for o in range(PANEL):
-                row[o] = added[o]
+    begin_outputs(y_panel, y_step, num_rows, PANEL, 0 if bias == 0 else bias + 4 * PANEL * panel)
     for k in range(0, in_features, BLOCK_INPUTS):
         size = min(BLOCK_INPUTS, in_features - k)
         first = (panel * in_features + k) * PANEL

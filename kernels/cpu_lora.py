@@ -14,9 +14,9 @@ import numpy.typing as npt
 from numba import prange
 
 from loramux.kernels.compiled import exact, helper, kernel
-from loramux.kernels.cpu_blocks import add_ranks, dots
+from loramux.kernels.cpu_blocks import add_ranks, add_ranks_to_sums, dots
 from loramux.kernels.cpu_vectors import LANES, PANEL, floats_at, widen
-from loramux.kernels.layout import PageGeometry, row_layout
+from loramux.kernels.layout import MAX_CHUNK, PageGeometry, row_layout
 from loramux.kernels.tables import ModuleGroup
 
 MODULE, IN, A_PADDED, A_CHUNK, OUT, COLUMN, B_PADDED, B_CHUNK = range(8)
@@ -54,6 +54,25 @@ def place(pool: Any, layer: int, pages: Any, e: int) -> int:
     return (np.int64(pages[e // page_elements]) * pool.shape[1] + layer) * page_elements + e % page_elements
 
 
+@helper
+def _run(pool: Any, layer: int, pages: Any, e: int, step: int, count: int) -> Any:
+    """Where `count` rows of the stream that lies in `pages` go on, and how many elements all of them stay in a page.
+
+    The first goes on with element `e`, the others lie `step` apart; `count` is RANKS, or 1, whose place is then given
+    RANKS times.
+    """
+    page_elements = np.int64(pool.shape[2])
+    length = page_elements - e % page_elements
+    a = place(pool, layer, pages, e)
+    places = (a, a, a, a)
+    if count == RANKS:
+        e1, e2, e3 = e + step, e + 2 * step, e + 3 * step
+        places = (a, place(pool, layer, pages, e1), place(pool, layer, pages, e2), place(pool, layer, pages, e3))
+        for following in (e1, e2, e3):
+            length = min(length, page_elements - following % page_elements)
+    return places, length
+
+
 @exact
 def _shrink_rows(x: Any, planes: Any, pool: Any, a: Any, ahead: Any, length: int, is_first: bool) -> None:
     """`planes[r][c] = x[r] · pool[a[c] : a[c] + length]`, added to what is there unless it `is_first`."""
@@ -89,9 +108,55 @@ def _shrink_segment(
 
 
 @helper
+def _shrink_visit(
+    visit: Any, a: Any, ahead: Any, x_step: int, plane_step: int, pool: Any, rows: Any, starts: Any
+) -> None:  # fmt: skip
+    """One visit of `_shrink_share`; `ahead` is where the next one begins."""
+    s, x, planes, num_ranks, length, is_first = visit
+    begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
+    if num_ranks == RANKS:
+        _shrink_segment(x, x_step, planes, plane_step, rows, begin, end, pool, a, ahead, length, is_first != 0)
+    else:
+        _shrink_segment(
+            x, x_step, planes, plane_step, rows, begin, end, pool, (a[0],), (ahead[0],), length, is_first != 0
+        )
+
+
+@helper
+def _expand_row(
+    v: int, y: int, pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, sums: Any
+) -> None:  # fmt: skip
+    """Add `num_ranks` ranks' parts to `length` columns of one row, `length` a multiple of 16.
+
+    `sums` is room for them: a rank's row is read from end to end, as memory likes it. Each sum has the order that
+    `add_ranks` gives it. `ahead` are the ranks that come next.
+    """
+    for e in range(length):
+        sums[e] = np.float32(0)
+    r = 0
+    while r < num_ranks:
+        if r + RANKS <= num_ranks:
+            n = r + RANKS
+            n0, n1, n2, n3 = ahead[0], ahead[1], ahead[2], ahead[3]
+            if n + RANKS <= num_ranks:
+                n0, n1, n2, n3 = places[n], places[n + 1], places[n + 2], places[n + 3]
+            add_ranks_to_sums(
+                v + 4 * r, pool, (places[r], places[r + 1], places[r + 2], places[r + 3]), (n0, n1, n2, n3),
+                length, sums.ctypes.data,
+            )  # fmt: skip
+            r += RANKS
+        else:
+            add_ranks_to_sums(v + 4 * r, pool, (places[r],), (ahead[0],), length, sums.ctypes.data)
+            r += 1
+    row = floats_at(y)
+    for e in range(length):
+        row[e] += factor * sums[e]
+
+
+@helper
 def _expand_segment(
     planes: int, plane_step: int, y: int, y_step: int, rows: Any, begin: int, end: int,
-    pool: Any, places: Any, num_ranks: int, factor: Any, length: int,
+    pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, sums: Any,
 ) -> None:  # fmt: skip
     """Add `num_ranks` ranks' parts to `length` columns of all rows of a segment."""
     whole = length - length % PANEL
@@ -108,8 +173,7 @@ def _expand_segment(
                 add_ranks((v, v1, v2, v3), pool, places, e, num_ranks, factor, (o + b, o1 + b, o2 + b, o3 + b))
             taken = 4
         else:
-            for e in range(0, whole, PANEL):
-                add_ranks((v,), pool, places, e, num_ranks, factor, (o + 4 * e,))
+            _expand_row(v, o, pool, places, ahead, num_ranks, factor, whole, sums)
             taken = 1
         for i in range(j, j + taken):
             row = floats_at(y + np.int64(rows[i]) * y_step)
@@ -120,6 +184,19 @@ def _expand_segment(
                     value += plane[r] * widen(pool[places[r] + e])
                 row[e] += factor * value
         j += taken
+
+
+@helper
+def _expand_visit(
+    visit: Any, factor: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
+    starts: Any, sums: Any,
+) -> None:  # fmt: skip
+    """One visit of `_expand_share`; `ahead` is where the next one begins."""
+    s, planes, y, num_ranks, length = visit
+    begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
+    _expand_segment(
+        planes, 4 * row_stride, y, 4 * y_stride, rows, begin, end, pool, places, ahead, num_ranks, factor, length, sums
+    )
 
 
 @helper
@@ -167,43 +244,37 @@ def _shrink_share(
     slots: Any,
 ) -> None:
     flat_pool = pool.reshape(-1)
-    cursor = 0
+    # One visit is put off until the next is known, which is fetched meanwhile.
+    nothing = np.int64(0)
+    visit, at = (nothing, nothing, nothing, nothing, nothing, nothing), (nothing, nothing, nothing, nothing)
+    is_known, cursor = False, 0
     for s in range(slots.shape[0]):
         pages = page_table[slots[s]]
         for i in range(plan.shape[0]):
             slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE]])
-            count, cost = _shrink_tasks(slot_rank, starts[s + 1] - starts[s])
-            first, last = _share(cursor, cost, count, low, high)
-            cursor += count * cost
+            num_tasks, cost = _shrink_tasks(slot_rank, starts[s + 1] - starts[s])
+            first, last = _share(cursor, cost, num_tasks, low, high)
+            cursor += num_tasks * cost
             offset = np.int64(off[slots[s], layer, plan[i, MODULE], 0])
-            row_len, padded_len, chunk_len = plan[i, IN], plan[i, A_PADDED], plan[i, A_CHUNK]
-            for r in range(first * RANKS, min(last * RANKS, slot_rank), RANKS):
-                for begin in range(0, row_len, chunk_len):
-                    length = min(chunk_len, row_len - begin)
-                    x = x_address + 4 * begin
-                    planes = planes_address + 4 * (i * module_stride + r)
-                    e = offset + r * padded_len + begin
-                    a = place(pool, layer, pages, e)
-                    if r + RANKS <= slot_rank:
-                        a1 = place(pool, layer, pages, e + padded_len)
-                        a2 = place(pool, layer, pages, e + 2 * padded_len)
-                        a3 = place(pool, layer, pages, e + 3 * padded_len)
-                        # The ranks that come next, or where there are none, these again.
-                        n = e + RANKS * padded_len if r + 2 * RANKS <= slot_rank else e
-                        n0, n1 = place(pool, layer, pages, n), place(pool, layer, pages, n + padded_len)
-                        n2 = place(pool, layer, pages, n + 2 * padded_len)
-                        n3 = place(pool, layer, pages, n + 3 * padded_len)
-                        _shrink_segment(
-                            x, 4 * x_stride, planes, 4 * row_stride, rows, starts[s], starts[s + 1],
-                            flat_pool, (a, a1, a2, a3), (n0, n1, n2, n3), length, begin == 0,
-                        )  # fmt: skip
-                    else:
-                        for k in range(slot_rank - r):
-                            a = place(pool, layer, pages, e + k * padded_len)
-                            _shrink_segment(
-                                x, 4 * x_stride, planes + 4 * k, 4 * row_stride, rows, starts[s], starts[s + 1],
-                                flat_pool, (a,), (a,), length, begin == 0,
-                            )  # fmt: skip
+            row_len, padded_len = plan[i, IN], plan[i, A_PADDED]
+            r, end = first * RANKS, min(last * RANKS, slot_rank)
+            while r < end:
+                num_ranks = np.int64(RANKS if r + RANKS <= slot_rank else 1)
+                begin = np.int64(0)
+                while begin < row_len:
+                    places, length = _run(pool, layer, pages, offset + r * padded_len + begin, padded_len, num_ranks)
+                    length = min(length, row_len - begin)
+                    following = (
+                        np.int64(s), x_address + 4 * begin, planes_address + 4 * (i * module_stride + r),
+                        num_ranks, length, np.int64(begin == 0),
+                    )  # fmt: skip
+                    if is_known:
+                        _shrink_visit(visit, at, places, 4 * x_stride, 4 * row_stride, flat_pool, rows, starts)
+                    visit, at, is_known = following, places, True
+                    begin += length
+                r += num_ranks
+    if is_known:
+        _shrink_visit(visit, at, at, 4 * x_stride, 4 * row_stride, flat_pool, rows, starts)
 
 
 @kernel
@@ -283,8 +354,12 @@ def _expand_share(
     slots: Any,
 ) -> None:
     flat_pool = pool.reshape(-1)
-    places = np.empty(RANK_BLOCK, np.int64)
-    cursor = 0
+    sums = np.empty(MAX_CHUNK, np.float32)
+    # One visit is put off until the next is known, which is fetched meanwhile.
+    places, following = np.empty(RANK_BLOCK, np.int64), np.empty(RANK_BLOCK, np.int64)
+    nothing = np.int64(0)
+    visit, factor = (nothing, nothing, nothing, nothing, nothing), np.float32(0)
+    is_known, cursor = False, 0
     for s in range(slots.shape[0]):
         pages = page_table[slots[s]]
         for i in range(plan.shape[0]):
@@ -296,18 +371,25 @@ def _expand_share(
             first, last = _share(cursor, cost, count, low, high)
             cursor += count * cost
             offset = np.int64(off[slots[s], layer, plan[i, MODULE], 1])
-            factor = scale[slots[s], layer, plan[i, MODULE]]
             for begin in range(first * chunk_len, min(last * chunk_len, width), chunk_len):
-                length = min(chunk_len, width - begin)
                 for r in range(0, slot_rank, RANK_BLOCK):
-                    num_ranks = RANK_BLOCK if slot_rank - r > RANK_BLOCK else slot_rank - r
+                    num_ranks = min(np.int64(RANK_BLOCK), slot_rank - r)
                     for k in range(num_ranks):
-                        places[k] = place(pool, layer, pages, offset + (r + k) * padded_len + begin)
-                    _expand_segment(
-                        planes_address + 4 * (i * module_stride + r), 4 * row_stride,
-                        y_address + 4 * (plan[i, COLUMN] + begin), 4 * y_stride, rows, starts[s], starts[s + 1],
-                        flat_pool, places, num_ranks, factor, length,
+                        following[k] = place(pool, layer, pages, offset + (r + k) * padded_len + begin)
+                    for k in range(num_ranks, RANKS):
+                        following[k] = following[0]
+                    if is_known:
+                        _expand_visit(
+                            visit, factor, places, following, row_stride, y_stride, flat_pool, rows, starts, sums
+                        )
+                    places, following, is_known = following, places, True
+                    factor = scale[slots[s], layer, plan[i, MODULE]]
+                    visit = (
+                        np.int64(s), planes_address + 4 * (i * module_stride + r),
+                        y_address + 4 * (plan[i, COLUMN] + begin), num_ranks, min(chunk_len, width - begin),
                     )  # fmt: skip
+    if is_known:
+        _expand_visit(visit, factor, places, places, row_stride, y_stride, flat_pool, rows, starts, sums)
 
 
 @kernel

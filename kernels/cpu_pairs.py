@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from loramux.kernels.compiled import helper, intrinsic, kernel
 from loramux.kernels.cpu_arrays import array, rows_of
-from loramux.kernels.cpu_blocks import emit_rows
+from loramux.kernels.cpu_blocks import begin_outputs, emit_rows
 from loramux.kernels.cpu_vectors import FIRST_CACHE, SECOND_CACHE, emit_prefetch, floats_at, halves_at, narrow
 
 OUTPUTS = 32
@@ -184,14 +184,7 @@ def _multiply_panel(
 ) -> None:
     """The 32 outputs of one panel, of all rows."""
     y_panel = y + 4 * OUTPUTS * panel
-    for t in range(num_rows):
-        row = floats_at(y_panel + t * y_step)
-        for o in range(OUTPUTS):
-            row[o] = np.float32(0)
-        if bias != 0:
-            added = floats_at(bias + 4 * OUTPUTS * panel)
-            for o in range(OUTPUTS):
-                row[o] = added[o]
+    begin_outputs(y_panel, y_step, num_rows, OUTPUTS, 0 if bias == 0 else bias + 4 * OUTPUTS * panel)
     num_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
     for k in range(0, num_pairs, BLOCK_INPUTS // 2):
         size = min(BLOCK_INPUTS // 2, num_pairs - k)
