@@ -16,6 +16,7 @@ from loramux.kernels.compiled import cpu_features, helper, kernel
 from loramux.kernels.cpu_arrays import array, rows_of
 from loramux.kernels.cpu_blocks import add_panels, begin_outputs
 from loramux.kernels.cpu_pairs import PairPanels
+from loramux.kernels.cpu_tiles import TilePanels, has_tiles
 from loramux.kernels.cpu_vectors import PANEL
 
 BLOCK_INPUTS = 256
@@ -55,16 +56,16 @@ class Product(Protocol):
 def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | None], Product]:
     """The fastest way in which this CPU multiplies weights of `dtype`.
 
-    oneDNN is left to CPUs with AMX and to those of ARM: on others that it takes, it only imitates bfloat16, or is
-    slower.
+    oneDNN is left to CPUs of ARM: on those of x86 that multiply bfloat16 it is slower, and others it only imitates.
     """
     if dtype == torch.bfloat16:
-        features, is_x86 = cpu_features(), platform.machine().lower() in ("x86_64", "amd64")
-        has_onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if has_onednn and ("amx-bf16" in features or not is_x86):
-            return OneDnnProduct
-        if "avx512bf16" in features:
+        if has_tiles():
+            return TilePanels
+        if "avx512bf16" in cpu_features():
             return PairPanels
+        has_onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if has_onednn and platform.machine().lower() not in ("x86_64", "amd64"):
+            return OneDnnProduct
     return FloatPanels
 
 

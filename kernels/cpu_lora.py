@@ -2,7 +2,8 @@
 
 Work is cut into tasks whose costs are counted over segments and modules, and each thread takes one contiguous share of
 the total, so ragged ranks and segments stay balanced. A task reads a piece of adapter rows once for all rows of its
-segment.
+segment. With one row a segment, which is what decoding is, memory sets the pace: what a thread reads next is fetched
+while it computes, across ranks, modules and adapters.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from loramux.kernels.cpu_vectors import LANES, PANEL, floats_at, widen
 from loramux.kernels.layout import MAX_CHUNK, PageGeometry, row_layout
 from loramux.kernels.tables import ModuleGroup
 
-MODULE, IN, A_PADDED, A_CHUNK, OUT, COLUMN, B_PADDED, B_CHUNK = range(8)
-"""Columns of a plan: index of the module in the tables, row length, padded length and chunk of A, the same of B, and
-the first output column."""
+MODULE, IN, A_PADDED, OUT, COLUMN, B_PADDED, B_CHUNK = range(7)
+"""Columns of a plan: index of the module in the tables, row length and padded length of A, the row length of B and its
+first output column, padded length and chunk."""
 
 RANKS = 4
 """Ranks that one pass over the activations serves."""
@@ -37,13 +38,13 @@ SERIAL_WORK = 400_000
 
 
 def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int64]:
-    """What the kernels need to know of a group: int64 `[len(group.modules), 8]`."""
+    """What the kernels need to know of a group: int64 `[len(group.modules), 7]`."""
     page_elements = geometry.adapter_elements
     a = row_layout(group.in_features, page_elements)
     plan = []
     for module, out_features, column in zip(group.modules, group.out_features, group.out_offsets, strict=True):
         b = row_layout(out_features, page_elements)
-        plan.append((module, a.row_len, a.padded_len, a.chunk_len, out_features, column, b.padded_len, b.chunk_len))
+        plan.append((module, a.row_len, a.padded_len, out_features, column, b.padded_len, b.chunk_len))
     return np.array(plan, np.int64)
 
 
@@ -245,7 +246,7 @@ def _shrink_share(
 ) -> None:
     flat_pool = pool.reshape(-1)
     # One visit is put off until the next is known, which is fetched meanwhile.
-    nothing = np.int64(0)
+    nothing: Any = np.int64(0)
     visit, at = (nothing, nothing, nothing, nothing, nothing, nothing), (nothing, nothing, nothing, nothing)
     is_known, cursor = False, 0
     for s in range(slots.shape[0]):
@@ -357,7 +358,7 @@ def _expand_share(
     sums = np.empty(MAX_CHUNK, np.float32)
     # One visit is put off until the next is known, which is fetched meanwhile.
     places, following = np.empty(RANK_BLOCK, np.int64), np.empty(RANK_BLOCK, np.int64)
-    nothing = np.int64(0)
+    nothing: Any = np.int64(0)
     visit, factor = (nothing, nothing, nothing, nothing, nothing), np.float32(0)
     is_known, cursor = False, 0
     for s in range(slots.shape[0]):

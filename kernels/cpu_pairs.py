@@ -57,14 +57,8 @@ class PairPanels:
     """`y = x @ weightᵀ + bias` of a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._out_features, self._in_features = weight.shape
-        # What fills the last pair and the last panel up is 0.
-        missing = (0, self._in_features % 2, 0, -self._out_features % OUTPUTS)
-        whole = functional.pad(weight, missing) if any(missing) else weight.contiguous()
-        self._num_panels = whole.shape[0] // OUTPUTS
-        panels = whole.view(self._num_panels, OUTPUTS, -1, 2).transpose(1, 2).contiguous()
-        self._panels = array(panels.view(-1), torch.bfloat16)
-        self._bias = None if bias is None else functional.pad(bias.float(), (0, -self._out_features % OUTPUTS))
+        self._out_features = weight.shape[0]
+        self._panels, self._num_panels, self._bias = pair_panels(weight, bias, 2)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, in_features = x.shape
@@ -76,6 +70,22 @@ class PairPanels:
             self._panels, self._num_panels, bias, *rows_of(y),
         )  # fmt: skip
         return y[:, : self._out_features]
+
+
+def pair_panels(
+    weight: torch.Tensor, bias: torch.Tensor | None, multiple: int
+) -> tuple[npt.NDArray[np.uint16], int, torch.Tensor | None]:
+    """A weight `[out_features, in_features]` in panels, their number, and its bias as float32 of whole panels.
+
+    Inputs are filled up to a `multiple`, and outputs to whole panels, with 0.
+    """
+    out_features, in_features = weight.shape
+    missing = (0, -in_features % multiple, 0, -out_features % OUTPUTS)
+    whole = functional.pad(weight, missing) if any(missing) else weight.contiguous()
+    num_panels = whole.shape[0] // OUTPUTS
+    panels = whole.view(num_panels, OUTPUTS, -1, 2).transpose(1, 2).contiguous()
+    added = None if bias is None else functional.pad(bias.float(), (0, -out_features % OUTPUTS))
+    return array(panels.view(-1), torch.bfloat16), num_panels, added
 
 
 @intrinsic
@@ -170,12 +180,25 @@ def _product_of_pairs(module: Any) -> Any:
 
 
 @helper
-def _round_row(x_address: int, out_address: int, size: int) -> None:
+def _round_row(x_address: int, in_features: int, out_address: int, size: int) -> None:
     x, out = floats_at(x_address), halves_at(out_address)
-    for i in range(size):
+    for i in range(in_features):
         out[i] = narrow(out, x[i])
-    if size % 2:
-        out[size] = np.uint16(0)
+    for i in range(in_features, size):
+        out[i] = np.uint16(0)
+
+
+@kernel
+def round_rows(
+    x: int, x_step: int, num_rows: int, in_features: int, rounded: int, rounded_step: int, size: int
+) -> None:
+    """`rounded[t] = bfloat16(x[t])`, filled up with 0 to `size` elements; addresses, and steps in bytes."""
+    if num_rows * in_features < SERIAL_ROUNDING:
+        for t in range(num_rows):
+            _round_row(x + t * x_step, in_features, rounded + t * rounded_step, size)
+    else:
+        for t in prange(num_rows):
+            _round_row(x + t * x_step, in_features, rounded + t * rounded_step, size)
 
 
 @helper
@@ -222,13 +245,8 @@ def multiply_pair_panels(
     `rounded` is room for as many rows of whole pairs, `rounded_stride` bfloat16 apart.
     """
     num_pairs = (in_features + 1) // 2
-    x_step, rounded_step, y_step = 4 * x_stride, 2 * rounded_stride, 4 * y_stride
-    if num_rows * in_features < SERIAL_ROUNDING:
-        for t in range(num_rows):
-            _round_row(x + t * x_step, rounded + t * rounded_step, in_features)
-    else:
-        for t in prange(num_rows):
-            _round_row(x + t * x_step, rounded + t * rounded_step, in_features)
+    rounded_step, y_step = 2 * rounded_stride, 4 * y_stride
+    round_rows(x, 4 * x_stride, num_rows, in_features, rounded, rounded_step, 2 * num_pairs)
     if num_rows * in_features * num_panels * OUTPUTS < SERIAL_WORK:
         for panel in range(num_panels):
             _multiply_panel(panel, rounded, rounded_step, num_rows, num_pairs, panels, bias, y, y_step)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
 
-from loramux.kernels import cpu_linear, cpu_pairs
+from loramux.kernels import cpu_linear, cpu_pairs, cpu_tiles
 from loramux.kernels.compiled import cpu_features
 from loramux.kernels.cpu_linear import FloatPanels, OneDnnProduct, PackedLinear, product_of
 from loramux.kernels.cpu_pairs import MAX_ROWS, PairPanels
+from loramux.kernels.cpu_tiles import TILE_INPUTS, TilePanels, has_tiles
 
 needs_pairs = pytest.mark.skipif("avx512bf16" not in cpu_features(), reason="this CPU has no AVX512_BF16")
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
 
 
 @pytest.mark.parametrize("num_rows", [*range(14), 16, 100], ids=lambda n: f"{n}-rows")
@@ -31,19 +34,23 @@ def test_equals_linear(out_features: int, in_features: int, has_bias: bool, num_
     torch.testing.assert_close(y, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
 
 
-@needs_pairs
-@pytest.mark.parametrize("num_rows", [*range(2 * MAX_ROWS + 2), 100, 300], ids=lambda n: f"{n}-rows")
+@pytest.mark.parametrize(
+    "product", [pytest.param(PairPanels, marks=needs_pairs), pytest.param(TilePanels, marks=needs_tiles)]
+)
+@pytest.mark.parametrize("num_rows", [*range(2 * MAX_ROWS + 2), 31, 32, 33, 64, 100, 300], ids=lambda n: f"{n}-rows")
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize(
     ("out_features", "in_features"),
     [(64, 64), (63, 101), (1, 1), (512, 512), (1000, cpu_pairs.BLOCK_INPUTS + 1), (96, 2 * cpu_pairs.BLOCK_INPUTS)],
     ids=["small", "odd", "one", "large", "odd-blocks", "blocks"],
 )
-def test_pairs_of_bfloat16_equal_linear(out_features: int, in_features: int, has_bias: bool, num_rows: int) -> None:
+def test_products_of_bfloat16_equal_linear(
+    out_features: int, in_features: int, has_bias: bool, num_rows: int, product: type[PairPanels | TilePanels]
+) -> None:
     weight = torch.randn(out_features, in_features).bfloat16()
     bias = torch.randn(out_features).bfloat16() if has_bias else None
     x = torch.randn(num_rows, in_features)
-    y = PairPanels(weight, bias)(x)
+    y = product(weight, bias)(x)
     # Products of bfloat16 are exact in float32, and so much is summed there.
     expected = functional.linear(x.bfloat16().double(), weight.double(), bias if bias is None else bias.double())
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
@@ -56,14 +63,15 @@ def test_pairs_of_bfloat16_equal_linear(out_features: int, in_features: int, has
         pytest.param(FloatPanels, torch.float32, cpu_linear.BLOCK_INPUTS, id="float32"),
         pytest.param(FloatPanels, torch.bfloat16, cpu_linear.BLOCK_INPUTS, id="bfloat16"),
         pytest.param(PairPanels, torch.bfloat16, cpu_pairs.BLOCK_INPUTS, id="pairs", marks=needs_pairs),
+        pytest.param(TilePanels, torch.bfloat16, cpu_tiles.BLOCK_STEPS * TILE_INPUTS, id="tiles", marks=needs_tiles),
     ],
 )
 def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(
-    product: type[FloatPanels | PairPanels], dtype: torch.dtype, block_inputs: int, out_features: int
+    product: type[FloatPanels | PairPanels | TilePanels], dtype: torch.dtype, block_inputs: int, out_features: int
 ) -> None:
     in_features = block_inputs + 50
     multiply = product(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features))
-    x = torch.randn(2 * MAX_ROWS + 3, in_features)
+    x = torch.randn(cpu_tiles.MAX_ROWS + 7, in_features)
     y = multiply(x)
     for begin in range(len(x)):
         for end in range(begin + 1, len(x) + 1):
@@ -88,6 +96,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     [
         FloatPanels,
         pytest.param(PairPanels, marks=needs_pairs),
+        pytest.param(TilePanels, marks=needs_tiles),
         pytest.param(
             OneDnnProduct,
             marks=pytest.mark.skipif(
@@ -97,7 +106,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     ],
 )
 def test_a_bfloat16_weight_takes_and_gives_float32(
-    product: type[FloatPanels | PairPanels | OneDnnProduct], out_features: int
+    product: type[FloatPanels | PairPanels | TilePanels | OneDnnProduct], out_features: int
 ) -> None:
     weight, bias = torch.randn(out_features, 128).bfloat16(), torch.randn(out_features).bfloat16()
     x = torch.randn(7, 128)
@@ -110,9 +119,8 @@ def test_a_bfloat16_weight_takes_and_gives_float32(
 @pytest.mark.parametrize(
     ("features", "machine", "has_onednn", "expected"),
     [
+        ({"avx512f", "avx512bf16", "amx-bf16"}, "x86_64", True, TilePanels),
         ({"avx512f", "avx512bf16"}, "x86_64", True, PairPanels),
-        ({"avx512f", "avx512bf16", "amx-bf16"}, "x86_64", True, OneDnnProduct),
-        ({"avx512f", "avx512bf16", "amx-bf16"}, "x86_64", False, PairPanels),
         ({"avx512f"}, "x86_64", True, FloatPanels),
         ({"neon"}, "aarch64", True, OneDnnProduct),
         ({"neon"}, "aarch64", False, FloatPanels),
@@ -122,11 +130,32 @@ def test_each_cpu_multiplies_bfloat16_in_its_fastest_way(
     features: set[str], machine: str, has_onednn: bool, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_linear, "cpu_features", lambda: features)
+    monkeypatch.setattr(cpu_linear, "has_tiles", lambda: "amx-bf16" in features)
     monkeypatch.setattr(cpu_linear.platform, "machine", lambda: machine)
     monkeypatch.setattr(cpu_linear.torch.backends.mkldnn, "is_available", lambda: has_onednn)
     monkeypatch.setattr(cpu_linear.torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_onednn)
     assert product_of(torch.bfloat16) is expected
     assert product_of(torch.float32) is FloatPanels
+
+
+@pytest.mark.parametrize(
+    ("features", "system", "answer", "expected"),
+    [
+        ({"amx-bf16"}, "Linux", 0, True),
+        ({"amx-bf16"}, "Linux", -1, False),
+        ({"amx-bf16"}, "Darwin", 0, False),
+        ({"avx512bf16"}, "Linux", 0, False),
+    ],
+    ids=["allowed", "refused", "not Linux", "no AMX"],
+)
+def test_tiles_are_used_where_linux_allows_them(
+    features: set[str], system: str, answer: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_tiles, "cpu_features", lambda: features)
+    monkeypatch.setattr(cpu_tiles.platform, "system", lambda: system)
+    libc = SimpleNamespace(syscall=lambda *_: answer)
+    monkeypatch.setattr(cpu_tiles.ctypes, "CDLL", lambda *_, **__: libc)
+    assert has_tiles.__wrapped__() is expected
 
 
 @pytest.mark.parametrize("out_features", [64, 4096], ids=["small", "large"])
