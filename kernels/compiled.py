@@ -45,7 +45,7 @@ helper: Any = numba.njit(fastmath=_FLAGS, error_model="numpy")
 """Decorates a function that kernels call."""
 
 kernel: Any = numba.njit(parallel=True, cache=True, fastmath=_FLAGS, error_model="numpy", nogil=True)
-"""Decorates a function that Python calls; compiled code is kept on disk."""
+"""Decorates a function that Python calls, or that has parallel loops; compiled code is kept on disk."""
 
 exact: Any = numba.njit(fastmath={"contract", "nsz"}, error_model="numpy")
 """Decorates a helper whose sums must stay in their order."""

@@ -77,9 +77,10 @@ def begin_outputs(y: int, y_step: int, num_rows: int, width: int, bias: int) -> 
     """`y[r][o] = bias[o]` of `width` outputs `o`, or 0 where the address `bias` is 0; rows lie `y_step` bytes apart."""
     for r in range(num_rows):
         row = floats_at(y + r * y_step)
-        for o in range(width):
-            row[o] = np.float32(0)
-        if bias != 0:
+        if bias == 0:
+            for o in range(width):
+                row[o] = np.float32(0)
+        else:
             added = floats_at(bias)
             for o in range(width):
                 row[o] = added[o]
@@ -139,13 +140,36 @@ add_half_panels = _panel_adder(PANEL // 2)
 """`add_panels` of 8 outputs."""
 
 
+def _addresses_of(count: int) -> Any:
+    """What gives the addresses of `count` of a segment's rows, as `add_ranks` and `dots` take them."""
+
+    @intrinsic
+    def addresses(typing_context: Any, address: Any, step: Any, rows: Any, begin: Any) -> Any:
+        """`address + step * rows[begin + i]` for each `i`, as a tuple; `rows` is an array of int32."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            address, step, array, begin = args
+            first = builder.gep(make_array(rows)(context, builder, array).data, [begin])
+            numbers = [builder.sext(builder.load(builder.gep(first, [_LONG(i)])), _LONG) for i in range(count)]
+            found = [builder.add(address, builder.mul(step, number)) for number in numbers]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        long = types.int64
+        return types.UniTuple(long, count)(long, long, rows, long), generate
+
+    return addresses
+
+
+three_rows, four_rows, six_rows, eight_rows = (_addresses_of(count) for count in (3, 4, 6, 8))
+
+
 @intrinsic
 def add_ranks(
     typing_context: Any, x: Any, weights: Any, places: Any, offset: Any, size: Any, factor: Any, y: Any
 ) -> Any:
-    """`y[r][o] += factor * sum over k of x[r][k] * weights[places[k] + offset + o]`, of 16 `o` and `size` >= 1 `k`.
+    """`y[r][o] += factor * sum over k of x[r][k] * weights[places[k] + o]`, of 16 `o` from `offset` on.
 
-    `places` is an array of int64.
+    There are `size` >= 1 `k`. `x` and `y` are tuples of addresses, `places` is an array of int64.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -156,8 +180,11 @@ def add_ranks(
         def lanes_at(k: Any) -> Any:
             return emit_load(builder, builder.gep(start, [builder.load(builder.gep(place, [k]))]), weights.dtype, PANEL)
 
-        y_rows = _pointers(builder, y, ir.VectorType(_FLOAT, PANEL))
-        zeros = [ir.Constant(ir.VectorType(_FLOAT, PANEL), [0.0] * PANEL) for _ in y_rows]
+        lanes = ir.VectorType(_FLOAT, PANEL)
+        y_rows = [
+            builder.bitcast(builder.gep(row, [offset]), lanes.as_pointer()) for row in _pointers(builder, y, _FLOAT)
+        ]
+        zeros = [ir.Constant(lanes, [0.0] * PANEL) for _ in y_rows]
         factors = emit_splat(builder, factor, PANEL)
         totals = _sums_of_products(builder, cgutils.unpack_tuple(builder, x), lanes_at, size, zeros)
         for row, total in zip(y_rows, totals, strict=True):
@@ -229,13 +256,13 @@ def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ah
         x, array, places, ahead, size, sums = args
         flat = make_array(weights)(context, builder, array).data
         lanes = ir.VectorType(_FLOAT, PANEL)
-        (row,), (total,) = ([builder.inttoptr(address, _FLOAT.as_pointer())] for address in (x, sums))
+        row, outputs = (builder.inttoptr(address, _FLOAT.as_pointer()) for address in (x, sums))
         columns = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, places)]
         following = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, ahead)]
         factors = [emit_splat(builder, builder.load(builder.gep(row, [_LONG(k)])), PANEL) for k in range(len(columns))]
 
         def add(o: Any) -> None:
-            place = builder.bitcast(builder.gep(total, [o]), lanes.as_pointer())
+            place = builder.bitcast(builder.gep(outputs, [o]), lanes.as_pointer())
             value = builder.load(place, align=4)
             for factor, column in zip(factors, columns, strict=True):
                 part = emit_load(builder, builder.gep(column, [o]), weights.dtype, PANEL)

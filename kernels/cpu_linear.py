@@ -56,7 +56,7 @@ class Product(Protocol):
 def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | None], Product]:
     """The fastest way in which this CPU multiplies weights of `dtype`.
 
-    oneDNN is left to CPUs of ARM: on those of x86 that multiply bfloat16 it is slower, and others it only imitates.
+    oneDNN is left to CPUs of ARM: on those of x86 it is slower, or only imitates bfloat16.
     """
     if dtype == torch.bfloat16:
         if has_tiles():

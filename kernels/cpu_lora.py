@@ -8,15 +8,23 @@ while it computes, across ranks, modules and adapters.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import prange
 
 from loramux.kernels.compiled import exact, helper, kernel
-from loramux.kernels.cpu_blocks import add_ranks, add_ranks_to_sums, dots
-from loramux.kernels.cpu_vectors import LANES, PANEL, floats_at, widen
+from loramux.kernels.cpu_blocks import (
+    add_ranks,
+    add_ranks_to_sums,
+    dots,
+    eight_rows,
+    four_rows,
+    six_rows,
+    three_rows,
+)
+from loramux.kernels.cpu_vectors import LANES, PANEL, WIDTH, floats_at, widen
 from loramux.kernels.layout import MAX_CHUNK, PageGeometry, row_layout
 from loramux.kernels.tables import ModuleGroup
 
@@ -24,8 +32,14 @@ MODULE, IN, A_PADDED, OUT, COLUMN, B_PADDED, B_CHUNK = range(7)
 """Columns of a plan: index of the module in the tables, row length and padded length of A, the row length of B and its
 first output column, padded length and chunk."""
 
+IS_WIDE = WIDTH == PANEL
+"""Whether there are registers for twice as many sums: AVX-512 has 32 of 16 lanes, AVX2 has 16 of 8."""
+
 RANKS = 4
 """Ranks that one pass over the activations serves."""
+
+MAX_RUN = 2048
+"""Elements of a rank that are read at once: four such runs stay in the first cache while the rows of a segment pass."""
 
 RANK_BLOCK = 64
 """Ranks whose parts of an output are summed before they are added to it."""
@@ -35,6 +49,28 @@ READ_COST = 3
 
 SERIAL_WORK = 400_000
 """Multiplications below which waking the other threads costs more than it saves."""
+
+
+class _ShrinkVisit(NamedTuple):
+    """A run of one rank, or of RANKS, read once for a segment's rows: int64, of which two are addresses, and a flag."""
+
+    segment: Any
+    x: Any
+    planes: Any
+    num_ranks: Any
+    length: Any
+    is_first: Any
+
+
+class _ExpandVisit(NamedTuple):
+    """Columns of up to RANK_BLOCK ranks, read once for a segment's rows: int64, two of them addresses; a float32."""
+
+    segment: Any
+    planes: Any
+    y: Any
+    num_ranks: Any
+    factor: Any
+    length: Any
 
 
 def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int64]:
@@ -56,14 +92,14 @@ def place(pool: Any, layer: int, pages: Any, e: int) -> int:
 
 
 @helper
-def _run(pool: Any, layer: int, pages: Any, e: int, step: int, count: int) -> Any:
-    """Where `count` rows of the stream that lies in `pages` go on, and how many elements all of them stay in a page.
+def _places_and_length(pool: Any, layer: int, pages: Any, e: int, step: int, count: int) -> Any:
+    """Where `count` rows of the stream that lies in `pages` go on, and how many elements they may be read at once.
 
     The first goes on with element `e`, the others lie `step` apart; `count` is RANKS, or 1, whose place is then given
     RANKS times.
     """
     page_elements = np.int64(pool.shape[2])
-    length = page_elements - e % page_elements
+    length: Any = min(MAX_RUN, page_elements - e % page_elements)
     a = place(pool, layer, pages, e)
     places = (a, a, a, a)
     if count == RANKS:
@@ -96,14 +132,16 @@ def _shrink_segment(
     """All rows of a segment times the same pieces of A's rows."""
     j = begin
     while j < end:
-        t = np.int64(rows[j])
-        if end - j >= 3:
-            t1, t2 = np.int64(rows[j + 1]), np.int64(rows[j + 2])
-            x_rows = (x + t * x_step, x + t1 * x_step, x + t2 * x_step)
-            plane_rows = (planes + t * plane_step, planes + t1 * plane_step, planes + t2 * plane_step)
+        if IS_WIDE and end - j >= 6:
+            x_rows, plane_rows = six_rows(x, x_step, rows, j), six_rows(planes, plane_step, rows, j)
+            _shrink_rows(x_rows, plane_rows, pool, a, ahead, length, is_first)
+            j += 6
+        elif end - j >= 3:
+            x_rows, plane_rows = three_rows(x, x_step, rows, j), three_rows(planes, plane_step, rows, j)
             _shrink_rows(x_rows, plane_rows, pool, a, ahead, length, is_first)
             j += 3
         else:
+            t = np.int64(rows[j])
             _shrink_rows((x + t * x_step,), (planes + t * plane_step,), pool, a, ahead, length, is_first)
             j += 1
 
@@ -112,15 +150,17 @@ def _shrink_segment(
 def _shrink_visit(
     visit: Any, a: Any, ahead: Any, x_step: int, plane_step: int, pool: Any, rows: Any, starts: Any
 ) -> None:  # fmt: skip
-    """One visit of `_shrink_share`; `ahead` is where the next one begins."""
-    s, x, planes, num_ranks, length, is_first = visit
-    begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
-    if num_ranks == RANKS:
-        _shrink_segment(x, x_step, planes, plane_step, rows, begin, end, pool, a, ahead, length, is_first != 0)
+    """`ahead` is where the next visit begins."""
+    begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
+    if visit.num_ranks == RANKS:
+        _shrink_segment(
+            visit.x, x_step, visit.planes, plane_step, rows, begin, end, pool, a, ahead, visit.length, visit.is_first
+        )
     else:
         _shrink_segment(
-            x, x_step, planes, plane_step, rows, begin, end, pool, (a[0],), (ahead[0],), length, is_first != 0
-        )
+            visit.x, x_step, visit.planes, plane_step, rows, begin, end, pool, (a[0],), (ahead[0],), visit.length,
+            visit.is_first,
+        )  # fmt: skip
 
 
 @helper
@@ -163,18 +203,19 @@ def _expand_segment(
     whole = length - length % PANEL
     j = begin
     while j < end:
-        t = np.int64(rows[j])
-        v, o = planes + t * plane_step, y + t * y_step
-        if end - j >= 4:
-            t1, t2, t3 = np.int64(rows[j + 1]), np.int64(rows[j + 2]), np.int64(rows[j + 3])
-            v1, v2, v3 = planes + t1 * plane_step, planes + t2 * plane_step, planes + t3 * plane_step
-            o1, o2, o3 = y + t1 * y_step, y + t2 * y_step, y + t3 * y_step
+        if IS_WIDE and end - j >= 8:
+            v, o = eight_rows(planes, plane_step, rows, j), eight_rows(y, y_step, rows, j)
             for e in range(0, whole, PANEL):
-                b = 4 * e
-                add_ranks((v, v1, v2, v3), pool, places, e, num_ranks, factor, (o + b, o1 + b, o2 + b, o3 + b))
+                add_ranks(v, pool, places, e, num_ranks, factor, o)
+            taken = 8
+        elif end - j >= 4:
+            v, o = four_rows(planes, plane_step, rows, j), four_rows(y, y_step, rows, j)
+            for e in range(0, whole, PANEL):
+                add_ranks(v, pool, places, e, num_ranks, factor, o)
             taken = 4
         else:
-            _expand_row(v, o, pool, places, ahead, num_ranks, factor, whole, sums)
+            t = np.int64(rows[j])
+            _expand_row(planes + t * plane_step, y + t * y_step, pool, places, ahead, num_ranks, factor, whole, sums)
             taken = 1
         for i in range(j, j + taken):
             row = floats_at(y + np.int64(rows[i]) * y_step)
@@ -189,15 +230,15 @@ def _expand_segment(
 
 @helper
 def _expand_visit(
-    visit: Any, factor: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
+    visit: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
     starts: Any, sums: Any,
 ) -> None:  # fmt: skip
-    """One visit of `_expand_share`; `ahead` is where the next one begins."""
-    s, planes, y, num_ranks, length = visit
-    begin, end = np.int64(starts[s]), np.int64(starts[s + 1])
+    """`ahead` is where the next visit begins."""
+    begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     _expand_segment(
-        planes, 4 * row_stride, y, 4 * y_stride, rows, begin, end, pool, places, ahead, num_ranks, factor, length, sums
-    )
+        visit.planes, 4 * row_stride, visit.y, 4 * y_stride, rows, begin, end,
+        pool, places, ahead, visit.num_ranks, visit.factor, visit.length, sums,
+    )  # fmt: skip
 
 
 @helper
@@ -245,10 +286,10 @@ def _shrink_share(
     slots: Any,
 ) -> None:
     flat_pool = pool.reshape(-1)
-    # One visit is put off until the next is known, which is fetched meanwhile.
-    nothing: Any = np.int64(0)
-    visit, at = (nothing, nothing, nothing, nothing, nothing, nothing), (nothing, nothing, nothing, nothing)
-    is_known, cursor = False, 0
+    # A visit runs once the next one is known, so that it can fetch it.
+    zero: Any = np.int64(0)
+    visit, at, is_known = _ShrinkVisit(zero, zero, zero, zero, zero, False), (zero, zero, zero, zero), False
+    cursor = 0
     for s in range(slots.shape[0]):
         pages = page_table[slots[s]]
         for i in range(plan.shape[0]):
@@ -263,11 +304,13 @@ def _shrink_share(
                 num_ranks = np.int64(RANKS if r + RANKS <= slot_rank else 1)
                 begin = np.int64(0)
                 while begin < row_len:
-                    places, length = _run(pool, layer, pages, offset + r * padded_len + begin, padded_len, num_ranks)
+                    places, length = _places_and_length(
+                        pool, layer, pages, offset + r * padded_len + begin, padded_len, num_ranks
+                    )
                     length = min(length, row_len - begin)
-                    following = (
+                    following = _ShrinkVisit(
                         np.int64(s), x_address + 4 * begin, planes_address + 4 * (i * module_stride + r),
-                        num_ranks, length, np.int64(begin == 0),
+                        num_ranks, length, begin == 0,
                     )  # fmt: skip
                     if is_known:
                         _shrink_visit(visit, at, places, 4 * x_stride, 4 * row_stride, flat_pool, rows, starts)
@@ -356,11 +399,11 @@ def _expand_share(
 ) -> None:
     flat_pool = pool.reshape(-1)
     sums = np.empty(MAX_CHUNK, np.float32)
-    # One visit is put off until the next is known, which is fetched meanwhile.
+    # A visit runs once the next one is known, so that it can fetch it.
     places, following = np.empty(RANK_BLOCK, np.int64), np.empty(RANK_BLOCK, np.int64)
-    nothing: Any = np.int64(0)
-    visit, factor = (nothing, nothing, nothing, nothing, nothing), np.float32(0)
-    is_known, cursor = False, 0
+    zero: Any = np.int64(0)
+    visit, is_known = _ExpandVisit(zero, zero, zero, zero, np.float32(0), zero), False
+    cursor = 0
     for s in range(slots.shape[0]):
         pages = page_table[slots[s]]
         for i in range(plan.shape[0]):
@@ -380,17 +423,15 @@ def _expand_share(
                     for k in range(num_ranks, RANKS):
                         following[k] = following[0]
                     if is_known:
-                        _expand_visit(
-                            visit, factor, places, following, row_stride, y_stride, flat_pool, rows, starts, sums
-                        )
+                        _expand_visit(visit, places, following, row_stride, y_stride, flat_pool, rows, starts, sums)
                     places, following, is_known = following, places, True
-                    factor = scale[slots[s], layer, plan[i, MODULE]]
-                    visit = (
+                    visit = _ExpandVisit(
                         np.int64(s), planes_address + 4 * (i * module_stride + r),
-                        y_address + 4 * (plan[i, COLUMN] + begin), num_ranks, min(chunk_len, width - begin),
+                        y_address + 4 * (plan[i, COLUMN] + begin), num_ranks,
+                        scale[slots[s], layer, plan[i, MODULE]], min(chunk_len, width - begin),
                     )  # fmt: skip
     if is_known:
-        _expand_visit(visit, factor, places, places, row_stride, y_stride, flat_pool, rows, starts, sums)
+        _expand_visit(visit, places, places, row_stride, y_stride, flat_pool, rows, starts, sums)
 
 
 @kernel

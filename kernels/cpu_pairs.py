@@ -32,7 +32,7 @@ BLOCK_INPUTS = 256
 """Inputs of a panel that all rows are multiplied with while they are in the first cache: 16 KiB."""
 
 ROW_PAD = 32
-"""Elements between the rows of `x`, and between MANY_ROWS of `y`, so that those of a power of two do not all meet in
+"""Elements between rows of `x`, and between many of `y`, so that those of a power of two do not all meet in
 one set of a cache."""
 
 MANY_ROWS = 64
@@ -64,27 +64,28 @@ class PairPanels:
         num_rows, in_features = x.shape
         rounded = torch.empty(num_rows, in_features + in_features % 2 + ROW_PAD, dtype=torch.bfloat16)
         y = torch.empty(num_rows, self._num_panels * OUTPUTS + (ROW_PAD if num_rows >= MANY_ROWS else 0))
-        bias = 0 if self._bias is None else self._bias.data_ptr()
         multiply_pair_panels(
             *rows_of(x), num_rows, in_features, rounded.data_ptr(), rounded.shape[1],
-            self._panels, self._num_panels, bias, *rows_of(y),
+            self._panels, self._num_panels, self._bias.data_ptr(), *rows_of(y),
         )  # fmt: skip
         return y[:, : self._out_features]
 
 
 def pair_panels(
     weight: torch.Tensor, bias: torch.Tensor | None, multiple: int
-) -> tuple[npt.NDArray[np.uint16], int, torch.Tensor | None]:
+) -> tuple[npt.NDArray[np.uint16], int, torch.Tensor]:
     """A weight `[out_features, in_features]` in panels, their number, and its bias as float32 of whole panels.
 
-    Inputs are filled up to a `multiple`, and outputs to whole panels, with 0.
+    Inputs are filled up to a `multiple`, and outputs to whole panels, with 0, which is the bias where there is none.
     """
     out_features, in_features = weight.shape
     missing = (0, -in_features % multiple, 0, -out_features % OUTPUTS)
     whole = functional.pad(weight, missing) if any(missing) else weight.contiguous()
     num_panels = whole.shape[0] // OUTPUTS
     panels = whole.view(num_panels, OUTPUTS, -1, 2).transpose(1, 2).contiguous()
-    added = None if bias is None else functional.pad(bias.float(), (0, -out_features % OUTPUTS))
+    added = torch.zeros(num_panels * OUTPUTS)
+    if bias is not None:
+        added[:out_features] = bias
     return array(panels.view(-1), torch.bfloat16), num_panels, added
 
 
@@ -207,7 +208,7 @@ def _multiply_panel(
 ) -> None:
     """The 32 outputs of one panel, of all rows."""
     y_panel = y + 4 * OUTPUTS * panel
-    begin_outputs(y_panel, y_step, num_rows, OUTPUTS, 0 if bias == 0 else bias + 4 * OUTPUTS * panel)
+    begin_outputs(y_panel, y_step, num_rows, OUTPUTS, bias + 4 * OUTPUTS * panel)
     num_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
     for k in range(0, num_pairs, BLOCK_INPUTS // 2):
         size = min(BLOCK_INPUTS // 2, num_pairs - k)
@@ -239,7 +240,7 @@ def multiply_pair_panels(
     y: int,
     y_stride: int,
 ) -> None:
-    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`, of addresses; a `bias` of 0 is none.
+    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`, of addresses; `bias` is of whole panels.
 
     `x` and `y` have float32 rows `x_stride` and `y_stride` apart, those of `y` with room for `num_panels` whole panels;
     `rounded` is room for as many rows of whole pairs, `rounded_stride` bfloat16 apart.

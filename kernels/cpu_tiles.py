@@ -22,7 +22,7 @@ from numba.np.arrayobj import make_array
 
 from loramux.kernels.compiled import cpu_features, helper, intrinsic, kernel
 from loramux.kernels.cpu_arrays import rows_of
-from loramux.kernels.cpu_pairs import OUTPUTS, pair_panels, round_rows
+from loramux.kernels.cpu_pairs import OUTPUTS, ROW_PAD, SERIAL_WORK, pair_panels, round_rows
 from loramux.kernels.cpu_vectors import SECOND_CACHE, emit_prefetch
 
 TILE = 16
@@ -46,17 +46,12 @@ CHUNK_ROW_STEPS = 1 << 14
 STEPS_AHEAD = 2
 """How many steps ahead a weight is fetched that is read only once."""
 
-ROW_PAD = 32
-"""Elements between rows, so that those of a power of two do not all meet in one set of a cache."""
-
-SERIAL_WORK = 500_000
-"""Multiplications below which waking the other threads costs more than it saves."""
-
-_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILE_DATA = 158, 0x1023, 18
+TILE_PERMISSION = (158, 0x1023, 18)
+"""The system call `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of x86-64 (Linux,
+Documentation/arch/x86/xstate.rst)."""
 
 _FIRST_A, _FIRST_B = 4, 6
 _BYTE = ir.IntType(8)
-_INT = ir.IntType(32)
 _LONG = ir.IntType(64)
 _POINTER = _BYTE.as_pointer()
 _VOID = ir.VoidType()
@@ -64,11 +59,10 @@ _VOID = ir.VoidType()
 
 @functools.cache
 def has_tiles() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16, and Linux lets this process keep some."""
+    """Whether this CPU multiplies tiles of bfloat16 and Linux grants them to this process, which it does for good."""
     if "amx-bf16" not in cpu_features() or platform.system() != "Linux":
         return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    return bool(libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILE_DATA) == 0)
+    return bool(ctypes.CDLL(None).syscall(*TILE_PERMISSION) == 0)
 
 
 class TilePanels:
@@ -77,18 +71,19 @@ class TilePanels:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, in_features = weight.shape
         self._num_steps = -(-in_features // TILE_INPUTS)
-        self._panels, self._num_panels, added = pair_panels(weight, bias, TILE_INPUTS)
-        self._bias = torch.zeros(self._num_panels * OUTPUTS) if added is None else added
+        self._panels, self._num_panels, self._bias = pair_panels(weight, bias, TILE_INPUTS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, in_features = x.shape
-        rounded = torch.empty(num_rows, self._num_steps * TILE_INPUTS + ROW_PAD, dtype=torch.bfloat16)
-        y = torch.empty(num_rows, self._num_panels * OUTPUTS + ROW_PAD)
+        # Many rows are whole tiles, so that these are configured once; nobody reads what the rows beyond them hold.
+        room = num_rows if num_rows <= MAX_ROWS else num_rows + -num_rows % TILE
+        rounded = torch.empty(room, self._num_steps * TILE_INPUTS + ROW_PAD, dtype=torch.bfloat16)
+        y = torch.empty(room, self._num_panels * OUTPUTS + ROW_PAD)
         multiply_tile_panels(
             torch.get_num_threads(), *rows_of(x), num_rows, in_features, rounded.data_ptr(), rounded.shape[1],
             self._panels, self._num_panels, self._num_steps, self._bias.data_ptr(), *rows_of(y),
         )  # fmt: skip
-        return y[:, : self._out_features]
+        return y[:num_rows, : self._out_features]
 
 
 def _call(builder: Any, name: str, arguments: list[Any]) -> None:
@@ -120,7 +115,7 @@ def configure_tiles(typing_context: Any, first_rows: Any, second_rows: Any) -> A
 
 @intrinsic
 def release_tiles(typing_context: Any) -> Any:
-    """Leave the tiles, so that nobody keeps what is in them."""
+    """Leave the tiles, which Linux then need no longer save when it switches threads."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _call(builder, "tilerelease", [])
@@ -131,42 +126,40 @@ def release_tiles(typing_context: Any) -> Any:
 
 @intrinsic
 def add_tiles(
-    typing_context: Any, is_wide: Any, x: Any, x_step: Any, panels: Any, first: Any, num_steps: Any, ahead: Any,
+    typing_context: Any, is_wide: Any, is_fetching: Any, x: Any, x_step: Any, panels: Any, first: Any, num_steps: Any,
     start: Any, start_step: Any, y: Any, y_step: Any,
 ) -> Any:  # fmt: skip
     """`y[r][o] = start[r][o] + sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`.
 
     `r` are the rows that the tiles were given, more than sixteen where `is_wide`; `k` are `num_steps` >= 1 times 32.
-    `x`, `start` and `y` are addresses, their steps in bytes. Where `ahead` is not 0, what comes so many steps later is
-    fetched meanwhile.
+    `x`, `start` and `y` are addresses, their steps in bytes. Where it `is_fetching`, the weights that come STEPS_AHEAD
+    later are fetched meanwhile.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        is_wide, x, x_step, array, first, num_steps, ahead, *starts_and_sums = args
+        is_wide, is_fetching, x, x_step, array, first, num_steps, *starts_and_sums = args
         data = make_array(panels)(context, builder, array).data
         panel = builder.bitcast(builder.gep(data, [first]), _POINTER)
 
-        def emit(row_tiles: int, is_fetching: bool) -> None:
-            distance = ahead if is_fetching else None
-            _emit_block(builder, row_tiles, x, x_step, panel, num_steps, distance, *starts_and_sums)
+        def emit(row_tiles: int, steps_ahead: int) -> None:
+            _emit_block(builder, row_tiles, steps_ahead, x, x_step, panel, num_steps, *starts_and_sums)
 
-        is_fetching = builder.icmp_signed("!=", ahead, _LONG(0))
         with builder.if_else(is_wide) as (wide, narrow):
             for branch, row_tiles in ((wide, 2), (narrow, 1)):
                 with branch, builder.if_else(is_fetching) as (fetching, present):
                     with fetching:
-                        emit(row_tiles, True)
+                        emit(row_tiles, STEPS_AHEAD)
                     with present:
-                        emit(row_tiles, False)
+                        emit(row_tiles, 0)
         return context.get_dummy_value()
 
-    long = types.int64
-    return types.none(types.boolean, long, long, panels, long, long, long, long, long, long, long), generate
+    flag, long = types.boolean, types.int64
+    return types.none(flag, flag, long, long, panels, long, long, long, long, long, long), generate
 
 
 def _emit_block(
-    builder: Any, row_tiles: int, x: Any, x_step: Any, panel: Any, num_steps: Any, ahead: Any, start: Any,
-    start_step: Any, y: Any, y_step: Any,
+    builder: Any, row_tiles: int, steps_ahead: int, x: Any, x_step: Any, panel: Any, num_steps: Any,
+    start: Any, start_step: Any, y: Any, y_step: Any,
 ) -> None:  # fmt: skip
     def rows_from(address: Any, step: Any, tile: int) -> Any:
         return builder.inttoptr(builder.add(address, builder.mul(step, _LONG(TILE * tile))), _POINTER)
@@ -174,18 +167,18 @@ def _emit_block(
     x_tiles = [rows_from(x, x_step, tile) for tile in range(row_tiles)]
     halves = [(tile, half) for tile in range(row_tiles) for half in range(2)]
     for tile, half in halves:
-        before = builder.gep(rows_from(start, start_step, tile), [_LONG(4 * TILE * half)])
-        _call(builder, "tileloadd64", [_BYTE(2 * tile + half), before, start_step])
+        place = builder.gep(rows_from(start, start_step, tile), [_LONG(4 * TILE * half)])
+        _call(builder, "tileloadd64", [_BYTE(2 * tile + half), place, start_step])
     entry = builder.block
     body, after = builder.append_basic_block("steps"), builder.append_basic_block("stored")
     builder.branch(body)
     builder.position_at_end(body)
     k = builder.phi(_LONG)
     weights = builder.gep(panel, [builder.mul(k, _LONG(2 * STEP_ELEMENTS))])
-    if ahead is not None:
-        later = builder.gep(weights, [builder.mul(ahead, _LONG(2 * STEP_ELEMENTS))])
+    if steps_ahead:
         for line in range(0, 2 * STEP_ELEMENTS, 64):
-            emit_prefetch(builder, builder.gep(later, [_LONG(line)]), SECOND_CACHE)
+            later = _LONG(2 * STEP_ELEMENTS * steps_ahead + line)
+            emit_prefetch(builder, builder.gep(weights, [later]), SECOND_CACHE)
     for tile, rows in enumerate(x_tiles):
         inputs = builder.gep(rows, [builder.mul(k, _LONG(2 * TILE_INPUTS))])
         _call(builder, "tileloadd64", [_BYTE(_FIRST_A + tile), inputs, x_step])
@@ -200,13 +193,8 @@ def _emit_block(
     builder.cbranch(builder.icmp_signed("<", following, num_steps), body, after)
     builder.position_at_end(after)
     for tile, half in halves:
-        after = builder.gep(rows_from(y, y_step, tile), [_LONG(4 * TILE * half)])
-        _call(builder, "tilestored64", [_BYTE(2 * tile + half), after, y_step])
-
-
-@helper
-def _configure(num_rows: int) -> None:
-    configure_tiles(min(num_rows, TILE), max(1, num_rows - TILE))
+        place = builder.gep(rows_from(y, y_step, tile), [_LONG(4 * TILE * half)])
+        _call(builder, "tilestored64", [_BYTE(2 * tile + half), place, y_step])
 
 
 @helper
@@ -214,12 +202,13 @@ def _multiply_few_rows(
     begin: int, end: int, x: int, x_step: int, num_rows: int, num_steps: int, panels: Any, bias: int, y: int,
     y_step: int,
 ) -> None:  # fmt: skip
-    """The outputs of panels `[begin, end)`, of at most 32 rows: the weight is read once, from end to end."""
-    _configure(num_rows)
+    """The outputs of panels `[begin, end)`, of 1 to 32 rows: the weight is read once, from end to end."""
+    configure_tiles(min(num_rows, TILE), max(1, num_rows - TILE))
     for panel in range(begin, end):
         column = 4 * OUTPUTS * panel
+        # A step of 0 gives the bias to every row.
         add_tiles(
-            num_rows > TILE, x, x_step, panels, panel * num_steps * STEP_ELEMENTS, num_steps, STEPS_AHEAD,
+            num_rows > TILE, True, x, x_step, panels, panel * num_steps * STEP_ELEMENTS, num_steps,
             bias + column, 0, y + column, y_step,
         )  # fmt: skip
 
@@ -229,14 +218,13 @@ def _multiply_many_rows(
     begin: int, end: int, x: int, x_step: int, num_rows: int, num_steps: int, panels: Any, bias: int, y: int,
     y_step: int,
 ) -> None:  # fmt: skip
-    """The outputs of panels `[begin, end)`, of any number of rows.
+    """The outputs of panels `[begin, end)`, of whole tiles of rows.
 
     All rows pass over a block of a panel while it is in the first cache, and over all panels with a chunk of their
     inputs while that is in the second.
     """
-    rest = num_rows % MAX_ROWS
     chunk_steps = max(BLOCK_STEPS, CHUNK_ROW_STEPS // num_rows // BLOCK_STEPS * BLOCK_STEPS)
-    _configure(MAX_ROWS)
+    configure_tiles(TILE, TILE)
     for chunk in range(0, num_steps, chunk_steps):
         chunk_end = min(num_steps, chunk + chunk_steps)
         for panel in range(begin, end):
@@ -244,17 +232,12 @@ def _multiply_many_rows(
             for k in range(chunk, chunk_end, BLOCK_STEPS):
                 size = min(BLOCK_STEPS, chunk_end - k)
                 for t in range(0, num_rows, MAX_ROWS):
-                    if num_rows - t < MAX_ROWS:
-                        _configure(rest)
                     y_rows = y + t * y_step + column
                     add_tiles(
-                        num_rows - t > TILE, x + t * x_step + 2 * TILE_INPUTS * k, x_step,
-                        panels, (panel * num_steps + k) * STEP_ELEMENTS, size, 0,
-                        # A step of 0 gives the bias to every row.
+                        num_rows - t > TILE, False, x + t * x_step + 2 * TILE_INPUTS * k, x_step,
+                        panels, (panel * num_steps + k) * STEP_ELEMENTS, size,
                         bias + column if k == 0 else y_rows, 0 if k == 0 else y_step, y_rows, y_step,
                     )  # fmt: skip
-                if rest > 0:
-                    _configure(MAX_ROWS)
 
 
 @helper
@@ -265,7 +248,8 @@ def _multiply_panels(
     if num_rows <= MAX_ROWS:
         _multiply_few_rows(begin, end, x, x_step, num_rows, num_steps, panels, bias, y, y_step)
     else:
-        _multiply_many_rows(begin, end, x, x_step, num_rows, num_steps, panels, bias, y, y_step)
+        whole = (num_rows + TILE - 1) // TILE * TILE
+        _multiply_many_rows(begin, end, x, x_step, whole, num_steps, panels, bias, y, y_step)
     release_tiles()
 
 
@@ -288,7 +272,8 @@ def multiply_tile_panels(
     """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`, of addresses; `bias` is of whole panels.
 
     `x` and `y` have float32 rows `x_stride` and `y_stride` apart, those of `y` with room for `num_panels` whole panels;
-    `rounded` is room for as many rows of whole steps, `rounded_stride` bfloat16 apart.
+    `rounded` is room for rows of whole steps, `rounded_stride` bfloat16 apart. Both have room for whole tiles of rows
+    where there are more than 32. Each of `num_threads` takes one share of the panels and configures its tiles once.
     """
     rounded_step, y_step, size = 2 * rounded_stride, 4 * y_stride, num_steps * TILE_INPUTS
     round_rows(x, 4 * x_stride, num_rows, in_features, rounded, rounded_step, size)

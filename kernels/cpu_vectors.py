@@ -74,7 +74,10 @@ def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any
 
 
 def emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c` of lanes, in one instruction where the CPU has it."""
+    """`a * b + c` of lanes, in one instruction where the CPU has it.
+
+    Its flags are its own, so that numba adds none and a chain of these keeps its order in every function.
+    """
     return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
 
 

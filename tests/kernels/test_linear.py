@@ -13,7 +13,7 @@ from loramux.kernels import cpu_linear, cpu_pairs, cpu_tiles
 from loramux.kernels.compiled import cpu_features
 from loramux.kernels.cpu_linear import FloatPanels, OneDnnProduct, PackedLinear, product_of
 from loramux.kernels.cpu_pairs import MAX_ROWS, PairPanels
-from loramux.kernels.cpu_tiles import TILE_INPUTS, TilePanels, has_tiles
+from loramux.kernels.cpu_tiles import TILE, TILE_INPUTS, TILE_PERMISSION, TilePanels, has_tiles
 
 needs_pairs = pytest.mark.skipif("avx512bf16" not in cpu_features(), reason="this CPU has no AVX512_BF16")
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
@@ -37,12 +37,23 @@ def test_equals_linear(out_features: int, in_features: int, has_bias: bool, num_
 @pytest.mark.parametrize(
     "product", [pytest.param(PairPanels, marks=needs_pairs), pytest.param(TilePanels, marks=needs_tiles)]
 )
-@pytest.mark.parametrize("num_rows", [*range(2 * MAX_ROWS + 2), 31, 32, 33, 64, 100, 300], ids=lambda n: f"{n}-rows")
+@pytest.mark.parametrize(
+    "num_rows", [*range(2 * MAX_ROWS + 2), 31, 32, 33, 50, 64, 100, 300], ids=lambda n: f"{n}-rows"
+)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize(
     ("out_features", "in_features"),
-    [(64, 64), (63, 101), (1, 1), (512, 512), (1000, cpu_pairs.BLOCK_INPUTS + 1), (96, 2 * cpu_pairs.BLOCK_INPUTS)],
-    ids=["small", "odd", "one", "large", "odd-blocks", "blocks"],
+    [
+        (64, 64),
+        (63, 101),
+        (1, 1),
+        (512, 512),
+        (1000, cpu_pairs.BLOCK_INPUTS + 1),
+        (96, 2 * cpu_pairs.BLOCK_INPUTS),
+        # Fewer panels than threads, and with many rows two chunks of inputs.
+        (32, 2048),
+    ],
+    ids=["small", "odd", "one", "large", "odd-blocks", "blocks", "deep"],
 )
 def test_products_of_bfloat16_equal_linear(
     out_features: int, in_features: int, has_bias: bool, num_rows: int, product: type[PairPanels | TilePanels]
@@ -71,7 +82,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(
 ) -> None:
     in_features = block_inputs + 50
     multiply = product(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features))
-    x = torch.randn(cpu_tiles.MAX_ROWS + 7, in_features)
+    x = torch.randn(cpu_tiles.MAX_ROWS + TILE + 3, in_features)
     y = multiply(x)
     for begin in range(len(x)):
         for end in range(begin + 1, len(x) + 1):
@@ -138,6 +149,14 @@ def test_each_cpu_multiplies_bfloat16_in_its_fastest_way(
     assert product_of(torch.float32) is FloatPanels
 
 
+@needs_tiles
+def test_the_bits_of_many_rows_are_those_of_each() -> None:
+    """More rows than tiles hold, and more inputs than stay in the second cache."""
+    x = torch.randn(300, 2048)
+    multiply = TilePanels(torch.randn(64, 2048).bfloat16(), torch.randn(64))
+    assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))
+
+
 @pytest.mark.parametrize(
     ("features", "system", "answer", "expected"),
     [
@@ -153,9 +172,16 @@ def test_tiles_are_used_where_linux_allows_them(
 ) -> None:
     monkeypatch.setattr(cpu_tiles, "cpu_features", lambda: features)
     monkeypatch.setattr(cpu_tiles.platform, "system", lambda: system)
-    libc = SimpleNamespace(syscall=lambda *_: answer)
-    monkeypatch.setattr(cpu_tiles.ctypes, "CDLL", lambda *_, **__: libc)
+    asked: list[tuple[int, ...]] = []
+
+    def syscall(*arguments: int) -> int:
+        asked.append(arguments)
+        return answer
+
+    monkeypatch.setattr(cpu_tiles.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
     assert has_tiles.__wrapped__() is expected
+    assert asked in ([], [TILE_PERMISSION])
+    assert asked or not expected
 
 
 @pytest.mark.parametrize("out_features", [64, 4096], ids=["small", "large"])
