@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.kernels import cpu_lora
+from loramux.kernels import cpu_expand, cpu_lora, cpu_shrink
 from loramux.kernels.cpu_arrays import array, planes_of, rows_of
 from loramux.kernels.cpu_gather import gather
 from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
@@ -64,7 +64,7 @@ class CpuLora:
     ) -> None:
         self._read(tables, segments)
         if self._slots.shape[0]:
-            cpu_lora.shrink(
+            cpu_shrink.shrink(
                 torch.get_num_threads(), *rows_of(x), *planes_of(planes), self._adapter, layer, self._plan(group),
                 self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
             )  # fmt: skip
@@ -80,7 +80,7 @@ class CpuLora:
     ) -> None:
         self._read(tables, segments)
         if self._slots.shape[0]:
-            cpu_lora.expand(
+            cpu_expand.expand(
                 torch.get_num_threads(), *planes_of(planes), *rows_of(y), self._adapter, layer, self._plan(group),
                 self._page_table, self._off, self._rank, self._scale, self._segment_rows, self._starts, self._slots,
             )  # fmt: skip

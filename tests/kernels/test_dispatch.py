@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels import cpu_attention, cpu_fused, cpu_gather, cpu_kv, cpu_linear, cpu_lora, cpu_pairs
+from loramux.kernels import (
+    cpu_attention,
+    cpu_expand,
+    cpu_fused,
+    cpu_gather,
+    cpu_kv,
+    cpu_linear,
+    cpu_pairs,
+    cpu_shrink,
+    cpu_tiles,
+)
 from loramux.kernels.compiled import cache_directory
 from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.dispatch import KernelShapes, select_kernels
@@ -28,9 +38,9 @@ from loramux.kernels.warm import main, warm
 from tests.kernels.interpreted import TRITON_MODULES
 
 COMPILED = (
-    cpu_lora.shrink, cpu_lora.expand, cpu_gather.gather, cpu_kv.write, cpu_attention.attend,
-    cpu_linear.multiply_panels, cpu_pairs.multiply_pair_panels, cpu_fused.rms_norm, cpu_fused.add_rms_norm,
-    cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
+    cpu_shrink.shrink, cpu_expand.expand, cpu_gather.gather, cpu_kv.write, cpu_attention.attend,
+    cpu_linear.multiply_panels, cpu_pairs.round_rows, cpu_pairs.multiply_pair_panels, cpu_tiles.multiply_tile_panels,
+    cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
 )  # fmt: skip
 
 
