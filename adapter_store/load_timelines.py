@@ -56,12 +56,13 @@ class LoadTimelines:
 
     @contextmanager
     def of(self, digest: str) -> Iterator[None]:
-        """What the calling thread notes in the block belongs to this load."""
+        """What the calling thread notes in the block belongs to this load; blocks may lie in each other."""
+        before = getattr(self._thread, "digest", None)
         self._thread.digest = digest
         try:
             yield
         finally:
-            self._thread.digest = None
+            self._thread.digest = before
 
     def note(self, tier: str, stage: str, num_bytes: int, seconds: float) -> None:
         """A stage came to its end just now."""

@@ -40,6 +40,8 @@ _MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
 _PREFIX = struct.Struct("<8sI32s")
 _PAYLOAD_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 4 << 20
+_FIRST_READ_BYTES = 16 << 10
+"""Holds most headers whole. Each call that a loader thread makes may take the interpreter's lock from the engine's."""
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -112,7 +114,7 @@ def read_open_packed(
 
     The payload is read once, in order, to where it stays, and goes through `check` on the way.
     """
-    header = _read_header(file)
+    header, payload_begin = _read_header(file)
     try:
         found, layout = _laid_out(bytes(header.target), bytes(header.ranks), bytes(header.outer_ranks))
     except (KeyError, TypeError, ValueError):
@@ -122,7 +124,7 @@ def read_open_packed(
     shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
     # Asked of the file system first: a damaged header must not make us allocate what it says.
-    num_stored = os.fstat(file.fileno()).st_size - file.tell()
+    num_stored = os.fstat(file.fileno()).st_size - payload_begin
     if layout.num_pages != header.num_pages or num_stored != num_bytes:
         raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, {num_bytes} were expected")
     payload = allocate(num_bytes)
@@ -147,19 +149,24 @@ def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes) -> tuple[PackTarg
     return found, found.layout(*(np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks)))
 
 
-def _read_header(file: FileIO) -> _Header:
-    prefix = file.read(_PREFIX.size)
-    if len(prefix) < _PREFIX.size:
+def _read_header(file: FileIO) -> tuple[_Header, int]:
+    """The header and where the payload begins, to which the file is moved on."""
+    start = file.read(_FIRST_READ_BYTES)
+    if len(start) < _PREFIX.size:
         raise AdapterCorrupt("the packed file ends inside its header")
-    magic, length, checksum = _PREFIX.unpack(prefix)
+    magic, length, checksum = _PREFIX.unpack_from(start)
     if magic != _MAGIC or length > _MAX_HEADER_BYTES:
         raise AdapterCorrupt("the file is no packed adapter of this format")
-    text = file.read(length)
+    end = _PREFIX.size + length
+    if len(start) < end:
+        start += file.read(end - len(start))
+    text = start[_PREFIX.size : end]
     if hashlib.sha256(text).digest() != checksum:
         raise AdapterCorrupt("the header of the packed file is damaged")
-    file.seek(-file.tell() % _PAYLOAD_ALIGNMENT, os.SEEK_CUR)
+    payload_begin = end + -end % _PAYLOAD_ALIGNMENT
+    file.seek(payload_begin)
     try:
-        return msgspec.json.decode(text, type=_Header)
+        return msgspec.json.decode(text, type=_Header), payload_begin
     except msgspec.DecodeError:
         raise AdapterCorrupt("the header of the packed file is incomplete") from None
 

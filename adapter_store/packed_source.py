@@ -54,16 +54,9 @@ class PackedSource:
         self._lock = threading.Lock()
         self._proofs: OrderedDict[str, tuple[FileIdentity, Proof]] = OrderedDict()
 
-    def fetch(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
-        """An adapter in memory from `allocate`.
-
-        Between its parts it calls `check_wanted`, whose exception ends it; a packed file that has come by then stays on
-        the disk. Raises AdapterUnavailable, AdapterCorrupt, BlobStoreUnavailable or OSError.
-        """
+    def from_disk(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter | None:
+        """An adapter in memory from `allocate`; None where the disk tier has none, or had wrong bytes."""
         check_wanted()
-        return self._from_disk(digest, allocate) or self._from_blobs(digest, allocate, check_wanted)
-
-    def _from_disk(self, digest: str, allocate: HostMemory) -> PackedAdapter | None:
         with self._figures.timed("disk", "lookup"):
             held = self._hold(digest)
         self._figures.count_lookup("disk", held is not None)
@@ -78,14 +71,12 @@ class PackedSource:
                     self._disk.forget(digest, held.identity.inode)
         return None
 
-    def _hold(self, digest: str) -> HeldFile | None:
-        try:
-            return self._disk.hold(digest)
-        except OSError:
-            # A file that cannot be opened is as good as none.
-            return None
+    def from_blobs(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
+        """An adapter in memory from `allocate`.
 
-    def _from_blobs(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
+        Between its parts it calls `check_wanted`, whose exception ends it; a packed file that has come by then stays on
+        the disk. Raises AdapterUnavailable, AdapterCorrupt, BlobStoreUnavailable or OSError.
+        """
         check_wanted()
         key = packed_key(digest, self._pack_key)
         file = self._disk.new_file()
@@ -105,6 +96,13 @@ class PackedSource:
             return packed
         finally:
             file.unlink(missing_ok=True)
+
+    def _hold(self, digest: str) -> HeldFile | None:
+        try:
+            return self._disk.hold(digest)
+        except OSError:
+            # A file that cannot be opened is as good as none.
+            return None
 
     def _rebuild(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
         """Pack an adapter for our target and give the packed file to the blob store too."""

@@ -30,18 +30,18 @@ class LaneSums:
     """
 
     def __init__(self) -> None:
-        self._hash = hashlib.sha256()
+        # Hashed together at the end: hashing anything gives the interpreter's lock away and has to wait for it.
+        self._parts: list[bytes] = []
 
     def update(self, chunk: npt.NDArray[np.uint8]) -> None:
         """Take the next chunk, uint8 `[num_bytes]`; all but the last are of `CHUNK_BYTES`."""
         num_rows = chunk.nbytes // (8 * NUM_LANES)
         end = num_rows * 8 * NUM_LANES
         sums = np.add.reduce(chunk[:end].view("<u8").reshape(num_rows, NUM_LANES), axis=0, dtype=np.uint64)
-        self._hash.update(sums.data)
-        self._hash.update(chunk[end:].data)
+        self._parts += (sums.tobytes(), chunk[end:].tobytes())
 
     def digest(self) -> bytes:
-        return self._hash.digest()
+        return hashlib.sha256(b"".join(self._parts)).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from loramux.adapter_store.circuit_breaker import BreakerState
 from loramux.adapter_store.load_timelines import LoadTimelines
@@ -70,6 +70,16 @@ class LoadCounts:
     """Whether the blob store is asked (`closed`), is not since it fails (`open`), or is tried again (`half_open`)."""
 
 
+class Held(NamedTuple):
+    """What a tier holds now, and how many adapters it has let go of since it was opened."""
+
+    used_bytes: int
+    num_evictions: int
+
+
+_NOTHING = Held(0, 0)
+
+
 @dataclass(slots=True)
 class TimedStage:
     """A stage that is under way; who learns later how many bytes it handles writes them down here."""
@@ -85,11 +95,11 @@ class TierFigures:
         self._lock = threading.Lock()
         self._hits = dict.fromkeys(TIERS, 0)
         self._misses = dict.fromkeys(TIERS, 0)
-        self._evictions = dict.fromkeys(TIERS, 0)
-        self._used_bytes = dict.fromkeys(TIERS, 0)
         self._stages = dict.fromkeys(STAGES, (0, 0, 0.0))
         self.breaker: Callable[[], BreakerState] = lambda: "closed"
         """Set by whoever has the blob store."""
+        self.held: Callable[[], Mapping[Tier, Held]] = dict
+        """What bounded tiers hold; set by whoever has them."""
         self._ends = {"loaded": 0, "failed": 0, "given_up": 0, "set_aside": 0}
 
     def count_lookup(self, tier: Tier, is_hit: bool) -> None:
@@ -119,13 +129,8 @@ class TierFigures:
         with self._lock:
             self._ends[end] += 1
 
-    def set_held(self, tier: Tier, used_bytes: int, num_evictions: int) -> None:
-        """What a tier holds now, and how many adapters it has let go of since it was opened."""
-        with self._lock:
-            self._used_bytes[tier] = used_bytes
-            self._evictions[tier] = num_evictions
-
     def snapshot(self) -> LoadCounts:
+        held = self.held()
         with self._lock:
             return LoadCounts(
                 tiers=tuple(
@@ -133,8 +138,8 @@ class TierFigures:
                         tier=tier,
                         num_hits=self._hits[tier],
                         num_misses=self._misses[tier],
-                        num_evictions=self._evictions[tier],
-                        used_bytes=self._used_bytes[tier],
+                        num_evictions=held.get(tier, _NOTHING).num_evictions,
+                        used_bytes=held.get(tier, _NOTHING).used_bytes,
                     )
                     for tier in TIERS
                 ),

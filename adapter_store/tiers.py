@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,10 @@ from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.shared_load import SharedLoad
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tier_contents import TierContents
-from loramux.adapter_store.tier_figures import TierFigures
+from loramux.adapter_store.tier_figures import Held, TierFigures
+
+_Way = Callable[[str, HostMemory, Callable[[], None]], PackedAdapter | None]
+"""Brings an adapter into memory, or None; see `PackedSource`."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_LOADS = 64
@@ -85,7 +88,10 @@ class TieredStore:
         self._loads: dict[str, SharedLoad] = {}
         # Loads have threads of their own, so that those who wait can leave.
         self._loaders = ThreadPoolExecutor(_MAX_LOADS, thread_name_prefix="adapter-load")
-        self._note_held()
+        self.figures.held = lambda: {
+            "host": Held(self._host.used_bytes, self._host.num_evictions),
+            "disk": Held(self._disk.used_bytes, self._disk.num_evictions),
+        }
 
     @property
     def host_used_bytes(self) -> int:
@@ -98,9 +104,10 @@ class TieredStore:
     def lease(self, digest: str, deadline_s: float | None = None, cancel: Cancellation | None = None) -> Lease:
         """Hold an adapter in host memory. Raises AdapterUnavailable or AdapterCorrupt.
 
-        Callers that ask for one adapter at a time share one load. A caller leaves it after `deadline_s` seconds with
-        AdapterUnavailable, or with LoadCancelled once `cancel` is given; the others do not notice. When the last has
-        left, the load ends after the part that it is at: a packed file that it was getting goes to the disk tier.
+        Callers that ask for one adapter at a time share one load; the first reads what the disk tier has itself. While
+        it comes from the blob store a caller leaves it after `deadline_s` seconds with AdapterUnavailable, or with
+        LoadCancelled once `cancel` is given; the others do not notice. When the last has left, the load ends after the
+        part that it is at: a packed file that it was getting goes to the disk tier.
         """
         _check_digest(digest)
         woken = threading.Event()
@@ -111,8 +118,14 @@ class TieredStore:
             self.figures.count_lookup("host", packed is not None)
             if packed is not None:
                 return Lease(self, packed)
-            load = self._load(digest)
+            load = self._loads.get(digest)
+            begins = load is None
+            if load is None:
+                load = self._loads[digest] = SharedLoad()
             load.waiters.add(woken)
+        # Waking another thread would take longer than reading a small file, and hold up the engine's meanwhile.
+        if begins and not self._try(digest, load, self._source.from_disk):
+            self._submit(digest, load, self._source.from_blobs)
         if cancel is not None:
             cancel.when_cancelled(woken.set)
         woken.wait(None if deadline_s is None else min(max(0.0, deadline_s), threading.TIMEOUT_MAX))
@@ -135,10 +148,16 @@ class TieredStore:
         with self._lock:
             if digest in self._host:
                 return True
-            if digest not in self._loads and sum(one.is_prefetch for one in self._loads.values()) >= _MAX_PREFETCHES:
-                return False
-            self._load(digest).is_prefetch = True
-            return True
+            load = self._loads.get(digest)
+            begins = load is None
+            if load is None:
+                if sum(one.is_prefetch for one in self._loads.values()) >= _MAX_PREFETCHES:
+                    return False
+                load = self._loads[digest] = SharedLoad()
+            load.is_prefetch = True
+        if begins:
+            self._submit(digest, load, self._source.from_disk, self._source.from_blobs)
+        return True
 
     def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
         """Keep up to `floor_bytes` of these adapters in host memory; see `HostTier.protect`."""
@@ -155,23 +174,17 @@ class TieredStore:
         """Give one lease back; `Lease.release` calls this."""
         with self._lock:
             self._host.release(digest)
-            self._note_held()
 
-    def _load(self, digest: str) -> SharedLoad:
-        """The load of the adapter that is under way, or a new one."""
-        load = self._loads.get(digest)
-        if load is None:
-            load = SharedLoad()
-            try:
-                self._loaders.submit(self._run, digest, load)
-            except RuntimeError:
-                # The process ends.
-                raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more") from None
-            self._loads[digest] = load
-        return load
+    def _submit(self, digest: str, load: SharedLoad, *ways: _Way) -> None:
+        """Have a thread of ours bring an adapter, by the first way that can."""
+        try:
+            self._loaders.submit(lambda: any(self._try(digest, load, way) for way in ways))
+        except RuntimeError:
+            # The process ends.
+            self._end(digest, load, None, AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more"))
 
-    def _run(self, digest: str, load: SharedLoad) -> None:
-        """Bring an adapter into host memory; on a thread of its own."""
+    def _try(self, digest: str, load: SharedLoad, way: _Way) -> bool:
+        """Bring an adapter into host memory one way; False where that leads to nothing and the load goes on."""
 
         def allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
             with self._lock:
@@ -190,7 +203,7 @@ class TieredStore:
         error: BaseException | None = None
         try:
             with self.figures.of_load(digest):
-                packed = self._source.fetch(digest, allocate, check_wanted)
+                packed = way(digest, allocate, check_wanted)
         except BlobStoreUnavailable as failure:
             error = AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {failure}")
             error.__cause__ = failure
@@ -201,7 +214,10 @@ class TieredStore:
             what = failure.strerror if isinstance(failure, OSError) else type(failure).__name__
             error = AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {what}")
             error.__cause__ = failure
+        if packed is None and error is None:
+            return False
         self._end(digest, load, packed, error)
+        return True
 
     def _end(self, digest: str, load: SharedLoad, packed: PackedAdapter | None, error: BaseException | None) -> None:
         with self._lock:
@@ -212,17 +228,12 @@ class TieredStore:
                 self._host.add(packed, len(load.waiters))
             load.packed, load.error, load.is_through = packed, error, True
             waiters = list(load.waiters)
-            self._note_held()
         if isinstance(error, LoadCancelled) or not load.is_wanted:
             self.figures.count_end("given_up")
         else:
             self.figures.count_end("failed" if packed is None else "loaded")
         for waiter in waiters:
             waiter.set()
-
-    def _note_held(self) -> None:
-        self.figures.set_held("host", self._host.used_bytes, self._host.num_evictions)
-        self.figures.set_held("disk", self._disk.used_bytes, self._disk.num_evictions)
 
 
 def _check_digest(digest: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import msgspec
 from benchmarks.s_lora_adapters import AdapterFiles
 from benchmarks.s_lora_workload import Lengths
 from loramux.engine.assembly import AssembledEngine, assemble_engine
+from loramux.engine.collector import keep_for_good
 from loramux.engine.config import EngineConfig
 from loramux.engine.engine import Outbound
 from loramux.engine.messages import Add, Stats, StatsRequest
@@ -99,7 +101,10 @@ def open_engine(
         "eviction_policy": policy,
     }
     assembled = assemble_engine(msgspec.convert(document, EngineConfig), wake.set)
+    # As an engine's process does before it serves.
+    keep_for_good()
     try:
         yield OpenEngine(assembled, wake)
     finally:
         assembled.loader.close()
+        gc.unfreeze()

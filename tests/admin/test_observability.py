@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loramux.adapter_store.tier_figures import TierFigures
+from loramux.adapter_store.tier_figures import Held, TierFigures
 from loramux.admin.app import create_admin_app
 from loramux.engine.messages import Stats
 
@@ -60,7 +60,7 @@ async def test_how_adapters_come_to_the_pool_is_scraped_while_the_engine_answers
     figures.count_lookup("disk", False)
     figures.count_stage("disk", "read", 4096, 0.5)
     figures.count_end("loaded")
-    figures.set_held("host", 4096, 3)
+    figures.held = lambda: {"host": Held(4096, 3)}
     stats = await admin_side.engine.stats(1.0)
     admin_side.engine.stats = lambda timeout_s: answer(msgspec.structs.replace(stats, loading=figures.snapshot()))
     async with stranger(admin_side) as http:

@@ -18,6 +18,7 @@ from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.adapter_store.tiers import TieredStore
+from loramux.engine import tier_loader
 from loramux.engine.accelerator import Fence, HostAccelerator
 from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.pool_memory import allocate_pool
@@ -126,7 +127,9 @@ class Bench:
             self.woken.clear()
 
 
-def test_an_adapter_comes_whole_into_its_pages_and_tables() -> None:
+@pytest.mark.parametrize("quick_bytes", [0, 1 << 20], ids=["copier", "at once"])
+def test_an_adapter_comes_whole_into_its_pages_and_tables(quick_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_loader, "QUICK_COPY_BYTES", quick_bytes)
     adapter = packed("a", [[3, 0], [1, 2]])
     bench = Bench(adapter)
     bench.accelerator.may_upload.set()
@@ -192,6 +195,13 @@ def test_outer_modules_come_into_tables_of_their_own_and_leave_them_with_the_slo
     bench.loader.close()
 
 
+@pytest.fixture
+def copier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small copies too have a thread of their own."""
+    monkeypatch.setattr(tier_loader, "QUICK_COPY_BYTES", 0)
+
+
+@pytest.mark.usefixtures("copier")
 def test_a_copy_comes_after_the_steps_that_were_submitted_before_it_and_no_others() -> None:
     bench = Bench(packed("a", [[3, 0], [1, 2]]))
     bench.loader.fetch("a")
@@ -207,7 +217,9 @@ def test_a_copy_comes_after_the_steps_that_were_submitted_before_it_and_no_other
     bench.loader.close()
 
 
-def test_a_copy_that_fails_gives_its_hold_back_and_says_so() -> None:
+@pytest.mark.parametrize("quick_bytes", [0, 1 << 20], ids=["copier", "at once"])
+def test_a_copy_that_fails_gives_its_hold_back_and_says_so(quick_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_loader, "QUICK_COPY_BYTES", quick_bytes)
     bench = Bench(packed("a", [[3, 0], [1, 2]]))
     bench.accelerator.fails = True
     bench.accelerator.may_upload.set()
