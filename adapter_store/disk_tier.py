@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import FileIO
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -32,26 +31,13 @@ class _Known:
     used_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
-    """Differs where a file was replaced or written to."""
-
-    inode: int
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileIdentity:
-        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
-
-
 class HeldFile:
     """An open file of the tier, which no engine evicts before it is closed; leave its `with` block."""
 
-    def __init__(self, tier: DiskTier, file: FileIO, status: os.stat_result) -> None:
+    def __init__(self, tier: DiskTier, descriptor: int, status: os.stat_result) -> None:
         self._tier = tier
-        self.file = file
-        self.identity = FileIdentity.of(status)
+        self.descriptor = descriptor
+        self.status = status
 
     def __enter__(self) -> HeldFile:
         return self
@@ -59,7 +45,7 @@ class HeldFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.file.close()
+        os.close(self.descriptor)
         self._tier.trim()
 
 
@@ -110,10 +96,14 @@ class DiskTier:
                 self.used_bytes -= self._files.pop(path).size
         if opened is None:
             return None
-        file, status = opened
-        # Kept in the file, so that the order outlives a restart and other engines know it.
-        os.utime(file.fileno(), ns=(now_ns, status.st_mtime_ns))
-        return HeldFile(self, file, status)
+        descriptor, status = opened
+        try:
+            # Kept in the file, so that the order outlives a restart and other engines know it.
+            os.utime(descriptor, ns=(now_ns, status.st_mtime_ns))
+        except OSError:
+            os.close(descriptor)
+            raise
+        return HeldFile(self, descriptor, status)
 
     def new_file(self) -> Path:
         """A place for a file that is being made; `add` or `set_aside` takes it."""
@@ -270,21 +260,21 @@ class DiskTier:
             path.unlink(missing_ok=True)
 
 
-def _open_shared(path: Path) -> tuple[FileIO, os.stat_result] | None:
+def _open_shared(path: Path) -> tuple[int, os.stat_result] | None:
     """Open a file under a shared lock; None where it is gone, or goes just now."""
     try:
         # Reading must not change the order of use: that is what access times are kept for.
-        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | _KEEPS_ACCESS_TIME))
+        descriptor = os.open(path, os.O_RDONLY | _KEEPS_ACCESS_TIME)
     except FileNotFoundError:
         return None
     try:
         # Only an eviction holds the exclusive lock, and only for a moment.
-        fcntl.flock(file.fileno(), fcntl.LOCK_SH)
-        status = os.fstat(file.fileno())
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        status = os.fstat(descriptor)
         if status.st_nlink:
-            return file, status
+            return descriptor, status
     except BaseException:
-        file.close()
+        os.close(descriptor)
         raise
-    file.close()
+    os.close(descriptor)
     return None

@@ -17,7 +17,6 @@ import struct
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
-from io import FileIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,9 @@ _MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
 _PREFIX = struct.Struct("<8sI32s")
 _PAYLOAD_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 4 << 20
-_FIRST_READ_BYTES = 16 << 10
-"""Holds most headers whole. Each call that a loader thread makes may take the interpreter's lock from the engine's."""
+
+FIRST_READ_BYTES = 16 << 10
+"""Holds most headers whole. After each call a loader thread takes the interpreter's lock, for which a step may wait."""
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -103,18 +103,24 @@ def read_packed(
     Raises AdapterCorrupt where a checksum does not fit, or the file is another adapter's or for another target than
     was asked for.
     """
-    with FileIO(path) as file:
-        return read_open_packed(file, PayloadCheck(), target, digest, allocate)
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        return read_open_packed(descriptor, os.fstat(descriptor), PayloadCheck(), target, digest, allocate)
 
 
 def read_open_packed(
-    file: FileIO, check: PayloadCheck, target: PackTarget | None, digest: str | None, allocate: HostMemory
+    descriptor: int,
+    status: os.stat_result,
+    check: PayloadCheck,
+    target: PackTarget | None,
+    digest: str | None,
+    allocate: HostMemory,
 ) -> PackedAdapter:
-    """The same of a file that is open at its beginning.
+    """The same of an open file.
 
     The payload is read once, in order, to where it stays, and goes through `check` on the way.
     """
-    header, payload_begin = _read_header(file)
+    header, payload_begin = _read_header(descriptor)
     try:
         found, layout = _laid_out(bytes(header.target), bytes(header.ranks), bytes(header.outer_ranks))
     except (KeyError, TypeError, ValueError):
@@ -123,13 +129,21 @@ def read_open_packed(
         raise AdapterCorrupt(f"the packed file holds adapter {header.digest[:12]} for {header.pack_key}")
     shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
-    # Asked of the file system first: a damaged header must not make us allocate what it says.
-    num_stored = os.fstat(file.fileno()).st_size - payload_begin
+    # Compared first: a damaged header must not make us allocate what it says.
+    num_stored = status.st_size - payload_begin
     if layout.num_pages != header.num_pages or num_stored != num_bytes:
         raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, {num_bytes} were expected")
     payload = allocate(num_bytes)
+    place = payload_begin
+
+    def read(into: memoryview) -> int:
+        nonlocal place
+        num_read = os.preadv(descriptor, [into], place)
+        place += num_read
+        return num_read
+
     try:
-        is_right = check.run(payload, header.sha256, file.readinto)
+        is_right = check.run(payload, header.sha256, read)
     except EOFError:
         raise AdapterCorrupt("the packed file was cut short while it was read") from None
     payload = payload.reshape(shape)
@@ -149,9 +163,9 @@ def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes) -> tuple[PackTarg
     return found, found.layout(*(np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks)))
 
 
-def _read_header(file: FileIO) -> tuple[_Header, int]:
-    """The header and where the payload begins, to which the file is moved on."""
-    start = file.read(_FIRST_READ_BYTES)
+def _read_header(descriptor: int) -> tuple[_Header, int]:
+    """The header, and where the payload begins."""
+    start = os.pread(descriptor, FIRST_READ_BYTES, 0)
     if len(start) < _PREFIX.size:
         raise AdapterCorrupt("the packed file ends inside its header")
     magic, length, checksum = _PREFIX.unpack_from(start)
@@ -159,14 +173,12 @@ def _read_header(file: FileIO) -> tuple[_Header, int]:
         raise AdapterCorrupt("the file is no packed adapter of this format")
     end = _PREFIX.size + length
     if len(start) < end:
-        start += file.read(end - len(start))
+        start += os.pread(descriptor, end - len(start), len(start))
     text = start[_PREFIX.size : end]
     if hashlib.sha256(text).digest() != checksum:
         raise AdapterCorrupt("the header of the packed file is damaged")
-    payload_begin = end + -end % _PAYLOAD_ALIGNMENT
-    file.seek(payload_begin)
     try:
-        return msgspec.json.decode(text, type=_Header), payload_begin
+        return msgspec.json.decode(text, type=_Header), end + -end % _PAYLOAD_ALIGNMENT
     except msgspec.DecodeError:
         raise AdapterCorrupt("the header of the packed file is incomplete") from None
 

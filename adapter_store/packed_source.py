@@ -7,12 +7,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from io import FileIO
+from dataclasses import dataclass
 from pathlib import Path
 
 from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
 from loramux.adapter_store.canonical import digest_of
-from loramux.adapter_store.disk_tier import DiskTier, FileIdentity, HeldFile
+from loramux.adapter_store.disk_tier import DiskTier, HeldFile
 from loramux.adapter_store.errors import (
     AdapterCorrupt,
     AdapterRejected,
@@ -28,6 +28,19 @@ from loramux.adapter_store.tier_figures import Tier, TierFigures
 
 _CANONICAL_ATTEMPTS = 2
 _MAX_PROOFS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Differs where a file was replaced or written to."""
+
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class PackedSource:
@@ -64,11 +77,11 @@ class PackedSource:
             return None
         with held:
             try:
-                return self._read(held.file, held.identity, digest, allocate, "disk")
+                return self._read(held.descriptor, held.status, digest, allocate, "disk")
             except (AdapterCorrupt, OSError):
                 self._figures.count_end("set_aside")
                 with suppress(OSError):
-                    self._disk.forget(digest, held.identity.inode)
+                    self._disk.forget(digest, held.status.st_ino)
         return None
 
     def from_blobs(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
@@ -149,16 +162,17 @@ class PackedSource:
         raise AdapterCorrupt(f"the blob store holds wrong bytes for adapter {digest[:12]}")
 
     def _read_path(self, path: Path, digest: str, allocate: HostMemory) -> PackedAdapter:
-        with FileIO(path) as file:
-            return self._read(file, FileIdentity.of(os.fstat(file.fileno())), digest, allocate, "blobs")
+        with path.open("rb", buffering=0) as file:
+            return self._read(file.fileno(), os.fstat(file.fileno()), digest, allocate, "blobs")
 
     def _read(
-        self, file: FileIO, identity: FileIdentity, digest: str, allocate: HostMemory, verifies: Tier
+        self, descriptor: int, status: os.stat_result, digest: str, allocate: HostMemory, verifies: Tier
     ) -> PackedAdapter:
+        identity = FileIdentity.of(status)
         with self._lock:
             known = self._proofs.pop(digest, None)
         check = PayloadCheck(known[1] if known is not None and known[0] == identity else None)
-        packed = read_open_packed(file, check, self._target, digest, allocate)
+        packed = read_open_packed(descriptor, status, check, self._target, digest, allocate)
         assert check.proof is not None
         with self._lock:
             self._proofs[digest] = (identity, check.proof)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loramux.adapter_store import packed_file
 from loramux.adapter_store.canonical import write_canonical
 from loramux.adapter_store.errors import AdapterCorrupt, AdapterRejected
 from loramux.adapter_store.float_formats import to_bfloat16_bits, to_float32
@@ -243,10 +244,15 @@ def test_a_packed_file_gives_back_what_was_written(any_target: PackTarget, adapt
     assert read_packed(tmp_path / "p").num_pages == packed.num_pages
 
 
-def test_any_wrong_byte_is_found(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first_read_bytes", [packed_file.FIRST_READ_BYTES, 100], ids=["at once", "in two reads"])
+def test_any_wrong_byte_is_found(
+    first_read_bytes: int, make_adapter: Any, target: PackTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_file, "FIRST_READ_BYTES", first_read_bytes)
     path = tmp_path / "p"
     write_packed(path, packed_of(make_adapter(rank=2), target, tmp_path / "c"), target)
     data = path.read_bytes()
+    assert read_packed(path).payload.tobytes() == data[4096:]
     header_end = 44 + int.from_bytes(data[8:12], "little")
     positions = [*range(0, header_end, 29), header_end - 1, *range(4096, len(data), 501), len(data) - 1]
     for position in positions:

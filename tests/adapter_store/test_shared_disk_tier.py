@@ -101,13 +101,29 @@ def test_what_one_engine_adds_another_finds_counts_and_evicts(directory: Path, s
     held = tier.hold(B)
     assert held is not None
     with held:
-        assert len(held.file.read()) == 100
+        assert len(os.read(held.descriptor, 1 << 20)) == 100
     # `A` was used by the other engine before `B` was added, `B` by us since: of this we learn by looking.
     put(tier, C, 100)
     assert (files(directory), tier.used_bytes) == ({B: 100, C: 100}, 200)
     assert other("hold", A) == "none"
     other("add", A, 100)
     assert files(directory) == {C: 100, A: 100}
+
+
+def test_a_file_whose_use_cannot_be_noted_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(tmp_path, 1000, PACK_KEY)
+    file = tier.new_file()
+    file.write_bytes(bytes(100))
+    tier.add(A, file)
+
+    def refused(*arguments: object, **options: object) -> None:
+        raise PermissionError
+
+    num_open = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "utime", refused)
+    with pytest.raises(PermissionError):
+        tier.hold(A)
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_use_by_another_engine_counts_in_the_order_of_eviction(directory: Path, start: Start) -> None:
@@ -169,7 +185,7 @@ def test_an_engine_that_keeps_the_lock_keeps_others_from_adding_not_from_reading
     held = tier.hold(A)
     assert held is not None
     with held:
-        assert len(held.file.read()) == 100
+        assert len(os.read(held.descriptor, 1 << 20)) == 100
     other.kill()
     with lock.hold():
         assert lock.num_changes > 0

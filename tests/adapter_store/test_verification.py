@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ def test_a_payload_is_read_once_and_known_again(payload: npt.NDArray[np.uint8], 
 
 
 def test_a_packed_file_is_read_in_order_once_and_to_where_it_stays(
-    make_adapter: Any, target: PackTarget, tmp_path: Path, store_adapter: Any
+    target: PackTarget, tmp_path: Path, store_adapter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = store_adapter(WatchedBlobStore(), rank=16)
     write_packed(tmp_path / "p", stored.packed, target)
@@ -132,27 +131,26 @@ def test_a_packed_file_is_read_in_order_once_and_to_where_it_stays(
         memory.append(np.empty(num_bytes, np.uint8))
         return memory[-1]
 
-    class WatchedFile(FileIO):
-        reads: list[tuple[int, int]] = []  # noqa: RUF012
+    reads: list[tuple[int, int]] = []
+    preadv = os.preadv
 
-        def readinto(self, into: Any, /) -> int:
-            begin = self.tell()
-            num_read = super().readinto(into)
-            assert num_read is not None
-            address = np.frombuffer(into, np.uint8).ctypes.data
-            assert address == memory[0].ctypes.data + begin - self.payload_begin, "bytes come where they stay"
-            self.reads.append((begin, begin + num_read))
-            return num_read
+    def watched(descriptor: int, into: list[memoryview], begin: int) -> int:
+        num_read = preadv(descriptor, into, begin)
+        address = np.frombuffer(into[0], np.uint8).ctypes.data
+        assert address == memory[0].ctypes.data + begin - payload_begin, "bytes come where they stay"
+        reads.append((begin, begin + num_read))
+        return num_read
 
-        payload_begin = (tmp_path / "p").stat().st_size - stored.packed.payload.nbytes
-
-    with WatchedFile(tmp_path / "p") as file:
-        packed = read_open_packed(file, PayloadCheck(), target, stored.digest, allocate)
+    monkeypatch.setattr(os, "preadv", watched)
+    path = tmp_path / "p"
+    payload_begin = path.stat().st_size - stored.packed.payload.nbytes
+    with path.open("rb") as file:
+        packed = read_open_packed(file.fileno(), path.stat(), PayloadCheck(), target, stored.digest, allocate)
     assert len(memory) == 1
     assert packed.payload.ctypes.data == memory[0].ctypes.data
-    begins, ends = zip(*WatchedFile.reads, strict=True)
-    assert begins == (WatchedFile.payload_begin, *ends[:-1])
-    assert ends[-1] == (tmp_path / "p").stat().st_size
+    begins, ends = zip(*reads, strict=True)
+    assert begins == (payload_begin, *ends[:-1])
+    assert ends[-1] == path.stat().st_size
 
 
 class Bench:
