@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from benchmarks.s_lora_figures import Figures, median_of
 THROUGHPUT_COLUMNS = {
     "tokens_s": "tokens/s",
     "over_fewest": "over fewest",
+    "over_fewest_by_round": "by round",
     "tokens_cpu_s": "tokens/CPU s",
     "requests_s": "req/s",
     "adapter_hit_rate": "adapter hits",
@@ -35,6 +37,7 @@ LATENCY_COLUMNS = {
     "adapter_hit_rate": "adapter hits",
     "unanswered": "unanswered",
 }
+RATIOS = frozenset({"over_fewest", "over_fewest_by_round"})
 SHARES = frozenset({"adapter_hit_rate", "prefix_hit_rate", "good_share"})
 
 
@@ -49,14 +52,20 @@ class Case:
 
 
 def summaries(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Medians of the rounds; `over_fewest` is throughput over that of the same policy with the fewest adapters."""
+    """Medians of the rounds; `over_fewest` is throughput over that of the same policy with the fewest adapters.
+
+    `over_fewest_by_round` is the median of the ratios within each round, whose two windows are a minute apart at most,
+    while a machine's speed may drift between rounds.
+    """
     fewest = min(case.num_adapters for case in cases)
     found: list[dict[str, Any]] = []
     for case in cases:
         own = median_of(case.throughput)
         base = next(one for one in cases if (one.policy, one.num_adapters) == (case.policy, fewest))
-        compared = median_of(base.throughput)["tokens_s"]
-        own["over_fewest"] = own["tokens_s"] / compared if own["tokens_s"] and compared else None
+        own["over_fewest"] = _ratio(own, median_of(base.throughput))
+        ratios = [_ratio(*pair) for pair in zip(case.throughput, base.throughput, strict=True)]
+        known = [ratio for ratio in ratios if ratio is not None]
+        own["over_fewest_by_round"] = statistics.median(known) if len(known) == len(ratios) else None
         found.append(
             {
                 "policy": case.policy,
@@ -67,6 +76,11 @@ def summaries(cases: Sequence[Case]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _ratio(figures: Figures, of_fewest: Figures) -> float | None:
+    tokens_s, compared = figures["tokens_s"], of_fewest["tokens_s"]
+    return tokens_s / compared if tokens_s and compared else None
 
 
 def tables(found: Sequence[dict[str, Any]], throughput_title: str, latency_title: str) -> list[Table]:
@@ -91,4 +105,4 @@ def _shown(name: str, value: float | None) -> str:
         return "-"
     if name in SHARES:
         return f"{value:.1%}"
-    return f"{value:.3f}" if name == "over_fewest" else f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:.3f}" if name in RATIOS else f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

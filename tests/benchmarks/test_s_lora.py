@@ -14,6 +14,7 @@ import pytest
 from benchmarks import s_lora, s_lora_check, s_lora_setting
 from benchmarks.s_lora_figures import Goal, latency_figures, median_of
 from benchmarks.s_lora_plot import draw_plot
+from benchmarks.s_lora_report import Case, summaries
 from benchmarks.s_lora_run import Journey, Snapshot, Window
 from benchmarks.s_lora_workload import Lengths, draw_arrivals, draw_requests
 from loramux.engine.messages import Stats
@@ -68,6 +69,19 @@ def test_a_run_checks_answers_evicts_and_leaves_figures(
     said = capsys.readouterr().out
     assert "saturated," in said
     assert "commit:" in said
+
+
+def test_a_drift_between_rounds_is_not_taken_for_what_adapters_cost() -> None:
+    """Each round is half as fast as the one before it, and 2,000 adapters always cost a tenth."""
+    few = [{"tokens_s": speed} for speed in (400.0, 200.0, 100.0)]
+    many = [{"tokens_s": speed * 0.9} for speed in (400.0, 200.0, 100.0)]
+    found = summaries([Case("lru", 5, few, few), Case("lru", 2000, many, many)])
+    assert found[1]["throughput"]["over_fewest"] == pytest.approx(0.9)
+    assert found[1]["throughput"]["over_fewest_by_round"] == pytest.approx(0.9)
+    disturbed = [{"tokens_s": 360.0}, {"tokens_s": 90.0}, {"tokens_s": 90.0}]
+    found = summaries([Case("lru", 5, few, few), Case("lru", 2000, disturbed, many)])
+    assert found[1]["throughput"]["over_fewest"] == pytest.approx(0.45)
+    assert found[1]["throughput"]["over_fewest_by_round"] == pytest.approx(0.9)
 
 
 def test_nothing_is_measured_where_an_answer_is_wrong(
