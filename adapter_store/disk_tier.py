@@ -100,7 +100,7 @@ class DiskTier:
         try:
             # Kept in the file, so that the order outlives a restart and other engines know it.
             os.utime(descriptor, ns=(now_ns, status.st_mtime_ns))
-        except OSError:
+        except BaseException:
             os.close(descriptor)
             raise
         return HeldFile(self, descriptor, status)

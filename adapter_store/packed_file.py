@@ -118,7 +118,8 @@ def read_open_packed(
 ) -> PackedAdapter:
     """The same of an open file.
 
-    The payload is read once, in order, to where it stays, and goes through `check` on the way.
+    The payload is read in order, to where it stays, and goes through `check` on the way; of what came with the header
+    nothing is used.
     """
     header, payload_begin = _read_header(descriptor)
     try:

@@ -31,7 +31,7 @@ _Way = Callable[[str, HostMemory, Callable[[], None]], PackedAdapter | None]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_LOADS = 64
-"""Loads under way, those included that were given up but hang in the blob store; more wait for one of these."""
+"""Loads on threads of their own, those included that were given up but hang in the blob store; more wait for one."""
 
 _MAX_PREFETCHES = 8
 
@@ -86,7 +86,7 @@ class TieredStore:
         self._allocate = allocate
         self._lock = threading.Lock()
         self._loads: dict[str, SharedLoad] = {}
-        # Loads have threads of their own, so that those who wait can leave.
+        # Loads from the blob store have threads of their own, so that those who wait can leave.
         self._loaders = ThreadPoolExecutor(_MAX_LOADS, thread_name_prefix="adapter-load")
         self.figures.held = lambda: {
             "host": Held(self._host.used_bytes, self._host.num_evictions),
@@ -104,12 +104,15 @@ class TieredStore:
     def lease(self, digest: str, deadline_s: float | None = None, cancel: Cancellation | None = None) -> Lease:
         """Hold an adapter in host memory. Raises AdapterUnavailable or AdapterCorrupt.
 
-        Callers that ask for one adapter at a time share one load; the first reads what the disk tier has itself. While
-        it comes from the blob store a caller leaves it after `deadline_s` seconds with AdapterUnavailable, or with
-        LoadCancelled once `cancel` is given; the others do not notice. When the last has left, the load ends after the
-        part that it is at: a packed file that it was getting goes to the disk tier.
+        Callers that ask for one adapter at a time share one load; the first reads what the disk tier has itself, to its
+        end. Where others read, or it comes from the blob store, a caller leaves the load after `deadline_s` seconds
+        with AdapterUnavailable, or with LoadCancelled once `cancel` is given; the others do not notice. When the last
+        has left, the load ends after the part that it is at: a packed file that it was getting goes to the disk tier.
         """
         _check_digest(digest)
+        if cancel is not None and cancel.is_cancelled:
+            raise _cancelled(digest)
+        due_s = None if deadline_s is None else time.monotonic() + deadline_s
         woken = threading.Event()
         with self._lock:
             started_s = time.perf_counter()
@@ -128,7 +131,7 @@ class TieredStore:
             self._submit(digest, load, self._source.from_blobs)
         if cancel is not None:
             cancel.when_cancelled(woken.set)
-        woken.wait(None if deadline_s is None else min(max(0.0, deadline_s), threading.TIMEOUT_MAX))
+        woken.wait(None if due_s is None else min(max(0.0, due_s - time.monotonic()), threading.TIMEOUT_MAX))
         with self._lock:
             if not load.is_through:
                 load.waiters.discard(woken)
@@ -136,7 +139,7 @@ class TieredStore:
         if load.is_through and woken in load.waiters:
             return Lease(self, load.result())
         if cancel is not None and cancel.is_cancelled:
-            raise LoadCancelled(f"adapter {digest[:12]} is no longer wanted")
+            raise _cancelled(digest)
         raise AdapterUnavailable(f"adapter {digest[:12]} was not loaded within {deadline_s} s")
 
     def prefetch(self, digest: str) -> bool:
@@ -180,11 +183,13 @@ class TieredStore:
         try:
             self._loaders.submit(lambda: any(self._try(digest, load, way) for way in ways))
         except RuntimeError:
-            # The process ends.
+            # The process ends, or may have no more threads; what was queued all the same finds that it is through.
             self._end(digest, load, None, AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more"))
 
     def _try(self, digest: str, load: SharedLoad, way: _Way) -> bool:
         """Bring an adapter into host memory one way; False where that leads to nothing and the load goes on."""
+        if load.is_through:
+            return True
 
         def allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
             with self._lock:
@@ -234,6 +239,10 @@ class TieredStore:
             self.figures.count_end("failed" if packed is None else "loaded")
         for waiter in waiters:
             waiter.set()
+
+
+def _cancelled(digest: str) -> LoadCancelled:
+    return LoadCancelled(f"adapter {digest[:12]} is no longer wanted")
 
 
 def _check_digest(digest: str) -> None:

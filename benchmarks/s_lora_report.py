@@ -54,8 +54,7 @@ class Case:
 def summaries(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Medians of the rounds; `over_fewest` is throughput over that of the same policy with the fewest adapters.
 
-    `over_fewest_by_round` is the median of the ratios within each round, whose two windows are a minute apart at most,
-    while a machine's speed may drift between rounds.
+    `over_fewest_by_round` is the median of the ratios within each round: a machine's speed drifts from one to another.
     """
     fewest = min(case.num_adapters for case in cases)
     found: list[dict[str, Any]] = []

@@ -83,6 +83,8 @@ class HostAccelerator:
         # torch would start OpenMP threads for the thread that copies. GNU OpenMP, then having more threads than cores,
         # lets those of the steps no longer spin between two kernels, and each kernel waits 0.1 ms for them. All rows at
         # once, for this thread then takes the interpreter's lock from that of the steps once.
+        if len(rows) != source.shape[0]:
+            raise ValueError(f"{source.shape[0]} rows cannot be copied to {len(rows)}")
         target.numpy()[list(rows)] = source.numpy()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class AdapterLoader(Protocol):
         """Give a fetch up that has told nothing yet, and never will."""
 
     def copy(self, digest: str, pages: list[int]) -> None:
-        """Begin to copy the fetched file into pages; ends with Copied or LoadFailed."""
+        """Begin to copy the fetched file into pages, or do it at once; ends with Copied or LoadFailed."""
 
     def publish(self, digest: str, slot: int, pages: list[int]) -> None:
         """Write the slot's tables, now, on the engine thread; releases the hold on the fetched file."""

@@ -24,7 +24,7 @@ class AdapterPhase(Enum):
     PLACING = "placing"
     """The file is here; pages or a slot are still to be found."""
     COPYING = "copying"
-    """A loader thread copies the file into the adapter's pages."""
+    """The file is copied into the adapter's pages."""
     RESIDENT = "resident"
     FAILED = "failed"
 

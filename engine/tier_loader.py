@@ -1,4 +1,4 @@
-"""Loads adapters from the store's tiers into pages, on threads of its own."""
+"""Loads adapters from the store's tiers into pages, on threads of its own but for small copies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from loramux.engine.slot_tables import SlotTables
 from loramux.kernels.tables import PoolViews
 
 QUICK_COPY_BYTES = 512 << 10
-"""What the thread of the steps copies itself where the pool is in host memory: that takes a tenth of a millisecond at
-most, as long as waking another thread and waiting for the interpreter's lock that it takes."""
+"""What the thread of the steps copies itself between two steps where the pool is in host memory: that takes a tenth of
+a millisecond, as long as waking another thread and waiting for the interpreter's lock that it takes."""
 
 
 class PackedLease(Protocol):
@@ -59,9 +59,9 @@ class _Fetch:
 class TierLoader:
     """The adapter pool's loader: fetches and copies on threads, publishes tables on the caller's.
 
-    Copies, but for small ones within host memory, run beside the steps, and all of them after those submitted before
-    they were asked for; tables are written once the pages are filled. `wake` is called after each event, mostly from a
-    loader thread, so that an idle engine looks.
+    Copies, but for a few small ones within host memory, run beside the steps, and all of them after those submitted
+    before they were asked for; tables are written once the pages are filled. `wake` is called after each event, mostly
+    from a loader thread, so that an idle engine looks.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class TierLoader:
         self._events: queue.SimpleQueue[tuple[_Fetch, LoadEvent]] = queue.SimpleQueue()
         # Touched by the caller's thread only.
         self._fetches: dict[str, _Fetch] = {}
+        self._quick_bytes_left = QUICK_COPY_BYTES
 
     def fetch(self, digest: str) -> None:
         fetch = self._fetches[digest] = _Fetch(digest)
@@ -102,7 +103,9 @@ class TierLoader:
         assert fetch.lease is not None
         # Steps submitted so far may still read these pages for their former owners.
         after = self._accelerator.fence()
-        if self._accelerator.device.type == "cpu" and fetch.lease.packed.payload.nbytes <= QUICK_COPY_BYTES:
+        num_bytes = fetch.lease.packed.payload.nbytes
+        if self._accelerator.device.type == "cpu" and num_bytes <= self._quick_bytes_left:
+            self._quick_bytes_left -= num_bytes
             self._copy(fetch, pages, after)
         else:
             self._copier.submit(self._copy, fetch, pages, after)
@@ -119,6 +122,7 @@ class TierLoader:
             fetch.release()
 
     def events(self) -> list[LoadEvent]:
+        self._quick_bytes_left = QUICK_COPY_BYTES
         found: list[LoadEvent] = []
         while True:
             try:

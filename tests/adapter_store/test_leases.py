@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from loramux.adapter_store.cancellation import Cancellation
+from loramux.adapter_store.disk_tier import DiskTier, HeldFile
 from loramux.adapter_store.errors import AdapterUnavailable, LoadCancelled
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tiers import Lease, TieredStore
@@ -32,8 +33,8 @@ class Bench:
         self._pool = pool
         self.store = self.reopen()
 
-    def reopen(self, host_bytes: int = PLENTY) -> TieredStore:
-        return TieredStore(self.blobs, self._target, self._directory, PLENTY, host_bytes)
+    def reopen(self, host_bytes: int = PLENTY, disk_bytes: int = PLENTY) -> TieredStore:
+        return TieredStore(self.blobs, self._target, self._directory, disk_bytes, host_bytes)
 
     def adapter(self, seed: int = 0, is_packed: bool = True) -> Any:
         return self._store_adapter(self.blobs, seed=seed, is_packed=is_packed)
@@ -165,9 +166,55 @@ def test_a_lease_that_was_cancelled_before_loads_nothing(bench: Bench) -> None:
     cancellation.cancel()
     with pytest.raises(LoadCancelled):
         bench.store.lease(stored.digest, cancel=cancellation)
-    bench.blobs.may_answer.set()
-    until(lambda: num_given_up(bench.store) == 1)
+    assert not bench.blobs.num_gets
+    assert not bench.store._loads
     assert bench.store.host_used_bytes == 0
+
+
+def test_who_waits_for_another_that_reads_the_disk_may_leave(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = bench.adapter()
+    bench.store.lease(stored.digest).release()
+    bench.store = bench.reopen()
+    reads, may_read = threading.Event(), threading.Event()
+    hold = DiskTier.hold
+
+    def held_up(tier: DiskTier, digest: str) -> HeldFile | None:
+        reads.set()
+        assert may_read.wait(10)
+        return hold(tier, digest)
+
+    monkeypatch.setattr(DiskTier, "hold", held_up)
+    first = bench.lease_elsewhere(stored.digest)
+    assert reads.wait(10)
+    with pytest.raises(AdapterUnavailable, match=r"not loaded within 0\.05 s"):
+        bench.store.lease(stored.digest, deadline_s=0.05)
+    may_read.set()
+    with first.result(10) as lease:
+        np.testing.assert_array_equal(lease.packed.payload, stored.packed.payload)
+
+
+def test_a_load_that_gets_no_thread_fails_once_and_leaves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor keeps what it could not start a thread for, and runs it when one of its threads is free."""
+    stored = bench.adapter()
+    kept: list[Callable[[], bool]] = []
+
+    def refuse(work: Callable[[], bool]) -> None:
+        kept.append(work)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(bench.store._loaders, "submit", refuse)
+        with pytest.raises(AdapterUnavailable, match="cannot be loaded any more"):
+            bench.store.lease(stored.digest)
+    with bench.store.lease(stored.digest) as lease:
+        np.testing.assert_array_equal(lease.packed.payload, stored.packed.payload)
+        for work in kept:
+            assert work()
+    assert not bench.store._loads
+    assert bench.store._host._reserved_bytes == 0
+    assert bench.blobs.num_gets == {"packed": 1}
 
 
 def test_a_store_that_hangs_for_one_adapter_keeps_no_other_waiting(bench: Bench) -> None:
@@ -229,7 +276,8 @@ def test_callers_who_come_and_go_at_random_are_all_answered(bench: Bench) -> Non
     """Bounds are so small that adapters come and go as well; afterwards nothing is held and nothing is under way."""
     adapters = [bench.adapter(seed=seed) for seed in range(4)]
     size = adapters[0].packed.payload.nbytes
-    store = bench.reopen(host_bytes=2 * size)
+    # A file has a header as well: the disk holds one.
+    store = bench.reopen(host_bytes=2 * size, disk_bytes=2 * size)
     outcomes: list[str] = []
 
     def call(seed: int) -> None:

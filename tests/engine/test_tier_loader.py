@@ -234,6 +234,29 @@ def test_a_copy_that_fails_gives_its_hold_back_and_says_so(quick_bytes: int, mon
     bench.loader.close()
 
 
+def test_between_two_steps_only_so_much_is_copied_on_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = [packed(digest, [[1, 1], [1, 1]]) for digest in ("a", "bb", "ccc")]
+    monkeypatch.setattr(tier_loader, "QUICK_COPY_BYTES", 2 * adapters[0].payload.nbytes)
+    bench = Bench(*adapters)
+    bench.accelerator.may_upload.set()
+    threads: list[str] = []
+    upload = bench.accelerator.upload
+
+    def watched(*arguments: Any) -> None:
+        threads.append(threading.current_thread().name)
+        upload(*arguments)
+
+    monkeypatch.setattr(bench.accelerator, "upload", watched)
+    for adapter in adapters:
+        bench.loader.fetch(adapter.digest)
+        bench.next_event()
+    for place, adapter in enumerate(adapters):
+        bench.loader.copy(adapter.digest, list(range(4 * place, 4 * place + adapter.num_pages)))
+    bench.loader.close()
+    here = threading.current_thread().name
+    assert threads == [here, here, "adapter-copier_0"]
+
+
 def test_an_adapter_that_is_nowhere_is_reported() -> None:
     bench = Bench()
     bench.loader.fetch("x")
