@@ -121,10 +121,7 @@ class TieredStore:
             self.figures.count_lookup("host", packed is not None)
             if packed is not None:
                 return Lease(self, packed)
-            load = self._loads.get(digest)
-            begins = load is None
-            if load is None:
-                load = self._loads[digest] = SharedLoad()
+            load, begins = self._load(digest)
             load.waiters.add(woken)
         # Waking another thread would take longer than reading a small file, and hold up the engine's meanwhile.
         if begins and not self._try(digest, load, self._source.from_disk):
@@ -151,12 +148,9 @@ class TieredStore:
         with self._lock:
             if digest in self._host:
                 return True
-            load = self._loads.get(digest)
-            begins = load is None
-            if load is None:
-                if sum(one.is_prefetch for one in self._loads.values()) >= _MAX_PREFETCHES:
-                    return False
-                load = self._loads[digest] = SharedLoad()
+            if digest not in self._loads and sum(one.is_prefetch for one in self._loads.values()) >= _MAX_PREFETCHES:
+                return False
+            load, begins = self._load(digest)
             load.is_prefetch = True
         if begins:
             self._submit(digest, load, self._source.from_disk, self._source.from_blobs)
@@ -177,6 +171,14 @@ class TieredStore:
         """Give one lease back; `Lease.release` calls this."""
         with self._lock:
             self._host.release(digest)
+
+    def _load(self, digest: str) -> tuple[SharedLoad, bool]:
+        """The load of the adapter that is under way, or a new one, which the caller has to begin: then True."""
+        load = self._loads.get(digest)
+        if load is not None:
+            return load, False
+        load = self._loads[digest] = SharedLoad()
+        return load, True
 
     def _submit(self, digest: str, load: SharedLoad, *ways: _Way) -> None:
         """Have a thread of ours bring an adapter, by the first way that can."""
