@@ -12,7 +12,7 @@ from loramux.engine.batch import StepInputs
 from loramux.engine.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
 from loramux.engine.rotary import rotary_tables
 from loramux.engine.weights import WeightSource
-from loramux.kernels.dispatch import Kernels, KernelShapes, LoraKernels
+from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.layout import LinearShape
 from loramux.kernels.tables import AdapterTables, AttentionSpec, ModuleGroup, Segments
 
@@ -135,7 +135,8 @@ class Decoder:
 
         def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: ModuleGroup) -> torch.Tensor:
             """Add the adapters' part to `y`, the base's output for `x`."""
-            _add_adapters(kernels, x, y, index, group, tables, inputs.segments)
+            if inputs.segments.num_segments:
+                kernels.lora_add(x, index, group, tables, inputs.segments, y)
             return y
 
         x = residual
@@ -178,27 +179,11 @@ class Decoder:
         `adapters` None says that no row's adapter changes the head.
         """
         logits = self._head(hidden)
-        if adapters is not None:
-            kernels, outer = adapters.kernels.outer, _outer(adapters.tables)
-            _add_adapters(kernels, hidden, logits, 0, self._groups.head, outer, adapters.segments)
+        if adapters is not None and adapters.segments.num_segments:
+            outer, segments = adapters.kernels.outer, adapters.segments
+            outer.lora_add(hidden, 0, self._groups.head, _outer(adapters.tables), segments, logits)
         cap = self.config.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-
-def _add_adapters(
-    kernels: LoraKernels,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    layer: int,
-    group: ModuleGroup,
-    tables: AdapterTables,
-    segments: Segments,
-) -> None:
-    """Add the adapters' part to `y`, the base's output for `x`, in place."""
-    if segments.num_segments:
-        planes = kernels.lora_planes(group, x.shape[0], segments)
-        kernels.lora_shrink(x, layer, group, tables, segments, planes)
-        kernels.lora_expand(planes, layer, group, tables, segments, y)
 
 
 def _outer(tables: AdapterTables) -> AdapterTables:

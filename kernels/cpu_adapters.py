@@ -6,13 +6,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.kernels import cpu_expand, cpu_lora, cpu_shrink
+from loramux.kernels import cpu_lora
 from loramux.kernels.cpu_arrays import array, planes_of, rows_of
 from loramux.kernels.cpu_gather import gather
+from loramux.kernels.cpu_low_rank import low_rank
 from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
 """Rows of a segment: a chunk of so many rows stays in the second-level cache while an adapter piece passes over it."""
+
+NOWHERE = (0, 0)
+"""Address and row stride of rows that are not read."""
 
 MAX_VIEWS = 64
 """Shapes of planes that are kept: those of a step come again in each layer, and mostly in the next step."""
@@ -38,6 +42,7 @@ class CpuLora:
         self._planes: dict[tuple[int, int, int], torch.Tensor] = {}
         self._tables: AdapterTables | None = None
         self._segments: Segments | None = None
+        self._adapted: dict[ModuleGroup, bool] = {}
 
     def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
         shape = (num_tokens, len(group.modules), segments.max_rank)
@@ -62,12 +67,7 @@ class CpuLora:
         segments: Segments,
         planes: torch.Tensor,
     ) -> None:
-        self._read(tables, segments)
-        if self._slots.shape[0]:
-            cpu_shrink.shrink(
-                torch.get_num_threads(), *rows_of(x), *planes_of(planes), self._adapter, layer, self._plan(group),
-                self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
-            )  # fmt: skip
+        self._run(x, planes, None, layer, group, tables, segments)
 
     def lora_expand(
         self,
@@ -78,12 +78,19 @@ class CpuLora:
         segments: Segments,
         y: torch.Tensor,
     ) -> None:
-        self._read(tables, segments)
-        if self._slots.shape[0]:
-            cpu_expand.expand(
-                torch.get_num_threads(), *planes_of(planes), *rows_of(y), self._adapter, layer, self._plan(group),
-                self._page_table, self._off, self._rank, self._scale, self._segment_rows, self._starts, self._slots,
-            )  # fmt: skip
+        self._run(None, planes, y, layer, group, tables, segments)
+
+    def lora_add(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        y: torch.Tensor,
+    ) -> None:
+        if self._is_adapted(group, tables, segments):
+            self._run(x, self.lora_planes(group, x.shape[0], segments), y, layer, group, tables, segments)
 
     def lora_gather(
         self,
@@ -102,6 +109,34 @@ class CpuLora:
                 self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
             )  # fmt: skip
 
+    def _run(
+        self,
+        x: torch.Tensor | None,
+        planes: torch.Tensor,
+        y: torch.Tensor | None,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+    ) -> None:
+        """Shrink where there is an `x`, then expand where there is a `y`."""
+        self._read(tables, segments)
+        if self._slots.shape[0]:
+            low_rank(
+                torch.get_num_threads(), x is not None, y is not None,
+                *(NOWHERE if x is None else rows_of(x)), *planes_of(planes), *(NOWHERE if y is None else rows_of(y)),
+                self._adapter, layer, self._plan(group), self._page_table, self._off, self._rank, self._scale,
+                self._segment_rows, self._starts, self._slots,
+            )  # fmt: skip
+
+    def _is_adapted(self, group: ModuleGroup, tables: AdapterTables, segments: Segments) -> bool:
+        """Whether any adapter of the segments changes a module of `group`, in any layer."""
+        self._read(tables, segments)
+        known = self._adapted.get(group)
+        if known is None:
+            known = self._adapted[group] = bool(self._rank[self._slots][:, :, group.modules].any())
+        return known
+
     def _plan(self, group: ModuleGroup) -> npt.NDArray[np.int64]:
         plan = self._plans.get(group)
         if plan is None:
@@ -113,7 +148,9 @@ class CpuLora:
             self._page_table, self._off = array(tables.page_table, torch.int32), array(tables.off, torch.int32)
             self._rank, self._scale = array(tables.rank, torch.int32), array(tables.scale, torch.float32)
             self._tables = tables
+            self._adapted.clear()
         if segments is not self._segments:
             self._segment_rows = array(segments.rows, torch.int32)
             self._starts, self._slots = array(segments.starts, torch.int32), array(segments.slots, torch.int32)
             self._segments = segments
+            self._adapted.clear()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange
 
-from loramux.kernels.compiled import helper, kernel
+from loramux.kernels.compiled import helper
 from loramux.kernels.cpu_blocks import add_ranks, add_ranks_to_sums, eight_rows, four_rows
 from loramux.kernels.cpu_lora import (
     B_CHUNK,
@@ -18,7 +17,6 @@ from loramux.kernels.cpu_lora import (
     OUT,
     RANKS,
     READ_COST,
-    SERIAL_WORK,
     place,
     share_of,
 )
@@ -125,7 +123,7 @@ def _expand_tasks(slot_rank: int, num_rows: int, out_features: int, chunk_len: i
 
 
 @helper
-def _expand_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
+def expand_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
     work = 0
     for s in range(slots.shape[0]):
         for i in range(plan.shape[0]):
@@ -136,7 +134,7 @@ def _expand_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> i
 
 
 @helper
-def _expand_share(
+def expand_share(
     low: int,
     high: int,
     planes_address: int,
@@ -190,41 +188,3 @@ def _expand_share(
                     )  # fmt: skip
     if is_known:
         _expand_visit(visit, places, places, row_stride, y_stride, flat_pool, rows, starts, sums)
-
-
-@kernel
-def expand(
-    num_threads: int,
-    planes_address: int,
-    row_stride: int,
-    module_stride: int,
-    y_address: int,
-    y_stride: int,
-    pool: Any,
-    layer: int,
-    plan: Any,
-    page_table: Any,
-    off: Any,
-    rank: Any,
-    scale: Any,
-    rows: Any,
-    starts: Any,
-    slots: Any,
-) -> None:
-    """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, module i]ᵀ`; see `ReferenceKernels.lora_expand`.
-
-    The arguments are as in `cpu_shrink.shrink`; `y` is float32 by address and row stride.
-    """
-    work = _expand_work(plan, layer, rank, starts, slots)
-    if work < SERIAL_WORK:
-        _expand_share(
-            0, work, planes_address, row_stride, module_stride, y_address, y_stride,
-            pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
-        )  # fmt: skip
-    else:
-        for part in prange(num_threads):
-            _expand_share(
-                work * part // num_threads, work * (part + 1) // num_threads,
-                planes_address, row_stride, module_stride, y_address, y_stride,
-                pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
-            )  # fmt: skip

@@ -32,9 +32,6 @@ RANKS = 4
 READ_COST = 3
 """What fetching and widening a piece of adapter costs, in rows multiplied with it."""
 
-SERIAL_WORK = 400_000
-"""Multiplications below which waking the other threads costs more than it saves."""
-
 
 def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int64]:
     """What the kernels need to know of a group: int64 `[len(group.modules), 7]`."""

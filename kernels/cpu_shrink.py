@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange
 
-from loramux.kernels.compiled import exact, helper, kernel
+from loramux.kernels.compiled import exact, helper
 from loramux.kernels.cpu_blocks import dots, six_rows, three_rows
 from loramux.kernels.cpu_lora import (
     A_PADDED,
@@ -16,7 +15,6 @@ from loramux.kernels.cpu_lora import (
     MODULE,
     RANKS,
     READ_COST,
-    SERIAL_WORK,
     place,
     share_of,
 )
@@ -116,7 +114,7 @@ def _shrink_tasks(slot_rank: int, num_rows: int) -> Any:
 
 
 @helper
-def _shrink_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
+def shrink_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
     work = 0
     for s in range(slots.shape[0]):
         for i in range(plan.shape[0]):
@@ -127,7 +125,7 @@ def _shrink_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> i
 
 
 @helper
-def _shrink_share(
+def shrink_share(
     low: int,
     high: int,
     x_address: int,
@@ -179,42 +177,3 @@ def _shrink_share(
                 r += num_ranks
     if is_known:
         _shrink_visit(visit, at, at, 4 * x_stride, 4 * row_stride, flat_pool, rows, starts)
-
-
-@kernel
-def shrink(
-    num_threads: int,
-    x_address: int,
-    x_stride: int,
-    planes_address: int,
-    row_stride: int,
-    module_stride: int,
-    pool: Any,
-    layer: int,
-    plan: Any,
-    page_table: Any,
-    off: Any,
-    rank: Any,
-    rows: Any,
-    starts: Any,
-    slots: Any,
-) -> None:
-    """`planes[t, i, :rank] = x[t] @ A[slot, module i]ᵀ`; see `ReferenceKernels.lora_shrink`.
-
-    The work is cut into `num_threads` equal shares. `x` and `planes` are float32 by address and strides in elements;
-    `pool` is `[P, L, E]`, float32 or the bits of bfloat16 as uint16; `plan` is `group_plan`'s; tables and segments have
-    the dtypes of `tables.py`.
-    """
-    work = _shrink_work(plan, layer, rank, starts, slots)
-    if work * RANKS * plan[0, IN] < SERIAL_WORK:
-        _shrink_share(
-            0, work, x_address, x_stride, planes_address, row_stride, module_stride,
-            pool, layer, plan, page_table, off, rank, rows, starts, slots,
-        )  # fmt: skip
-    else:
-        for part in prange(num_threads):
-            _shrink_share(
-                work * part // num_threads, work * (part + 1) // num_threads,
-                x_address, x_stride, planes_address, row_stride, module_stride,
-                pool, layer, plan, page_table, off, rank, rows, starts, slots,
-            )  # fmt: skip

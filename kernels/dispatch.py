@@ -58,6 +58,18 @@ class LoraKernels(Protocol):
         """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, modules[i]]ᵀ`."""
         ...
 
+    def lora_add(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        y: torch.Tensor,
+    ) -> None:
+        """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink` and then `lora_expand`."""
+        ...
+
     def lora_gather(
         self,
         tokens: torch.Tensor,

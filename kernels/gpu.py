@@ -86,6 +86,19 @@ class GpuLora:
         pdl = self._pdl and not group.is_embedding
         lora_expand(self._pool, planes, layer, group, tables, segments, y, pdl=pdl)
 
+    def lora_add(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        y: torch.Tensor,
+    ) -> None:
+        planes = self.lora_planes(group, x.shape[0], segments)
+        self.lora_shrink(x, layer, group, tables, segments, planes)
+        self.lora_expand(planes, layer, group, tables, segments, y)
+
 
 class GpuKernels(GpuLora):
     """The kernels over one page pool in the memory of a GPU.

@@ -89,6 +89,20 @@ class ReferenceKernels:
                     scale = float(tables.scale[slot, layer, module])
                     y[rows, begin : begin + width] += scale * (planes[rows, i, : b.shape[0]] @ b)
 
+    def lora_add(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        y: torch.Tensor,
+    ) -> None:
+        """`y[t, columns of i] += scale * (x[t] @ A[slot, modules[i]]ᵀ) @ B[slot, modules[i]]ᵀ`: shrink, then expand."""
+        planes = self.lora_planes(group, x.shape[0], segments)
+        self.lora_shrink(x, layer, group, tables, segments, planes)
+        self.lora_expand(planes, layer, group, tables, segments, y)
+
     def lora_gather(
         self,
         tokens: torch.Tensor,

@@ -47,8 +47,7 @@ def warm(dtype: torch.dtype) -> None:
     heads = x.view(3, HEADS, HEAD_DIM)
     segments = build_segments(np.zeros(3, np.int32), kernels.segment_rows, RANK)
     planes = kernels.lora_planes(group, 3, segments)
-    kernels.lora_shrink(x, 0, group, tables, segments, planes)
-    kernels.lora_expand(planes, 0, group, tables, segments, torch.zeros(3, width))
+    kernels.lora_add(x, 0, group, tables, segments, torch.zeros(3, width))
     # An embedding reads what the tables place within the pool, whatever it means.
     embedding = replace(group, is_embedding=True)
     kernels.lora_gather(torch.zeros(3, dtype=torch.int32), 0, embedding, tables, segments, planes)

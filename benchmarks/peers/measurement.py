@@ -19,6 +19,10 @@ WARM_LOAD = Load(8, 2)
 TRIAL_SHARE = 4
 """A trial is this much shorter than the first load, in prompt and answer."""
 
+OWN_TURNS = 3
+"""How often each session of loramux does its work, there and back: what adapters add is a few percent of it, less than
+a machine drifts between two cells that are minutes apart."""
+
 PATIENCE_S = 120.0
 """How long a machine that has become busy is waited for."""
 
@@ -79,17 +83,24 @@ class Measurement:
     def _round(self, number: int, cells: Sequence[Cell], progress: Progress, save: Callable[[], None]) -> None:
         # A drift of the machine meets those first that it met last before.
         ordered = list(cells) if number % 2 == 0 else list(reversed(cells))
-        task = progress.add_task(f"round {number + 1} of {self.repeats}", total=len(ordered))
+        turns = {cell: OWN_TURNS if cell.system.name == LORAMUX else 1 for cell in ordered}
+        task = progress.add_task(f"round {number + 1} of {self.repeats}", total=sum(turns.values()))
         for system in dict.fromkeys(cell.system for cell in ordered):
             own = [cell for cell in ordered if cell.system == system]
-            self._session(own, f"round {number}", self.samples, progress, task)
+            self._session(own, f"round {number}", self.samples, progress, task, turns[own[0]])
             save()
         progress.remove_task(task)
 
     def _session(
-        self, cells: Sequence[Cell], seed: str, into: dict[Cell, list[float]], progress: Progress, task: TaskID
+        self,
+        cells: Sequence[Cell],
+        seed: str,
+        into: dict[Cell, list[float]],
+        progress: Progress,
+        task: TaskID,
+        num_turns: int = 1,
     ) -> None:
-        """Open the one system of these cells, warm it up, time each cell once, and close it."""
+        """Open the one system of these cells, warm it up, time each cell once a turn, and close it."""
         system = cells[0].system
         if system.label in self.failures:
             return
@@ -97,17 +108,19 @@ class Measurement:
         try:
             with system.open(self.files, False) as running:
                 warm: set[str] = set()
-                for cell in cells:
-                    if cell.kind not in warm:
-                        self._ask(running, Cell(system, WARM_LOAD, cell.kind), f"{seed} warm")
-                        warm.add(cell.kind)
-                    seconds = self._ask(running, cell, seed)
-                    into.setdefault(cell, []).append(seconds)
-                    speed = self.files.num_adapters * cell.load.num_output / seconds
-                    self.console.print(f"  {seed}: {system.label}, {cell.load}, {cell.kind}: {speed:.1f} tokens/s")
-                    progress.advance(task)
-                    if into is self.trials and is_hopeless(cell, into):
-                        break
+                for turn in range(num_turns):
+                    for cell in cells if turn % 2 == 0 else reversed(cells):
+                        if cell.kind not in warm:
+                            self._ask(running, Cell(system, WARM_LOAD, cell.kind), f"{seed} warm")
+                            warm.add(cell.kind)
+                        # No turn repeats the prompts of another.
+                        seconds = self._ask(running, cell, seed if turn == 0 else f"{seed}, turn {turn + 1}")
+                        into.setdefault(cell, []).append(seconds)
+                        speed = self.files.num_adapters * cell.load.num_output / seconds
+                        self.console.print(f"  {seed}: {system.label}, {cell.load}, {cell.kind}: {speed:.1f} tokens/s")
+                        progress.advance(task)
+                        if into is self.trials and is_hopeless(cell, into):
+                            return
         except SystemFailed as error:
             if system.name == LORAMUX:
                 raise

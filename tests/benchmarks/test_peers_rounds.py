@@ -16,7 +16,7 @@ from benchmarks.peers import __main__ as peers_main
 from benchmarks.peers.agreement import compare
 from benchmarks.peers.figures import ratios, tokens_per_second
 from benchmarks.peers.in_process import find_peft
-from benchmarks.peers.measurement import MachineBusy, Measurement
+from benchmarks.peers.measurement import OWN_TURNS, MachineBusy, Measurement
 from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.report import document, notes, picture, ratio_table, speed_table
 from benchmarks.peers.system import LORAMUX, Running, System, SystemFailed, missing_peer
@@ -92,11 +92,22 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
     # Seen before each session: how often each was opened until then.
     assert order == ["0/0", "1/0", "1/1", "1/2"]
     assert saved == [4, 7, 7, 7]
-    assert {len(seconds) for seconds in run.samples.values()} == {2}
+    assert {cell.system.name: len(seconds) for cell, seconds in run.samples.items()} == {
+        LORAMUX: 2 * OWN_TURNS,
+        "peft": 2,
+    }
     timed = [[work for work in scripted.asked if work.num_output == 32] for scripted in (own, peer)]
-    common = [work for work in timed[0] if work.questions[0].adapter != "attention0"]
-    assert len(common) == 6
-    assert {work.questions for work in common} == {work.questions for work in timed[1]}
+    asked = [{work.questions for work in works} for works in timed]
+    assert len(asked[0]) == len(timed[0]) == 4 * 2 * OWN_TURNS, "no prompt comes twice"
+    assert asked[1] < asked[0]
+
+
+def test_loramux_does_its_work_there_and_back(files: ModelFiles) -> None:
+    own = flat(1.0)
+    measurement(files, system(LORAMUX, "bfloat16", own), repeats=1).run(lambda: None)
+    adapters = [work.questions[0].adapter for work in own.asked if work.num_output == SHORT.num_output]
+    there = [adapters_of(kind, files.num_adapters)[0] for kind in KINDS]
+    assert adapters == there + there[::-1] + there
 
 
 def test_a_dtype_far_behind_is_tried_and_not_timed(files: ModelFiles) -> None:
@@ -137,7 +148,7 @@ def test_a_peer_far_behind_is_run_once_and_loramux_in_every_round(files: ModelFi
     run.run(lambda: None)
     times = {(cell.system.name, cell.kind): len(seconds) for cell, seconds in run.samples.items()}
     assert times == {
-        **{(LORAMUX, kind): 3 for kind in KINDS},
+        **{(LORAMUX, kind): 3 * OWN_TURNS for kind in KINDS},
         **{("peft", kind): 3 for kind in PEER_KINDS},
         ("vLLM", BASE): 3,
         ("vLLM", DISTINCT): 1,
@@ -192,7 +203,12 @@ def test_a_report_tells_figures_targets_and_who_is_missing(files: ModelFiles) ->
     assert told["systems"]["vLLM"] == {"version": "not found", "missing": "set a variable"}
     assert told["check"] == {"peft": {"equal": {BASE: 1}, "answers": {BASE: 2}}}
     first = told["cells"][0]
-    assert (first["system"], first["load"], first["kind"], first["seconds"]) == (LORAMUX, "64/32", BASE, [32.0, 32.0])
+    assert (first["system"], first["load"], first["kind"], first["seconds"]) == (
+        LORAMUX,
+        "64/32",
+        BASE,
+        [32.0] * 2 * OWN_TURNS,
+    )
     assert first["tokens_per_second"] == 4.0
     assert {ratio["name"]: ratio["value"] for ratio in told["ratios"]}["base only over the best peer"] == 2.0
     assert notes([absent], {"peft": part}, run) == [

@@ -18,13 +18,12 @@ import torch
 
 from loramux.kernels import (
     cpu_attention,
-    cpu_expand,
     cpu_fused,
     cpu_gather,
     cpu_kv,
     cpu_linear,
+    cpu_low_rank,
     cpu_pairs,
-    cpu_shrink,
     cpu_tiles,
 )
 from loramux.kernels.compiled import cache_directory
@@ -38,7 +37,7 @@ from loramux.kernels.warm import main, warm
 from tests.kernels.interpreted import TRITON_MODULES
 
 COMPILED = (
-    cpu_shrink.shrink, cpu_expand.expand, cpu_gather.gather, cpu_kv.write, cpu_attention.attend,
+    cpu_low_rank.low_rank, cpu_gather.gather, cpu_kv.write, cpu_attention.attend,
     cpu_linear.multiply_panels, cpu_pairs.round_rows, cpu_pairs.multiply_pair_panels, cpu_tiles.multiply_tile_panels,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
 )  # fmt: skip
@@ -190,27 +189,29 @@ def test_torch_and_numba_get_the_same_number_of_threads() -> None:
 
 
 @pytest.mark.usefixtures("threads_restored")
+@pytest.mark.parametrize("ranks", [(16, 1, 64), (64, 64, 64), (16, 16, 48)], ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_bits_do_not_depend_on_the_number_of_threads(
-    num_threads: int, make_adapter_pool: Callable[..., Any]
+    num_threads: int, ranks: tuple[int, ...], make_adapter_pool: Callable[..., Any]
 ) -> None:
+    """Whether threads take whole segments, as they do where that is even, or pieces of them."""
     if num_threads > numba.config.NUMBA_NUM_THREADS:
         pytest.skip("this machine has fewer cores")
-    ranks = np.array([[[16]], [[1]], [[64]]], np.int32)
     geometry = PageGeometry(1, 8, 64, 4, 4)
-    adapters = make_adapter_pool([LinearShape("m", 1024, 1024)], ranks, geometry, torch.float32)
+    table = np.array(ranks, np.int32).reshape(3, 1, 1)
+    adapters = make_adapter_pool([LinearShape("m", 1024, 1024)], table, geometry, torch.float32)
     kernels = CpuKernels(adapters.pool)
     group = ModuleGroup((0,), 1024, (1024,), (0,))
-    segments = build_segments(np.array([0, 1, 2, 0, -1], np.int32), kernels.segment_rows)
     x = torch.randn(5, 1024)
-    results = []
-    for threads in (1, num_threads):
-        set_num_threads(threads)
-        planes, y = torch.zeros(5, 1, 64), torch.zeros(5, 1024)
-        kernels.lora_shrink(x, 0, group, adapters.tables, segments, planes)
-        kernels.lora_expand(planes, 0, group, adapters.tables, segments, y)
-        results.append(y)
-    assert torch.equal(*results)
+    for slots in ([0, 1, 2, 0, -1], [0, 1, 2, 2, -1], [0, 0, 2, 2, -1]):
+        segments = build_segments(np.array(slots, np.int32), kernels.segment_rows)
+        results = []
+        for threads in (1, num_threads):
+            set_num_threads(threads)
+            y = torch.zeros(5, 1024)
+            kernels.lora_add(x, 0, group, adapters.tables, segments, y)
+            results.append(y)
+        assert torch.equal(*results)
 
 
 def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Callable[..., Any]) -> None:
@@ -223,8 +224,10 @@ def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     segments = build_segments(np.array([2, -1, 0], np.int32), kernels.segment_rows)
     group = ModuleGroup((0, 1), 64, (64, 64), (0, 64))
     planes, qkv = torch.zeros(3, 4, 8)[:, 1:3, :5], torch.zeros(3, 128)
-    kernels.lora_shrink(torch.zeros(3, 70)[:, :64], 1, group, adapters.tables, segments, planes)
+    x = torch.zeros(3, 70)[:, :64]
+    kernels.lora_shrink(x, 1, group, adapters.tables, segments, planes)
     kernels.lora_expand(planes, 1, group, adapters.tables, segments, qkv)
+    kernels.lora_add(x, 1, group, adapters.tables, segments, qkv)
     embedding = ModuleGroup((1,), 64, (64,), (0,), is_embedding=True)
     kernels.lora_gather(torch.zeros(3, dtype=torch.int32), 1, embedding, adapters.tables, segments, planes)
     flat = replace(adapters.tables, off=torch.zeros(3, 1, 2, 2).int(), rank=torch.ones(3, 1, 2).int())

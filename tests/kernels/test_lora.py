@@ -109,6 +109,27 @@ def test_equals_dense_matrices(
     assert torch.equal(y_wide[:, [0, -2, -1]], before[:, [0, -2, -1]])
 
 
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
+def test_adding_is_shrinking_and_then_expanding(
+    slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+) -> None:
+    """Bit for bit, also where an adapter changes the group in one layer only."""
+    group = group_of(128, OUT_FEATURES["three"])
+    modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
+    ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
+    ranks[:3, 0, 1:] = 0
+    adapters = make_adapter_pool(modules, ranks, GEOMETRY[dtype], dtype)
+    kernels = make_kernels(adapters.pool)
+    segments = segments_of(slots, kernels, max_rank=max(RANKS))
+    x, before = torch.randn(len(slots), 128), torch.randn(len(slots), group.total_out)
+    for layer in range(2):
+        planes, expected, found = poisoned_planes(kernels, group, len(slots), segments), before.clone(), before.clone()
+        kernels.lora_shrink(x, layer, group, adapters.tables, segments, planes)
+        kernels.lora_expand(planes, layer, group, adapters.tables, segments, expected)
+        kernels.lora_add(x, layer, group, adapters.tables, segments, found)
+        assert torch.equal(found, expected)
+
+
 # The interpreter's matrix product is numpy's, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("slot", [0, 1], ids=["finite-neighbour", "not-finite"])
