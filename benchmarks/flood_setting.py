@@ -16,7 +16,7 @@ from benchmarks.flood_figures import Comparison
 from benchmarks.flood_run import Observed
 from benchmarks.machine import busy_share, describe
 from benchmarks.s_lora_adapters import AdapterFiles
-from benchmarks.s_lora_setting import add_engine, check_answers, lengths, name_of_base
+from benchmarks.s_lora_setting import add_engine, check_answers, describe_base, lengths
 from benchmarks.s_lora_traffic import Traffic
 from benchmarks.s_lora_workload import Lengths
 
@@ -96,7 +96,7 @@ def say_disturbed(observed: Observed, console: Console) -> None:
 
 def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
-        "base": name_of_base(arguments.base),
+        **describe_base(arguments.base),
         "dtype": arguments.dtype,
         "threads": arguments.threads,
         "rank": arguments.rank,

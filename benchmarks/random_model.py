@@ -1,7 +1,11 @@
-"""Random base models of known shapes and random PEFT adapters for them, made once into a scratch folder."""
+"""Random base models of known shapes and random PEFT adapters for them, made once into a scratch folder.
+
+`python -m benchmarks.random_model small DIRECTORY` makes a base for the benchmarks that take one by `--base`.
+"""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,3 +73,17 @@ def load_peft(base: Path, num_adapters: int, rank: int, dtype: torch.dtype) -> A
                 # Rounded once, so that every dtype holds the same numbers.
                 parameter.copy_(values.to(torch.bfloat16))
     return model.to(dtype).eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.random_model", description=make_base.__doc__)
+    parser.add_argument("size", choices=sorted(SHAPES))
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    if arguments.directory.exists():
+        parser.error(f"{arguments.directory} exists; name a new directory")
+    make_base(SHAPES[arguments.size], arguments.directory)
+
+
+if __name__ == "__main__":
+    main()

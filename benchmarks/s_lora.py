@@ -26,7 +26,7 @@ from benchmarks.s_lora_figures import Figures, Goal, latency_figures, throughput
 from benchmarks.s_lora_plot import draw_plot
 from benchmarks.s_lora_report import Case, summaries, tables
 from benchmarks.s_lora_run import Arrival, drive
-from benchmarks.s_lora_setting import add_engine, check_answers, lengths, name_of_base, open_files
+from benchmarks.s_lora_setting import add_engine, check_answers, describe_base, lengths, open_files
 from benchmarks.s_lora_traffic import Traffic
 from benchmarks.s_lora_workload import Lengths
 from benchmarks.tables import open_console
@@ -228,7 +228,7 @@ def _workload(measurement: Measurement) -> dict[str, Any]:
     arguments, plan = measurement.arguments, measurement.plan
     pages = measurement.files.num_pages(arguments.dtype)
     return {
-        "base": name_of_base(arguments.base),
+        **describe_base(arguments.base),
         "dtype": arguments.dtype,
         "threads": arguments.threads,
         "rank": arguments.rank,

@@ -16,6 +16,7 @@ from benchmarks.s_lora_check import NUM_ADAPTERS, answer_alone, check_mixed, pai
 from benchmarks.s_lora_engine import DISK_BYTES, open_engine
 from benchmarks.s_lora_traffic import Traffic
 from benchmarks.s_lora_workload import Lengths
+from loramux.engine.model_config import ModelConfig
 
 FOLDER = Path(__file__).parent
 DEMO_BASE = FOLDER.parent / "admin" / "demo" / "base"
@@ -39,8 +40,12 @@ def lengths(text: str) -> Lengths:
     return Lengths(shortest, end)
 
 
-def name_of_base(base: Path) -> str:
-    return base.name if base != DEMO_BASE else "the demo's"
+def describe_base(base: Path) -> dict[str, str]:
+    model = ModelConfig.load(base)
+    return {
+        "base": base.name if base != DEMO_BASE else "the demo's",
+        "base_shape": f"{model.num_layers} layers, hidden {model.hidden_size}",
+    }
 
 
 def open_files(arguments: argparse.Namespace, num_adapters: int, console: Console) -> AdapterFiles:

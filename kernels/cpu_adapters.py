@@ -16,7 +16,7 @@ SEGMENT_ROWS = 64
 """Rows of a segment: a chunk of so many rows stays in the second-level cache while an adapter piece passes over it."""
 
 NOWHERE = (0, 0)
-"""Address and row stride of rows that are not read."""
+"""Address and row stride of rows that no kernel touches."""
 
 MAX_VIEWS = 64
 """Shapes of planes that are kept: those of a step come again in each layer, and mostly in the next step."""
@@ -26,8 +26,8 @@ class CpuLora:
     """Shrink, gather and expand over one page pool in host memory.
 
     What is derived from tables and segments is kept for as long as the same object comes again, which is all layers of
-    a step. Arrays share memory with the tensors, so tables may be rewritten between steps; segments are new objects
-    each step, and are not padded.
+    a step. Arrays share memory with the tensors, so tables may be rewritten between steps; which groups the segments'
+    adapters change is remembered with the segments, which are new objects each step, and are not padded.
     """
 
     segment_rows = SEGMENT_ROWS

@@ -124,6 +124,7 @@ def _expand_tasks(slot_rank: int, num_rows: int, out_features: int, chunk_len: i
 
 @helper
 def expand_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
+    """What all tasks of these segments cost, in multiplications."""
     work = 0
     for s in range(slots.shape[0]):
         for i in range(plan.shape[0]):
@@ -153,6 +154,7 @@ def expand_share(
     starts: Any,
     slots: Any,
 ) -> None:
+    """The tasks that begin in `[low, high)` of `expand_work`; the arguments are those of `cpu_low_rank.low_rank`."""
     flat_pool = pool.reshape(-1)
     sums = np.empty(MAX_CHUNK, np.float32)
     # A visit runs once the next one is known, so that it can fetch it.

@@ -2,9 +2,9 @@
 
 `cpu_shrink.py` and `cpu_expand.py` read adapters straight from the pages. Work is cut into tasks whose costs are
 counted over segments and modules, and each thread takes one contiguous share of the total, so ragged ranks and segments
-stay balanced. A task reads a piece of adapter rows once for all rows of its segment. With one row a segment, which is
-what decoding is, memory sets the pace: what a thread reads next is fetched while it computes, across ranks, modules and
-adapters.
+stay balanced; `cpu_low_rank.py` has threads take whole segments instead where these are nearly alike. A task reads a
+piece of adapter rows once for all rows of its segment. With one row a segment, which is what decoding is, memory sets
+the pace: what a thread reads next is fetched while it computes, across ranks, modules and adapters.
 """
 
 from __future__ import annotations

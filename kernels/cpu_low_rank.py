@@ -13,14 +13,13 @@ from numba import prange
 
 from loramux.kernels.compiled import helper, kernel
 from loramux.kernels.cpu_expand import expand_share, expand_work
-from loramux.kernels.cpu_lora import IN, RANKS
 from loramux.kernels.cpu_shrink import shrink_share, shrink_work
 
 SERIAL_WORK = 400_000
 """Multiplications below which waking the other threads costs more than it saves."""
 
-TOLERANCE = 32
-"""A thread may have this part more than its share before waiting for each other between shrink and expand is better."""
+MAX_EXCESS = 1 / 32
+"""So much more than its share a thread may do before it is better to wait for each other between shrink and expand."""
 
 
 @helper
@@ -31,29 +30,32 @@ def _segment_work(shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any
         own_starts, own_slots = starts[s : s + 2], slots[s : s + 1]
         work[s + 1] = work[s]
         if shrinks:
-            work[s + 1] += shrink_work(plan, layer, rank, own_starts, own_slots) * RANKS * plan[0, IN]
+            work[s + 1] += shrink_work(plan, layer, rank, own_starts, own_slots)
         if expands:
             work[s + 1] += expand_work(plan, layer, rank, own_starts, own_slots)
     return work
 
 
 @helper
-def _first_segment(work: Any, part: int, num_parts: int) -> int:
-    """Where the `part`-th of `num_parts` shares of whole segments begins: each goes to the share of its middle."""
+def _whole_segments(work: Any, num_parts: int) -> Any:
+    """The first segment of each of `num_parts` shares, int64 `[num_parts + 1]`: a segment goes where its middle is."""
+    firsts = np.full(num_parts + 1, work.shape[0] - 1, np.int64)
     s = 0
-    while s < work.shape[0] - 1 and (work[s] + work[s + 1]) * num_parts < 2 * work[-1] * part:
-        s += 1
-    return s
+    for part in range(num_parts):
+        while s < work.shape[0] - 1 and (work[s] + work[s + 1]) * num_parts < 2 * work[-1] * part:
+            s += 1
+        firsts[part] = s
+    return firsts
 
 
 @helper
-def _is_even(work: Any, num_parts: int) -> bool:
-    """Whether shares of whole segments are nearly equal."""
+def _is_even(work: Any, firsts: Any) -> bool:
+    """Whether the shares that begin with these segments are nearly equal."""
+    num_parts = firsts.shape[0] - 1
     most = np.int64(0)
     for part in range(num_parts):
-        first, last = _first_segment(work, part, num_parts), _first_segment(work, part + 1, num_parts)
-        most = max(most, work[last] - work[first])
-    return most * num_parts * TOLERANCE <= work[-1] * (TOLERANCE + 1)
+        most = max(most, work[firsts[part + 1]] - work[firsts[part]])
+    return most * num_parts <= work[-1] * (1 + MAX_EXCESS)
 
 
 @helper
@@ -110,32 +112,35 @@ def low_rank(
     `tables.py`.
     """
     work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots)
-    if work[-1] < SERIAL_WORK:
+    firsts = _whole_segments(work, num_threads)
+    takes_whole = shrinks and expands and _is_even(work, firsts)
+    num_wakes = 2 if shrinks and expands and not takes_whole else 1
+    if work[-1] < num_wakes * SERIAL_WORK:
         _run_segments(
             0, slots.shape[0], shrinks, expands, x_address, x_stride, planes_address, row_stride, module_stride,
             y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
         )  # fmt: skip
-    elif _is_even(work, num_threads):
+    elif takes_whole:
         for part in prange(num_threads):
             _run_segments(
-                _first_segment(work, part, num_threads), _first_segment(work, part + 1, num_threads), shrinks, expands,
+                firsts[part], firsts[part + 1], shrinks, expands,
                 x_address, x_stride, planes_address, row_stride, module_stride,
                 y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
             )  # fmt: skip
     else:
         if shrinks:
-            tasks = shrink_work(plan, layer, rank, starts, slots)
+            all_work = shrink_work(plan, layer, rank, starts, slots)
             for part in prange(num_threads):
                 shrink_share(
-                    tasks * part // num_threads, tasks * (part + 1) // num_threads,
+                    all_work * part // num_threads, all_work * (part + 1) // num_threads,
                     x_address, x_stride, planes_address, row_stride, module_stride,
                     pool, layer, plan, page_table, off, rank, rows, starts, slots,
                 )  # fmt: skip
         if expands:
-            tasks = expand_work(plan, layer, rank, starts, slots)
+            all_work = expand_work(plan, layer, rank, starts, slots)
             for part in prange(num_threads):
                 expand_share(
-                    tasks * part // num_threads, tasks * (part + 1) // num_threads,
+                    all_work * part // num_threads, all_work * (part + 1) // num_threads,
                     planes_address, row_stride, module_stride, y_address, y_stride,
                     pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
                 )  # fmt: skip

@@ -108,18 +108,19 @@ def _shrink_visit(
 
 
 @helper
-def _shrink_tasks(slot_rank: int, num_rows: int) -> Any:
+def _shrink_tasks(slot_rank: int, num_rows: int, in_features: int) -> Any:
     """Number and cost of a segment's tasks in one module: one for each 4 ranks."""
-    return (slot_rank + RANKS - 1) // RANKS, num_rows + READ_COST
+    return (slot_rank + RANKS - 1) // RANKS, RANKS * in_features * (num_rows + READ_COST)
 
 
 @helper
 def shrink_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
+    """What all tasks of these segments cost, in multiplications."""
     work = 0
     for s in range(slots.shape[0]):
         for i in range(plan.shape[0]):
             slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE]])
-            count, cost = _shrink_tasks(slot_rank, starts[s + 1] - starts[s])
+            count, cost = _shrink_tasks(slot_rank, starts[s + 1] - starts[s], plan[i, IN])
             work += count * cost
     return work
 
@@ -143,6 +144,7 @@ def shrink_share(
     starts: Any,
     slots: Any,
 ) -> None:
+    """The tasks that begin in `[low, high)` of `shrink_work`; the arguments are those of `cpu_low_rank.low_rank`."""
     flat_pool = pool.reshape(-1)
     # A visit runs once the next one is known, so that it can fetch it.
     zero: Any = np.int64(0)
@@ -152,7 +154,7 @@ def shrink_share(
         pages = page_table[slots[s]]
         for i in range(plan.shape[0]):
             slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE]])
-            num_tasks, cost = _shrink_tasks(slot_rank, starts[s + 1] - starts[s])
+            num_tasks, cost = _shrink_tasks(slot_rank, starts[s + 1] - starts[s], plan[i, IN])
             first, last = share_of(cursor, cost, num_tasks, low, high)
             cursor += num_tasks * cost
             offset = np.int64(off[slots[s], layer, plan[i, MODULE], 0])

@@ -30,7 +30,7 @@ class LoraKernels(Protocol):
     def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
         """Scratch that one `lora_shrink` or `lora_gather` fills for the `lora_expand` after it.
 
-        The next call may return it again.
+        The next call may return it again, and `lora_add` may overwrite it.
         """
         ...
 
@@ -67,7 +67,10 @@ class LoraKernels(Protocol):
         segments: Segments,
         y: torch.Tensor,
     ) -> None:
-        """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink` and then `lora_expand`."""
+        """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, over planes of its own.
+
+        On a CPU, tables that were rewritten come with new segments.
+        """
         ...
 
     def lora_gather(

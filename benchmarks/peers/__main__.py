@@ -159,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     speeds = tokens_per_second(measurement.samples, files.num_adapters)
     console.print(speed_table(speeds, arguments.load, peers))
-    console.print(ratio_table(ratios(speeds, arguments.load)))
+    own_speeds = tokens_per_second(measurement.own_samples, files.num_adapters)
+    console.print(ratio_table(ratios(speeds, own_speeds, arguments.load)))
     for note in notes(peers, agreements, measurement):
         console.print(f"[yellow]{note}[/yellow]", highlight=False)
     for name, value in (head["workload"] | machine).items():

@@ -84,15 +84,22 @@ def is_hopeless(cell: Cell, samples: Mapping[Cell, list[float]]) -> bool:
     return min(others) < HOPELESS * statistics.median(samples[cell])
 
 
-def ratios(speeds: Mapping[Cell, float], loads: Iterable[Load], kinds: Collection[str] = PEER_KINDS) -> list[Ratio]:
+def ratios(
+    speeds: Mapping[Cell, float],
+    own_speeds: Mapping[Cell, float],
+    loads: Iterable[Load],
+    kinds: Collection[str] = PEER_KINDS,
+) -> list[Ratio]:
+    """Over the peers by `speeds`, and what adapters cost by `own_speeds`, those of loramux over all its turns."""
     found = []
     for load in loads:
-        own = {cell.kind: speed for cell, speed in speeds.items() if cell.system.name == LORAMUX and cell.load == load}
+        own = _by_kind(speeds, load)
         for kind in kinds:
             best = best_peer(speeds, load, kind)
             value = own[kind] / speeds[best] if best is not None and kind in own else None
             against = "no peer" if best is None else best.system.label
             found.append(Ratio(load, f"{kind} over the best peer", value, against, OVER_PEERS[kind], is_ceiling=False))
+        own = _by_kind(own_speeds, load)
         target = OVERHEAD.get(load)
         costs = ((DISTINCT, "all seven linears", target), (ATTENTION, "q/k/v/o", target and ATTENTION_OVERHEAD))
         for kind, modules, limit in costs:
@@ -100,3 +107,8 @@ def ratios(speeds: Mapping[Cell, float], loads: Iterable[Load], kinds: Collectio
             name = f"overhead of distinct adapters, {modules}"
             found.append(Ratio(load, name, value, f"{LORAMUX}, {BASE}", limit, is_ceiling=True))
     return found
+
+
+def _by_kind(speeds: Mapping[Cell, float], load: Load) -> dict[str, float]:
+    """Those of loramux."""
+    return {cell.kind: speed for cell, speed in speeds.items() if cell.system.name == LORAMUX and cell.load == load}

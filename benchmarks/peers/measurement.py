@@ -19,9 +19,9 @@ WARM_LOAD = Load(8, 2)
 TRIAL_SHARE = 4
 """A trial is this much shorter than the first load, in prompt and answer."""
 
-OWN_TURNS = 3
-"""How often each session of loramux does its work, there and back: what adapters add is a few percent of it, less than
-a machine drifts between two cells that are minutes apart."""
+OWN_TURNS = 2
+"""How often loramux does the work of a session, there and back. What adapters add to its base is less than a machine
+drifts in the minutes between two cells; over there and back together, a steady drift meets all cells alike."""
 
 PATIENCE_S = 120.0
 """How long a machine that has become busy is waited for."""
@@ -33,7 +33,11 @@ class MachineBusy(Exception):
 
 @dataclass
 class Measurement:
-    """Seconds by cell, and what went wrong; filled by `run`."""
+    """Seconds by cell, and what went wrong; filled by `run`.
+
+    `samples` has what every system does once a session, and is what loramux is compared with peers by; `way_back` has
+    its later turns.
+    """
 
     files: ModelFiles
     systems: Sequence[System]
@@ -43,11 +47,18 @@ class Measurement:
     console: Console
     look: Callable[[float], float] = busy_share
     samples: dict[Cell, list[float]] = field(default_factory=dict)
+    way_back: dict[Cell, list[float]] = field(default_factory=dict)
     trials: dict[Cell, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     """By a system's label; it is left alone from then on."""
     busy_shares: list[float] = field(default_factory=list)
     """Of the machine before each session, when no system of ours ran."""
+
+    @property
+    def own_samples(self) -> dict[Cell, list[float]]:
+        """All turns of loramux: what it is compared with itself by."""
+        own = {cell: seconds for cell, seconds in self.samples.items() if cell.system.name == LORAMUX}
+        return {cell: [*seconds, *self.way_back.get(cell, ())] for cell, seconds in own.items()}
 
     def run(self, save: Callable[[], None]) -> None:
         """Raises SystemFailed when loramux fails, and MachineBusy; `save` is called after each session."""
@@ -115,7 +126,7 @@ class Measurement:
                             warm.add(cell.kind)
                         # No turn repeats the prompts of another.
                         seconds = self._ask(running, cell, seed if turn == 0 else f"{seed}, turn {turn + 1}")
-                        into.setdefault(cell, []).append(seconds)
+                        (into if turn == 0 else self.way_back).setdefault(cell, []).append(seconds)
                         speed = self.files.num_adapters * cell.load.num_output / seconds
                         self.console.print(f"  {seed}: {system.label}, {cell.load}, {cell.kind}: {speed:.1f} tokens/s")
                         progress.advance(task)

@@ -76,7 +76,9 @@ def notes(peers: Sequence[Peer], agreements: Mapping[str, Agreement], measuremen
 def document(
     peers: Sequence[Peer], agreements: Mapping[str, Agreement], measurement: Measurement, loads: Sequence[Load]
 ) -> dict[str, Any]:
-    speeds = tokens_per_second(measurement.samples, measurement.files.num_adapters)
+    num_questions = measurement.files.num_adapters
+    speeds = tokens_per_second(measurement.samples, num_questions)
+    own_speeds = tokens_per_second(measurement.own_samples, num_questions)
     return {
         "systems": {peer.name: {"version": peer.version, "missing": peer.missing} for peer in peers},
         "check": {
@@ -90,6 +92,7 @@ def document(
             _cell(cell, seconds) | {"tokens_per_second": round(speeds[cell], 2)}
             for cell, seconds in measurement.samples.items()
         ],
+        "way_back": [_cell(cell, seconds) for cell, seconds in measurement.way_back.items()],
         "ratios": [
             {
                 "load": str(ratio.load),
@@ -99,7 +102,7 @@ def document(
                 "target": ratio.target,
                 "is_met": ratio.is_met,
             }
-            for ratio in ratios(speeds, loads)
+            for ratio in ratios(speeds, own_speeds, loads)
         ],
     }
 

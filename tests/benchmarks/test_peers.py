@@ -126,7 +126,7 @@ def test_ratios_are_over_the_best_peer_and_overheads_over_our_own_base() -> None
     speeds = {Cell(own, SHORT, kind): speed for kind, speed in own_speeds.items()}
     speeds |= {Cell(peft, SHORT, kind): 40.0 for kind in PEER_KINDS}
     speeds |= {Cell(vllm, SHORT, BASE): 100.0, Cell(vllm, SHORT, SAME): 80.0}
-    found = {ratio.name: ratio for ratio in ratios(speeds, [SHORT])}
+    found = {ratio.name: ratio for ratio in ratios(speeds, speeds, [SHORT])}
     base = found["base only over the best peer"]
     assert (base.value, base.against, base.is_met) == (1.1, "vLLM, float32", True)
     distinct = found["distinct adapters over the best peer"]
@@ -140,7 +140,7 @@ def test_ratios_are_over_the_best_peer_and_overheads_over_our_own_base() -> None
 
 @pytest.mark.parametrize(("load", "target"), [(SHORT, 0.15), (LONG, 0.22), (Load(16, 8), None)], ids=str)
 def test_overhead_has_the_target_of_its_load(load: Load, target: float | None) -> None:
-    found = {ratio.name: ratio for ratio in ratios({}, [load])}
+    found = {ratio.name: ratio for ratio in ratios({}, {}, [load])}
     assert found["overhead of distinct adapters, all seven linears"].target == target
     assert found["overhead of distinct adapters, q/k/v/o"].target == (None if target is None else 0.10)
     assert all(ratio.value is None and ratio.is_met is None for ratio in found.values())

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.peers import __main__ as peers_main
 from benchmarks.peers.agreement import compare
-from benchmarks.peers.figures import ratios, tokens_per_second
+from benchmarks.peers.figures import Cell, ratios, tokens_per_second
 from benchmarks.peers.in_process import find_peft
 from benchmarks.peers.measurement import OWN_TURNS, MachineBusy, Measurement
 from benchmarks.peers.model_files import ModelFiles
@@ -92,22 +92,33 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
     # Seen before each session: how often each was opened until then.
     assert order == ["0/0", "1/0", "1/1", "1/2"]
     assert saved == [4, 7, 7, 7]
-    assert {cell.system.name: len(seconds) for cell, seconds in run.samples.items()} == {
-        LORAMUX: 2 * OWN_TURNS,
-        "peft": 2,
-    }
+    assert {len(seconds) for seconds in run.samples.values()} == {2}
     timed = [[work for work in scripted.asked if work.num_output == 32] for scripted in (own, peer)]
     asked = [{work.questions for work in works} for works in timed]
     assert len(asked[0]) == len(timed[0]) == 4 * 2 * OWN_TURNS, "no prompt comes twice"
+    assert len(asked[1]) == len(timed[1]) == 3 * 2
     assert asked[1] < asked[0]
 
 
 def test_loramux_does_its_work_there_and_back(files: ModelFiles) -> None:
+    """What it does on the way back counts beside its own base, and not beside peers."""
     own = flat(1.0)
-    measurement(files, system(LORAMUX, "bfloat16", own), repeats=1).run(lambda: None)
+    run = measurement(files, system(LORAMUX, "bfloat16", own), repeats=1)
+    run.run(lambda: None)
     adapters = [work.questions[0].adapter for work in own.asked if work.num_output == SHORT.num_output]
     there = [adapters_of(kind, files.num_adapters)[0] for kind in KINDS]
-    assert adapters == there + there[::-1] + there
+    assert adapters == there + there[::-1]
+    assert set(run.samples) == set(run.way_back) == set(run.own_samples)
+    assert {len(seconds) for seconds in run.own_samples.values()} == {2}
+
+
+def test_overheads_are_of_all_turns_and_what_is_over_peers_of_the_first(files: ModelFiles) -> None:
+    own, peer = system(LORAMUX, "bfloat16", flat(1.0)), system("peft", "float32", flat(1.0))
+    speeds = {Cell(one, SHORT, kind): 10.0 for one in (own, peer) for kind in one.kinds}
+    all_turns = {cell: 8.0 if cell.kind == DISTINCT else 10.0 for cell in speeds}
+    found = {ratio.name: ratio.value for ratio in ratios(speeds, all_turns, [SHORT])}
+    assert found["distinct adapters over the best peer"] == 1.0
+    assert found["overhead of distinct adapters, all seven linears"] == 0.25
 
 
 def test_a_dtype_far_behind_is_tried_and_not_timed(files: ModelFiles) -> None:
@@ -148,7 +159,7 @@ def test_a_peer_far_behind_is_run_once_and_loramux_in_every_round(files: ModelFi
     run.run(lambda: None)
     times = {(cell.system.name, cell.kind): len(seconds) for cell, seconds in run.samples.items()}
     assert times == {
-        **{(LORAMUX, kind): 3 * OWN_TURNS for kind in KINDS},
+        **{(LORAMUX, kind): 3 for kind in KINDS},
         **{("peft", kind): 3 for kind in PEER_KINDS},
         ("vLLM", BASE): 3,
         ("vLLM", DISTINCT): 1,
@@ -207,7 +218,7 @@ def test_a_report_tells_figures_targets_and_who_is_missing(files: ModelFiles) ->
         LORAMUX,
         "64/32",
         BASE,
-        [32.0] * 2 * OWN_TURNS,
+        [32.0] * 2,
     )
     assert first["tokens_per_second"] == 4.0
     assert {ratio["name"]: ratio["value"] for ratio in told["ratios"]}["base only over the best peer"] == 2.0
@@ -219,7 +230,7 @@ def test_a_report_tells_figures_targets_and_who_is_missing(files: ModelFiles) ->
     with console.capture() as shown:
         speeds = tokens_per_second(run.samples, 4)
         console.print(speed_table(speeds, [SHORT], [absent]))
-        console.print(ratio_table(ratios(speeds, [SHORT])))
+        console.print(ratio_table(ratios(speeds, speeds, [SHORT])))
     text = shown.get()
     assert "vLLM, not found" in text
     assert "2.00x" in text

@@ -126,8 +126,33 @@ def test_adding_is_shrinking_and_then_expanding(
         planes, expected, found = poisoned_planes(kernels, group, len(slots), segments), before.clone(), before.clone()
         kernels.lora_shrink(x, layer, group, adapters.tables, segments, planes)
         kernels.lora_expand(planes, layer, group, adapters.tables, segments, expected)
+        poisoned_planes(kernels, group, len(slots), segments)
         kernels.lora_add(x, layer, group, adapters.tables, segments, found)
         assert torch.equal(found, expected)
+
+
+def test_what_an_adapter_does_not_change_is_known_of_each_step_anew(
+    make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
+) -> None:
+    ranks = np.array([[[4, 0]] * 2, [[4, 4]] * 2], np.int32)
+    adapters = make_adapter_pool(
+        [LinearShape("other", 128, 128), LinearShape("m", 128, 128)], ranks, GEOMETRY[torch.float32], torch.float32
+    )
+    kernels = make_kernels(adapters.pool)
+    group = group_of(128, (128,))
+    x = torch.randn(1, 128)
+
+    def added(slot: int) -> torch.Tensor:
+        y = torch.zeros(1, 128)
+        kernels.lora_add(x, 0, group, adapters.tables, segments_of([slot], kernels, max_rank=4), y)
+        return y[0]
+
+    assert not added(0).any()
+    part = adapters.tables.scale[1, 0, 1] * (adapters.a[1, 0, 1] @ x[0]) @ adapters.b[1, 0, 1]
+    torch.testing.assert_close(added(1), part, rtol=1e-4, atol=1e-4)
+    for table in (adapters.tables.page_table, adapters.tables.off, adapters.tables.rank, adapters.tables.scale):
+        table[0] = table[1]
+    torch.testing.assert_close(added(0), part, rtol=1e-4, atol=1e-4)
 
 
 # The interpreter's matrix product is numpy's, which warns.
