@@ -214,12 +214,7 @@ def test_a_report_tells_figures_targets_and_who_is_missing(files: ModelFiles) ->
     assert told["systems"]["vLLM"] == {"version": "not found", "missing": "set a variable"}
     assert told["check"] == {"peft": {"equal": {BASE: 1}, "answers": {BASE: 2}}}
     first = told["cells"][0]
-    assert (first["system"], first["load"], first["kind"], first["seconds"]) == (
-        LORAMUX,
-        "64/32",
-        BASE,
-        [32.0] * 2,
-    )
+    assert (first["system"], first["load"], first["kind"], first["seconds"]) == (LORAMUX, "64/32", BASE, [32.0, 32.0])
     assert first["tokens_per_second"] == 4.0
     assert {ratio["name"]: ratio["value"] for ratio in told["ratios"]}["base only over the best peer"] == 2.0
     assert notes([absent], {"peft": part}, run) == [
