@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -63,6 +63,13 @@ class LoadTimelines:
             yield
         finally:
             self._thread.digest = before
+
+    def extend(self, digest: str, stages: Iterable[PassedStage]) -> None:
+        """Stages that the load passed elsewhere."""
+        with self._lock:
+            load = self._loads.get(digest)
+            if load is not None:
+                load.stages.extend(stages)
 
     def note(self, tier: str, stage: str, num_bytes: int, seconds: float) -> None:
         """A stage came to its end just now."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from loramux.adapter_store.circuit_breaker import BreakerState
@@ -70,6 +70,53 @@ class LoadCounts:
     """Whether the blob store is asked (`closed`), is not since it fails (`open`), or is tried again (`half_open`)."""
 
 
+def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
+    """What two processes counted together; the breaker is whichever is not closed."""
+    return LoadCounts(
+        tiers=tuple(
+            TierCounts(
+                tier=one.tier,
+                num_hits=one.num_hits + other.num_hits,
+                num_misses=one.num_misses + other.num_misses,
+                num_evictions=one.num_evictions + other.num_evictions,
+                used_bytes=one.used_bytes + other.used_bytes,
+            )
+            for one, other in zip(first.tiers, second.tiers, strict=True)
+        ),
+        stages=tuple(
+            StageCounts(
+                tier=one.tier,
+                stage=one.stage,
+                count=one.count + other.count,
+                num_bytes=one.num_bytes + other.num_bytes,
+                seconds=one.seconds + other.seconds,
+            )
+            for one, other in zip(first.stages, second.stages, strict=True)
+        ),
+        num_loaded=first.num_loaded + second.num_loaded,
+        num_failed=first.num_failed + second.num_failed,
+        num_given_up=first.num_given_up + second.num_given_up,
+        num_set_aside=first.num_set_aside + second.num_set_aside,
+        breaker=second.breaker if first.breaker == "closed" else first.breaker,
+    )
+
+
+def without_host(counts: LoadCounts) -> LoadCounts:
+    """What a process counted whose own host tier is no engine's."""
+    return replace(
+        counts,
+        tiers=tuple(TierCounts(tier=one.tier) if one.tier == "host" else one for one in counts.tiers),
+        stages=tuple(
+            StageCounts(tier=one.tier, stage=one.stage) if one.tier == "host" else one for one in counts.stages
+        ),
+    )
+
+
+def of_the_past(counts: LoadCounts) -> LoadCounts:
+    """What a process counted that is gone, and holds nothing any more."""
+    return replace(counts, tiers=tuple(replace(one, used_bytes=0) for one in counts.tiers), breaker="closed")
+
+
 class Held(NamedTuple):
     """What a tier holds now, and how many adapters it has let go of since it was opened."""
 
@@ -100,6 +147,8 @@ class TierFigures:
         """Set by whoever has the blob store."""
         self.held: Callable[[], Mapping[Tier, Held]] = dict
         """What bounded tiers hold; set by whoever has them."""
+        self.elsewhere: Callable[[], LoadCounts] | None = None
+        """What another process counted for the same engine; set by whoever has it."""
         self._ends = {"loaded": 0, "failed": 0, "given_up": 0, "set_aside": 0}
 
     def count_lookup(self, tier: Tier, is_hit: bool) -> None:
@@ -130,6 +179,10 @@ class TierFigures:
             self._ends[end] += 1
 
     def snapshot(self) -> LoadCounts:
+        own = self._own()
+        return own if self.elsewhere is None else added(own, self.elsewhere())
+
+    def _own(self) -> LoadCounts:
         held = self.held()
         with self._lock:
             return LoadCounts(

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.disk_tier import DiskTier
 from loramux.adapter_store.errors import AdapterUnavailable, BlobStoreUnavailable, LoadCancelled, StoreError
 from loramux.adapter_store.host_tier import HostTier
+from loramux.adapter_store.leases import Lease
 from loramux.adapter_store.packed_file import HostMemory, plain_memory
 from loramux.adapter_store.packed_source import PackedSource
 from loramux.adapter_store.packing import PackedAdapter
@@ -34,30 +34,6 @@ _MAX_LOADS = 64
 """Loads on threads of their own, those included that were given up but hang in the blob store; more wait for one."""
 
 _MAX_PREFETCHES = 8
-
-
-class Lease:
-    """A counted hold on an adapter in host memory; release it once, or leave its `with` block."""
-
-    __slots__ = ("_is_released", "_store", "packed")
-
-    def __init__(self, store: TieredStore, packed: PackedAdapter) -> None:
-        self.packed = packed
-        self._store = store
-        self._is_released = False
-
-    def release(self) -> None:
-        if not self._is_released:
-            self._is_released = True
-            self._store.release(self.packed.digest)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class TieredStore:
@@ -120,7 +96,7 @@ class TieredStore:
             self.figures.count_stage("host", "lookup", 0, time.perf_counter() - started_s)
             self.figures.count_lookup("host", packed is not None)
             if packed is not None:
-                return Lease(self, packed)
+                return Lease(packed, self.release)
             load, begins = self._load(digest)
             load.waiters.add(woken)
         # Waking another thread would take longer than reading a small file, and hold up the engine's meanwhile.
@@ -134,7 +110,7 @@ class TieredStore:
                 load.waiters.discard(woken)
         # Whoever left did so under the lock: a load that is through by then has counted this lease.
         if load.is_through and woken in load.waiters:
-            return Lease(self, load.result())
+            return Lease(load.result(), self.release)
         if cancel is not None and cancel.is_cancelled:
             raise _cancelled(digest)
         raise AdapterUnavailable(f"adapter {digest[:12]} was not loaded within {deadline_s} s")

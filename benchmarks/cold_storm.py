@@ -8,9 +8,12 @@ other without end. What comes beside them takes turns, in one run:
     warm    so many short requests, for adapters that are in the pool
     storm   the same requests at the same times, each for an adapter that comes for the first time
 
-Every adapter is read from the disk, verified and copied to the pool, where it takes the place of another. What counts
+Every adapter is read from the disk, verified and copied to the pool, where most take the place of another. What counts
 is the time between two tokens of a resident stream: `loads` over `quiet` and `storm` over `warm` are what loading
 costs; `storm` over `quiet` has the work for the storm's own requests in it.
+
+The ways take turns by the second, at the pace of 200 adapters in 10 s, since a machine that drifts by a third within
+ten seconds says nothing of a tenth when each way has ten of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +30,11 @@ from typing import Any
 import msgspec
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 
 from benchmarks.flood_figures import Target, compare, pooled, spread, table
 from benchmarks.flood_plot import draw_tails
-from benchmarks.flood_run import Drive, Observed, Stream, Timed, preload
+from benchmarks.flood_run import Drive, Observed, Stream, Timed, keep_only
 from benchmarks.flood_setting import (
     Outcome,
     add_common,
@@ -53,7 +58,6 @@ from loramux.engine.messages import Load
 QUIET, LOADS, WARM, STORM = WAYS = ("quiet", "loads", "warm", "storm")
 COLD_WAYS = (LOADS, STORM)
 TARGETS = (Target(LOADS, QUIET, 1.1), Target(STORM, WARM, 1.1), Target(STORM, QUIET, 1.1))
-WARM_S = 2.0
 PATIENCE_S = 30.0
 LEAST_LOADED = 0.9
 """Of a storm's adapters, so many are resident when its window closes."""
@@ -130,15 +134,12 @@ def measure(measurement: Measurement, console: Console) -> dict[str, list[Observ
     with open_engine(
         arguments.base, measurement.files, measurement.plan, arguments.dtype, "lru", arguments.threads
     ) as engine:
-        for number in range(arguments.repeats):
+        for number in track(range(arguments.repeats), "Rounds", console=console):
             # In turns, each first in its round, so that a drift of the machine meets all alike.
             place = number % len(WAYS)
             for way in (*WAYS[place:], *WAYS[:place]):
                 observed = _window(engine, measurement, way, number)
                 found[way].append(observed)
-                loaded = observed.counted("num_adapter_loads")
-                steps_s = observed.counted("num_steps") / observed.seconds
-                console.print(f"  round {number + 1}, {way}: {loaded} adapters loaded, {steps_s:.0f} steps/s")
                 say_disturbed(observed, console)
     return found
 
@@ -146,8 +147,8 @@ def measure(measurement: Measurement, console: Console) -> dict[str, list[Observ
 def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int) -> Observed:
     arguments = measurement.arguments
     timed = measurement.timed(way, number)
-    preload(engine, (*measurement.resident, *measurement.warm))
-    observed = Drive(engine, WARM_S, arguments.seconds, PATIENCE_S).run(measurement.streams(), timed)
+    keep_only(engine, (*measurement.resident, *measurement.warm))
+    observed = Drive(engine, arguments.settle, arguments.seconds, PATIENCE_S).run(measurement.streams(), timed)
     loaded = observed.counted("num_adapter_loads")
     if way in COLD_WAYS:
         # The last few may still be on their way when the window closes.
@@ -168,14 +169,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--residents", type=int, default=16, help="resident streams")
     add("--resident-adapters", type=int, default=8, help="adapters of the resident streams")
-    add("--loads", type=int, default=200, help="adapters that come for the first time in a window")
-    add("--seconds", type=float, default=10.0, help="length of each window")
+    add("--loads", type=int, default=20, help="adapters that come for the first time in a window")
+    add("--seconds", type=float, default=1.0, help="length of each window")
+    add("--settle", type=float, default=0.4, help="seconds of resident streams alone before each")
     add("--seats", type=int, default=16, help="sequences beside the resident ones that run at once")
     add("--pool-adapters", type=int, default=50, help="adapters that the pool holds beside K and V")
-    add("--spare-adapters", type=int, default=10, help="of these, room for what is on its way")
+    add("--spare-adapters", type=int, default=4, help="of these, room for what is on its way")
     add("--host-adapters", type=int, default=50, help="adapters that host memory holds besides")
     add("--storm-output", type=lengths, default=Lengths(4, 12), metavar="LO-HI", help="their new tokens in [LO, HI)")
-    add_common(parser, repeats=4, outputs=Lengths(64, 128))
+    add_common(parser, repeats=40, outputs=Lengths(64, 128))
     arguments = parser.parse_args(argv)
     require_sound(parser, arguments)
     if not 0 < arguments.resident_adapters < arguments.pool_adapters - arguments.spare_adapters:
@@ -200,6 +202,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     gaps = {way: [one.load_gaps_s for one in rounds] for way, rounds in found.items()}
     first_tokens = {way: [one.first_tokens_s for one in rounds] for way, rounds in found.items()}
     loads = {way: [one.loads_s for one in rounds] for way, rounds in found.items()}
+    for way, rounds in found.items():
+        num_loaded = sum(one.counted("num_adapter_loads") for one in rounds)
+        num_evicted = sum(one.counted("num_adapter_evictions") for one in rounds)
+        steps_s = statistics.median(one.counted("num_steps") / one.seconds for one in rounds)
+        console.print(f"  {way}: {num_loaded} adapters loaded, {num_evicted} evicted, {steps_s:.0f} steps/s")
     console.print(table("between a resident stream's tokens", {"gaps": gaps}))
     console.print(table("what comes beside", {"TTFT": first_tokens, "Load": loads}))
     outcome = Outcome(
@@ -221,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         [compare(gaps, target) for target in TARGETS],
         draw_tails(
-            f"Resident streams while {arguments.loads} adapters come in {arguments.seconds:g} s",
+            f"Resident streams while {arguments.loads / arguments.seconds:g} adapters come a second",
             "time between tokens",
             {way: pooled(rounds) for way, rounds in gaps.items()},
         ),

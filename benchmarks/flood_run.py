@@ -18,7 +18,7 @@ from benchmarks.gpu_bench import CheckError
 from benchmarks.s_lora_engine import WAKE_S, OpenEngine
 from benchmarks.s_lora_run import Snapshot
 from loramux.engine.engine import Outbound
-from loramux.engine.messages import AdapterState, Add, Finished, Load, StepOutput
+from loramux.engine.messages import AdapterState, Add, Finished, Load, StepOutput, Unload
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +220,14 @@ class Drive:
             gaps = self._observed.gaps_s if request.is_counted else self._observed.load_gaps_s
             gaps.append(now - request.latest_s)
         request.latest_s = now
+
+
+def keep_only(engine: OpenEngine, digests: Sequence[str]) -> None:
+    """Have these adapters in the pool and no others; raises CheckError where one cannot be loaded."""
+    for entry in engine.stats().adapters:
+        if entry.digest not in digests:
+            engine.assembled.engine.unload(b"", Unload(call_id=entry.digest, digest=entry.digest))
+    preload(engine, digests)
 
 
 def preload(engine: OpenEngine, digests: Iterable[str]) -> None:

@@ -42,12 +42,13 @@ from benchmarks.hot_load_files import HotFiles, target_of
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES
 from loramux.adapter_store.errors import AdapterUnavailable
+from loramux.adapter_store.host_slab import HostSlab
 from loramux.adapter_store.memory_blobs import MemoryBlobStore
 from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.accelerator import HostAccelerator
+from loramux.engine.adapter_fetching import LeasingFetcher
 from loramux.engine.adapter_loading import Copied, Fetched
 from loramux.engine.backend import SWITCH_INTERVAL_S
-from loramux.engine.host_slab import HostSlab
 from loramux.engine.pool_memory import allocate_pool
 from loramux.engine.slot_tables import SlotTables
 from loramux.engine.tier_loader import TierLoader
@@ -82,7 +83,7 @@ class Bench:
             geometry, files.count * files.payload_bytes, torch.bfloat16, torch.bfloat16, self._accelerator.device
         )
         self._tables = SlotTables(target, files.count, self._accelerator, ())
-        self._slab = HostSlab(self._accelerator.host_slab((MAX_UNDER_WAY + 1) * (files.payload_bytes + (1 << 20))))
+        self._slab = HostSlab(np.empty((MAX_UNDER_WAY + 1) * (files.payload_bytes + (1 << 20)), np.uint8))
         self.store = self.open_store()
 
     def open_store(self) -> TieredStore:
@@ -126,9 +127,8 @@ class Bench:
     def _load(self, store: TieredStore, max_under_way: int) -> None:
         """Bring every adapter to its pages, at most so many at a time, as the engine's thread would between steps."""
         woken = threading.Event()
-        loader = TierLoader(
-            store, self.views, self._tables, self._accelerator, self._num_loaders, woken.set, store.figures
-        )
+        fetcher = LeasingFetcher(store, self._num_loaders, woken.set, store.figures)
+        loader = TierLoader(fetcher, self.views, self._tables, self._accelerator, woken.set, store.figures)
         numbers = {digest: number for number, digest in enumerate(self.files.digests)}
         waiting, num_left, num_under_way = deque(numbers), len(numbers), 0
         while num_left:

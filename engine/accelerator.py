@@ -26,8 +26,8 @@ class Accelerator(Protocol):
         """uint8 `[num_bytes]` in host memory, from which copies to the device need no help of the host."""
         ...
 
-    def host_slab(self, num_bytes: int) -> torch.Tensor:
-        """The same for a large stretch that is kept as long as the engine."""
+    def pin(self, memory: torch.Tensor) -> None:
+        """Have the same of memory that is there, uint8 `[num_bytes]`, and lives as long as this process."""
         ...
 
     def fence(self) -> Fence:
@@ -72,8 +72,8 @@ class HostAccelerator:
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def host_slab(self, num_bytes: int) -> torch.Tensor:
-        return self.host_buffer(num_bytes)
+    def pin(self, memory: torch.Tensor) -> None:
+        """The device is the host."""
 
     def fence(self) -> Fence:
         return PassedFence()

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from loramux.adapter_store.blob_url import open_blob_store
+from loramux.adapter_store.host_store import HostStore
 from loramux.adapter_store.load_timelines import LoadTimelines
+from loramux.adapter_store.staging import StagingProcess, StagingRefused
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tier_figures import TierFigures
-from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.accelerator import Accelerator
+from loramux.engine.adapter_fetching import AdapterSource, Fetcher, LeasingFetcher
 from loramux.engine.adapter_pool import AdapterPool
 from loramux.engine.backend import Backend, open_backend
 from loramux.engine.batch import ScheduledSequence, build_batch
@@ -27,8 +28,6 @@ from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.eviction import POLICIES, Reclaimer
 from loramux.engine.executor import Executor
 from loramux.engine.graph_executor import GraphExecutor
-from loramux.engine.host_floors import no_floors
-from loramux.engine.host_slab import HostSlab
 from loramux.engine.kv_pages import KvPages
 from loramux.engine.messages import Add, EngineReady, SamplingParams
 from loramux.engine.model import Decoder
@@ -43,15 +42,18 @@ from loramux.engine.sequence import Sequence, page_list
 from loramux.engine.sequence_traces import SequenceTraces
 from loramux.engine.slot_tables import SlotTables
 from loramux.engine.spans import SpanSink
+from loramux.engine.staged_fetching import StagedFetcher
 from loramux.engine.step_buffer import StepBuffer
 from loramux.engine.step_shape import reachable_shapes
-from loramux.engine.tier_loader import AdapterSource, TierLoader
+from loramux.engine.tier_loader import TierLoader
 from loramux.engine.weights import WeightSource, open_weights
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.tables import PoolViews
 from loramux.kernels.threads import set_num_threads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+STAGING_START_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,35 +62,36 @@ class AssembledEngine:
 
     engine: Engine
     loader: TierLoader
+    fetcher: Fetcher
     views: PoolViews
     ready: EngineReady
 
 
-def open_source(
-    config: EngineConfig, target: PackTarget, accelerator: Accelerator, figures: TierFigures | None = None
-) -> TieredStore:
-    """The store's tiers as the configuration places them, the host's in memory that a GPU copies from by itself.
+def open_fetcher(
+    config: EngineConfig, target: PackTarget, accelerator: Accelerator, wake: Callable[[], None], figures: TierFigures
+) -> StagedFetcher:
+    """A staging process for the tiers that the configuration names, and the host tier in the memory that both share.
 
-    On a CPU that is ordinary memory, but taken once: reading into fresh pages takes twice as long. Raises
-    ConfigNotUsable for a directory that cannot be used.
+    Raises ConfigNotUsable for tiers that cannot be used.
     """
-    blobs = open_blob_store(config.blob_url)
-    allocate = HostSlab(accelerator.host_slab(config.host_tier_bytes)).allocate
+    staging = StagingProcess(
+        target,
+        config.blob_url,
+        config.cache_dir,
+        config.disk_tier_bytes,
+        config.host_tier_bytes,
+        config.num_loaders,
+        figures,
+    )
     try:
-        return TieredStore(
-            blobs,
-            target,
-            Path(config.cache_dir),
-            config.disk_tier_bytes,
-            config.host_tier_bytes,
-            allocate,
-            figures,
-        )
-    except OSError as error:
-        raise ConfigNotUsable(
-            f"the disk tier's directory cannot be used ({error.strerror or error}): give another disk_tier_dir, on a "
-            "disk of this host that this user may write to"
-        ) from error
+        accelerator.pin(torch.from_numpy(staging.memory))
+        staging.await_opened(STAGING_START_S)
+    except BaseException as error:
+        staging.close()
+        if isinstance(error, StagingRefused):
+            raise ConfigNotUsable(str(error)) from error
+        raise
+    return StagedFetcher(staging, HostStore(config.host_tier_bytes, figures), config.num_loaders, wake)
 
 
 def assemble_engine(
@@ -121,8 +124,12 @@ def assemble_engine(
     reclaimer = Reclaimer(pages, POLICIES[config.eviction_policy]())
     timelines = None if spans is None else LoadTimelines()
     loading = TierFigures(timelines)
-    source = source or open_source(config, target, backend.accelerator, loading)
-    loader = TierLoader(source, views, tables, backend.accelerator, config.num_loaders, wake, loading)
+    fetcher = (
+        open_fetcher(config, target, backend.accelerator, wake, loading)
+        if source is None
+        else LeasingFetcher(source, config.num_loaders, wake, loading)
+    )
+    loader = TierLoader(fetcher, views, tables, backend.accelerator, wake, loading)
     adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer)
     page_tokens = target.geometry.page_tokens
     executor = _make_executor(config, model, max_model_len, page_tokens, decoder, kernels, tables, backend)
@@ -152,9 +159,9 @@ def assemble_engine(
         note_running=note_running,
         loading=loading,
         traces=None if spans is None or timelines is None else SequenceTraces(spans, timelines),
-        contents=source.contents if isinstance(source, TieredStore) else tuple,
+        contents=fetcher.contents,
         page_bytes=views.raw[0].nbytes,
-        protect=source.protect if isinstance(source, TieredStore) else no_floors,
+        protect=fetcher.protect,
     )
     ready = EngineReady(
         max_model_len=max_model_len,
@@ -165,7 +172,7 @@ def assemble_engine(
         model_sha256=model_sha256(Path(config.model_dir)),
         ran_at_death=config.ran_at_death,
     )
-    return AssembledEngine(engine, loader, views, ready)
+    return AssembledEngine(engine, loader, fetcher, views, ready)
 
 
 def warm_up(executor: Executor, config: EngineConfig, page_tokens: int, compiles: bool) -> None:

@@ -39,13 +39,10 @@ class CudaAccelerator:
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def host_slab(self, num_bytes: int) -> torch.Tensor:
-        # Torch's own pinned memory is rounded up to a power of two. This is never given back: it lives as the engine.
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
-        if num_bytes:
+    def pin(self, memory: torch.Tensor) -> None:
+        if memory.numel():
             # Where the driver refuses, copies from it are slower and just as right.
-            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)
-        return memory
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
 
     def fence(self) -> CudaFence:
         return CudaFence(self._steps)

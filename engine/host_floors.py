@@ -10,7 +10,7 @@ MAX_MEMBERS = 4096
 """Adapters of one share that its floor may protect: those that were asked for last."""
 
 Protect = Callable[[str, Collection[str], int], None]
-"""Sets a group's adapters and floor in bytes, as `TieredStore.protect` does; ValueError where it does not fit."""
+"""Sets a group's adapters and floor in bytes, as `HostTier.protect` does; ValueError where it does not fit."""
 
 
 @dataclass(slots=True)

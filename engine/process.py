@@ -69,6 +69,8 @@ class EngineServer:
         import zmq
 
         self._engine = assembled.engine
+        self._fetcher = assembled.fetcher
+        self._fetcher_fd = -1
         self._ready = assembled.ready
         self._socket = socket
         self._wake_fd = wake_fd
@@ -113,9 +115,12 @@ class EngineServer:
 
     def _receive(self, timeout_ms: int) -> None:
         """Take every message that is there, waiting for the first at most `timeout_ms`."""
+        self._follow_fetcher()
         ready = dict(self._poller.poll(timeout_ms))
         if self._wake_fd in ready:
             os.read(self._wake_fd, 4096)
+        if self._fetcher_fd in ready:
+            self._fetcher.attend()
         while True:
             try:
                 owner, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
@@ -128,6 +133,16 @@ class EngineServer:
                 self._link(owner).post(Rejected(message=f"a message could not be read: {error}"))
                 continue
             self._dispatch(owner, message)
+
+    def _follow_fetcher(self) -> None:
+        """Poll what the fetcher waits for, which is another descriptor once it has begun anew."""
+        descriptor = self._fetcher.fileno()
+        if descriptor != self._fetcher_fd:
+            if self._fetcher_fd >= 0:
+                self._poller.unregister(self._fetcher_fd)
+            if descriptor >= 0:
+                self._poller.register(descriptor, self._zmq.POLLIN)
+            self._fetcher_fd = descriptor
 
     def _dispatch(self, owner: bytes, message: ToEngine) -> None:
         self._link(owner)
@@ -147,10 +162,17 @@ class EngineServer:
                 self._engine.unload(owner, message)
             case Pin():
                 self._engine.pin(owner, message)
+            case StatsRequest(with_tiers=True):
+                self._fetcher.look(lambda: self._answer(owner, message))
             case StatsRequest():
                 self._link(owner).post(self._engine.stats(message))
             case Credit(count=count):
                 self._link(owner).grant(count)
+
+    def _answer(self, owner: bytes, request: StatsRequest) -> None:
+        link = self._links.get(owner)
+        if link is not None:
+            link.post(self._engine.stats(request))
 
     def _link(self, owner: bytes) -> GatewayLink:
         """The gateway's link; its first message makes one and is answered with the engine's facts."""

@@ -1,20 +1,17 @@
-"""Loads adapters from the store's tiers into pages, on threads of its own but for small copies."""
+"""Takes adapters from host memory into pages, on a thread of its own but for small copies."""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
-from loramux.adapter_store.cancellation import Cancellation
-from loramux.adapter_store.errors import StoreError
-from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.accelerator import Accelerator, Fence
+from loramux.engine.adapter_fetching import Fetcher, Outcome, PackedLease
 from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.slot_tables import SlotTables
 from loramux.kernels.tables import PoolViews
@@ -24,30 +21,11 @@ QUICK_COPY_BYTES = 512 << 10
 a millisecond, as long as waking another thread and waiting for the interpreter's lock that it takes."""
 
 
-class PackedLease(Protocol):
-    """A hold on a packed adapter in host memory."""
-
-    @property
-    def packed(self) -> PackedAdapter: ...
-
-    def release(self) -> None: ...
-
-
-class AdapterSource(Protocol):
-    """Where packed adapters come from; `lease` may take long and is called on loader threads only.
-
-    Once `cancel` is given it may raise a StoreError at once.
-    """
-
-    def lease(self, digest: str, *, cancel: Cancellation) -> PackedLease: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Fetch:
     """One adapter on its way into pages, from `fetch` to `publish`, `drop` or `cancel`."""
 
     digest: str
-    cancellation: Cancellation = field(default_factory=Cancellation)
     lease: PackedLease | None = None
 
     def release(self) -> None:
@@ -57,7 +35,7 @@ class _Fetch:
 
 
 class TierLoader:
-    """The adapter pool's loader: fetches and copies on threads, publishes tables on the caller's.
+    """The adapter pool's loader: has a fetcher fetch, copies on a thread, publishes tables on the caller's.
 
     Copies, but for a few small ones within host memory, run beside the steps, and all of them after those submitted
     before they were asked for; tables are written once the pages are filled. `wake` is called after each event, mostly
@@ -66,37 +44,35 @@ class TierLoader:
 
     def __init__(
         self,
-        source: AdapterSource,
+        fetcher: Fetcher,
         views: PoolViews,
         tables: SlotTables,
         accelerator: Accelerator,
-        num_threads: int,
         wake: Callable[[], None],
         figures: TierFigures | None = None,
     ) -> None:
-        self._source = source
+        self._fetcher = fetcher
         self._views = views
         self._tables = tables
         self._accelerator = accelerator
         self._wake = wake
         self._figures = figures or TierFigures()
-        self._fetchers = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-fetcher")
         # An adapter that is being copied holds pages and a slot: it never waits behind a slow store.
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copier")
-        self._events: queue.SimpleQueue[tuple[_Fetch, LoadEvent]] = queue.SimpleQueue()
+        self._copied: queue.SimpleQueue[tuple[_Fetch, LoadEvent]] = queue.SimpleQueue()
         # Touched by the caller's thread only.
         self._fetches: dict[str, _Fetch] = {}
         self._quick_bytes_left = QUICK_COPY_BYTES
 
     def fetch(self, digest: str) -> None:
-        fetch = self._fetches[digest] = _Fetch(digest)
+        self._fetches[digest] = _Fetch(digest)
         if self._figures.timelines is not None:
             self._figures.timelines.begin(digest)
-        self._fetchers.submit(self._fetch, fetch)
+        self._fetcher.fetch(digest)
 
     def cancel(self, digest: str) -> None:
-        # What it may already have reported is passed over, and its hold given back, where events are collected.
-        self._fetches.pop(digest).cancellation.cancel()
+        del self._fetches[digest]
+        self._fetcher.cancel(digest)
 
     def copy(self, digest: str, pages: list[int]) -> None:
         fetch = self._fetches[digest]
@@ -123,14 +99,13 @@ class TierLoader:
 
     def events(self) -> list[LoadEvent]:
         self._quick_bytes_left = QUICK_COPY_BYTES
-        found: list[LoadEvent] = []
+        found: list[LoadEvent] = [self._fetched(outcome) for outcome in self._fetcher.outcomes()]
         while True:
             try:
-                fetch, event = self._events.get_nowait()
+                fetch, event = self._copied.get_nowait()
             except queue.Empty:
                 return found
             if self._fetches.get(fetch.digest) is not fetch:
-                fetch.release()
                 continue
             if isinstance(event, LoadFailed):
                 self.drop(fetch.digest)
@@ -138,28 +113,17 @@ class TierLoader:
 
     def close(self) -> None:
         """Give up what is being fetched and wait for copies under way; later ones are dropped."""
-        for fetch in self._fetches.values():
-            fetch.cancellation.cancel()
-        self._fetchers.shutdown(wait=True, cancel_futures=True)
+        self._fetcher.close()
         self._copier.shutdown(wait=True, cancel_futures=True)
-        self.events()
         for digest in list(self._fetches):
             self.drop(digest)
 
-    def _fetch(self, fetch: _Fetch) -> None:
-        if fetch.cancellation.is_cancelled:
-            return
-        try:
-            with self._figures.of_load(fetch.digest):
-                fetch.lease = self._source.lease(fetch.digest, cancel=fetch.cancellation)
-        except StoreError as error:
-            self._report(fetch, LoadFailed(fetch.digest, str(error)))
-            return
-        except Exception as error:
-            # Whatever else goes wrong must still reach the requests that wait for this adapter.
-            self._report(fetch, LoadFailed(fetch.digest, f"loading failed: {type(error).__name__}"))
-            return
-        self._report(fetch, Fetched(fetch.digest, fetch.lease.packed.layout))
+    def _fetched(self, outcome: Outcome) -> LoadEvent:
+        if outcome.lease is None:
+            del self._fetches[outcome.digest]
+            return LoadFailed(outcome.digest, outcome.message)
+        self._fetches[outcome.digest].lease = outcome.lease
+        return Fetched(outcome.digest, outcome.lease.packed.layout)
 
     def _copy(self, fetch: _Fetch, pages: list[int], after: Fence) -> None:
         assert fetch.lease is not None
@@ -174,5 +138,5 @@ class TierLoader:
         self._report(fetch, Copied(fetch.digest))
 
     def _report(self, fetch: _Fetch, event: LoadEvent) -> None:
-        self._events.put((fetch, event))
+        self._copied.put((fetch, event))
         self._wake()

@@ -15,8 +15,9 @@ import pytest
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.disk_tier import DiskTier, HeldFile
 from loramux.adapter_store.errors import AdapterUnavailable, LoadCancelled
+from loramux.adapter_store.leases import Lease
 from loramux.adapter_store.target import PackTarget
-from loramux.adapter_store.tiers import Lease, TieredStore
+from loramux.adapter_store.tiers import TieredStore
 from tests.adapter_store.watched_blobs import WatchedBlobStore
 
 PLENTY = 1 << 30

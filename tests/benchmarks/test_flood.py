@@ -22,7 +22,10 @@ from loramux.engine.messages import Add
 
 COMMON = ("--threads", "1", "--repeats", "2", "--allow-busy")
 FLOOD = ("--seconds", "0.6", "--seats", "4", "--open", "12", "--crowd", "3", "--polite", "2", "--polite-load", "0.39")
-COLD_STORM = ("--seconds", "0.6", "--residents", "3", "--resident-adapters", "2", "--seats", "3", "--loads", "4")
+COLD_STORM = (
+    *("--seconds", "0.6", "--settle", "0.1", "--residents", "3", "--resident-adapters", "2", "--seats", "3"),
+    *("--loads", "4"),
+)
 SMALL_POOL = ("--pool-adapters", "5", "--spare-adapters", "2", "--host-adapters", "3")
 
 
@@ -33,8 +36,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flood, "WARM_S", 0.1)
     for module in (flood, cold_storm):
-        monkeypatch.setattr(module, "WARM_S", 0.1)
         monkeypatch.setattr(module, "require_idle", lambda is_allowed: 0.5)
     monkeypatch.setattr(flood, "CALIBRATION_S", 0.3)
     monkeypatch.setattr(flood_setting, "busy_share", lambda: 0.5)

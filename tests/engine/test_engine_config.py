@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.accelerator import HostAccelerator
-from loramux.engine.assembly import open_source
+from loramux.engine.assembly import open_fetcher
 from loramux.engine.config import EngineConfig
 from loramux.engine.errors import ConfigNotUsable
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -44,26 +45,24 @@ def test_a_disk_tier_that_cannot_be_written_is_refused_without_its_path(target: 
     place.write_text("a file where a directory should be")
     settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
     with pytest.raises(ConfigNotUsable, match="give another disk_tier_dir") as refused:
-        open_source(settings, target, HostAccelerator())
+        open_fetcher(settings, target, HostAccelerator(), lambda: None, TierFigures())
     assert "secret-name" not in str(refused.value)
 
 
-def test_the_host_tier_lies_in_memory_that_is_taken_once(target: PackTarget, tmp_path: Path) -> None:
+def test_the_host_tier_is_memory_that_the_device_knows(target: PackTarget, tmp_path: Path) -> None:
     settings = EngineConfig(
         model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(tmp_path / "disk"), host_tier_bytes=1 << 20
     )
-    slabs = []
+    pinned = []
 
     class Watched(HostAccelerator):
-        def host_slab(self, num_bytes: int) -> torch.Tensor:
-            slabs.append(super().host_slab(num_bytes))
-            return slabs[-1]
+        def pin(self, memory: torch.Tensor) -> None:
+            pinned.append(memory)
 
-    source = open_source(settings, target, Watched())
-    (slab,) = slabs
-    assert slab.numel() == 1 << 20
-    address = source._allocate(5000).ctypes.data
-    assert slab.data_ptr() <= address < slab.data_ptr() + slab.numel()
+    fetcher = open_fetcher(settings, target, Watched(), lambda: None, TierFigures())
+    fetcher.close()
+    (memory,) = pinned
+    assert memory.numel() == 1 << 20
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,8 +63,41 @@ def simulation() -> Simulation:
     return simulate_engine(adapters={"a": 2})
 
 
+class Fetcher:
+    """Looks take until the other end of a pipe says so; after that there is another pipe."""
+
+    def __init__(self) -> None:
+        self.looks: list[Callable[[], None]] = []
+        self._read, self.write = os.pipe()
+        self.num_pipes = 1
+
+    def fileno(self) -> int:
+        return self._read
+
+    def look(self, then: Callable[[], None]) -> None:
+        self.looks.append(then)
+
+    def attend(self) -> None:
+        self.close()
+        self._read, self.write = os.pipe()
+        self.num_pipes += 1
+        while self.looks:
+            self.looks.pop()()
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self.write)
+
+
 @pytest.fixture
-def served(simulation: Simulation, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
+def fetcher() -> Iterator[Fetcher]:
+    fetcher = Fetcher()
+    yield fetcher
+    fetcher.close()
+
+
+@pytest.fixture
+def served(simulation: Simulation, fetcher: Fetcher, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
     """Two gateways of an engine whose loop runs on a thread."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
@@ -73,7 +106,7 @@ def served(simulation: Simulation, tmp_path: Path) -> Iterator[tuple[Gateway, Ga
     wake_read, wake_write = os.pipe()
     ended = threading.Event()
     record = StepRecord(StepRecord.new_file(max_sequences=4))
-    assembled = SimpleNamespace(engine=simulation.engine, ready=READY)
+    assembled = SimpleNamespace(engine=simulation.engine, ready=READY, fetcher=fetcher)
     server = EngineServer(assembled, socket, wake_read, record, ended)  # type: ignore[arg-type]
     loop = threading.Thread(target=server.serve)
     loop.start()
@@ -149,3 +182,24 @@ def num_held(gateway: Gateway) -> tuple[int, int]:
     stats = gateway.receive()
     assert isinstance(stats, Stats)
     return stats.num_running, stats.num_waiting
+
+
+def test_who_asks_for_the_tiers_waits_for_a_look_and_others_do_not(
+    served: tuple[Gateway, Gateway], fetcher: Fetcher
+) -> None:
+    looking, other = served
+    for number in (1, 2):
+        looking.send(StatsRequest(call_id=f"look {number}", with_tiers=True))
+        other.send(StatsRequest(call_id=f"plain {number}"))
+        if number == 1:
+            assert looking.receive() == other.receive() == READY
+        plain = other.receive()
+        assert isinstance(plain, Stats)
+        assert plain.call_id == f"plain {number}"
+        while not fetcher.looks:
+            time.sleep(0.001)
+        os.write(fetcher.write, b"x")
+        looked = looking.receive()
+        assert isinstance(looked, Stats)
+        assert looked.call_id == f"look {number}"
+        assert fetcher.num_pipes == number + 1, "it is polled again, wherever it is"

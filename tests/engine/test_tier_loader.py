@@ -20,6 +20,7 @@ from loramux.adapter_store.tier_figures import TierFigures
 from loramux.adapter_store.tiers import TieredStore
 from loramux.engine import tier_loader
 from loramux.engine.accelerator import Fence, HostAccelerator
+from loramux.engine.adapter_fetching import LeasingFetcher
 from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
 from loramux.engine.pool_memory import allocate_pool
 from loramux.engine.slot_tables import SlotTables
@@ -113,9 +114,8 @@ class Bench:
         self.tables = SlotTables(TARGET, NUM_SLOTS, self.accelerator, FACTORS)
         self.woken = threading.Event()
         self.figures = TierFigures()
-        self.loader = TierLoader(
-            self.source, self.views, self.tables, self.accelerator, 2, self.woken.set, self.figures
-        )
+        fetcher = LeasingFetcher(self.source, 2, self.woken.set, self.figures)
+        self.loader = TierLoader(fetcher, self.views, self.tables, self.accelerator, self.woken.set, self.figures)
 
     def next_event(self) -> LoadEvent:
         while True:
@@ -354,7 +354,8 @@ def test_a_store_that_hangs_gives_its_thread_back_when_the_fetch_is_cancelled(tm
     blobs = StuckBlobStore(stuck)
     store = TieredStore(blobs, TARGET, tmp_path, 1 << 20, 1 << 20)
     bench = Bench()
-    loader = TierLoader(store, bench.views, bench.tables, bench.accelerator, 1, bench.woken.set, store.figures)
+    fetcher = LeasingFetcher(store, 1, bench.woken.set, store.figures)
+    loader = TierLoader(fetcher, bench.views, bench.tables, bench.accelerator, bench.woken.set, store.figures)
     bench.loader = loader
     loader.fetch(stuck)
     loader.fetch(other)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.engine.host_slab import ALIGNMENT, HostSlab
+from loramux.adapter_store.host_slab import ALIGNMENT, HostSlab
 
 SIZE = 64 * ALIGNMENT
 
 
 @pytest.fixture
 def slab() -> HostSlab:
-    return HostSlab(torch.zeros(SIZE, dtype=torch.uint8))
+    return HostSlab(np.zeros(SIZE, np.uint8))
 
 
 def test_a_piece_is_writable_memory_of_its_size(slab: HostSlab) -> None:

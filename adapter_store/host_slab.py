@@ -1,0 +1,121 @@
+"""Pieces of one stretch of host memory, which processes may share and a GPU may copy from by itself."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+ALIGNMENT = 4096
+
+
+def shared_memory(num_bytes: int) -> int:
+    """The descriptor of so much memory, which takes none before it is written to."""
+    descriptor = os.memfd_create("adapters")
+    os.truncate(descriptor, max(num_bytes, 1))
+    return descriptor
+
+
+def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
+    """The whole of shared memory, uint8 `[num_bytes]`; whoever maps it sees what others write."""
+    return np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+
+
+def piece_of(
+    memory: npt.NDArray[np.uint8], begin: int, num_bytes: int, when_gone: Callable[[], None]
+) -> npt.NDArray[np.uint8]:
+    """`memory[begin : begin + num_bytes]`, with a call once the last view of it is gone, on whatever thread that is."""
+    # Views of an array keep this object alive, and the finalizer keeps the memory.
+    piece = (ctypes.c_uint8 * num_bytes).from_address(memory.ctypes.data + begin)
+    weakref.finalize(piece, _gone, memory, when_gone)
+    array: npt.NDArray[np.uint8] = np.frombuffer(memoryview(piece), np.uint8)
+    return array
+
+
+def _gone(_memory: npt.NDArray[np.uint8], when_gone: Callable[[], None]) -> None:
+    when_gone()
+
+
+class HostSlab:
+    """Hands out pieces of `memory`, uint8 `[num_bytes]`, first fit; what does not fit is ordinary memory.
+
+    Making memory known to the driver takes long and holds up other threads' calls, so it is done once for all adapters
+    of the host tier. A piece returns by itself when its last array is gone. Thread-safe.
+    """
+
+    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        # Free stretches `[begin, end)` in order, none touching the next.
+        self._free = [(0, memory.size // ALIGNMENT * ALIGNMENT)]
+        # An array may go at any moment, also while this thread holds the lock: what it gives back is taken up later.
+        self._returned: deque[tuple[int, int]] = deque()
+
+    @property
+    def num_free_bytes(self) -> int:
+        with self._lock:
+            self._take_up()
+            return sum(end - begin for begin, end in self._free)
+
+    def allocate(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """uint8 `[num_bytes]`, not cleared."""
+        size = _rounded(num_bytes)
+        begin = self._take(size)
+        return np.empty(num_bytes, np.uint8) if begin is None else self._piece(begin, num_bytes)
+
+    def occupy(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """The piece that begins there, where an earlier slab of the same memory gave it out."""
+        end = begin + _rounded(num_bytes)
+        with self._lock:
+            self._take_up()
+            for index, (start, stop) in enumerate(self._free):
+                if start <= begin and end <= stop:
+                    self._free[index : index + 1] = [one for one in ((start, begin), (end, stop)) if one[0] < one[1]]
+                    break
+            else:
+                raise ValueError("the piece is not free")
+        return self._piece(begin, num_bytes)
+
+    def offset_of(self, array: npt.NDArray[np.uint8]) -> int | None:
+        """Where an array lies in the memory; None where it is ordinary memory."""
+        offset: int = array.ctypes.data - self._memory.ctypes.data
+        return offset if 0 <= offset < self._memory.size else None
+
+    def _piece(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        give_back = partial(self._returned.append, (begin, begin + _rounded(num_bytes)))
+        return piece_of(self._memory, begin, num_bytes, give_back)
+
+    def _take(self, size: int) -> int | None:
+        with self._lock:
+            self._take_up()
+            for index, (begin, end) in enumerate(self._free):
+                if end - begin >= size:
+                    self._free[index : index + 1] = [(begin + size, end)] if end - begin > size else []
+                    return begin
+        return None
+
+    def _take_up(self) -> None:
+        while self._returned:
+            self._give_back(*self._returned.popleft())
+
+    def _give_back(self, begin: int, end: int) -> None:
+        stretches = sorted([*self._free, (begin, end)])
+        self._free = [stretches[0]]
+        for start, stop in stretches[1:]:
+            last_begin, last_end = self._free[-1]
+            if start == last_end:
+                self._free[-1] = (last_begin, stop)
+            else:
+                self._free.append((start, stop))
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-max(1, num_bytes) // ALIGNMENT) * ALIGNMENT

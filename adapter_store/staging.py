@@ -1,0 +1,382 @@
+"""The engine's side of its staging process: asks for adapters, and gets them in memory that both share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.host_slab import mapped, piece_of, shared_memory
+from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.staging_messages import (
+    MAX_NUMBERS,
+    MAX_PACKET_BYTES,
+    Cancel,
+    Failed,
+    FromStaging,
+    Look,
+    Looked,
+    Occupied,
+    Opened,
+    Refused,
+    Release,
+    Stage,
+    Staged,
+    StagingConfig,
+    ToStaging,
+    decode_contents,
+    decode_counts,
+    decode_from_staging,
+    encode,
+    socket_pair,
+)
+from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.tier_contents import TierContents
+from loramux.adapter_store.tier_figures import LoadCounts, TierFigures, added, of_the_past
+
+MAX_ASKED = 32
+"""Adapters that the process is asked for at a time: so many descriptors may be on their way."""
+
+MAX_TRIES = 2
+"""Processes that may die over one adapter."""
+
+RESTART_S = 1.0
+"""A process that dies younger is not followed by another before it would have been as old."""
+
+END_GRACE_S = 1.0
+"""How long a process may take to notice that its engine is done with it."""
+
+_COMMAND = (sys.executable, "-m", "loramux.adapter_store.staging_process")
+
+
+class StagingRefused(StoreError):
+    """The staging process cannot work; the message says how to mend it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedAdapter:
+    """An adapter in memory, which is given back once the last view of its payload is gone."""
+
+    number: int
+    packed: PackedAdapter
+
+    @property
+    def digest(self) -> str:
+        return self.packed.digest
+
+
+@dataclass(frozen=True, slots=True)
+class NotStaged:
+    """An adapter that cannot be had, and why."""
+
+    number: int
+    digest: str
+    message: str
+
+
+@dataclass(slots=True)
+class _Wish:
+    digest: str
+    num_tries: int = 0
+
+
+class StagingProcess:
+    """Starts the process, asks it, and starts it again where it dies. Belongs to one thread, and never waits.
+
+    What was asked for is answered once in `outcomes`, or never where it was cancelled before it was answered. What a
+    dying process had not answered the next one is asked for, once; what was given out stays as it is. `memory`, uint8
+    `[num_bytes]`, is where adapters lie, but for those for which it has no room.
+    """
+
+    def __init__(
+        self,
+        target: PackTarget,
+        blob_url: str,
+        disk_dir: str,
+        disk_bytes: int,
+        memory_bytes: int,
+        num_threads: int,
+        figures: TierFigures,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._target = target
+        self._config = StagingConfig(
+            blob_url=blob_url,
+            disk_dir=disk_dir,
+            disk_bytes=disk_bytes,
+            target=target.document(),
+            num_threads=num_threads,
+        )
+        self._figures = figures
+        self._memory_fd = shared_memory(memory_bytes)
+        weakref.finalize(self, os.close, self._memory_fd)
+        self.memory = mapped(self._memory_fd)
+        self._clock = clock
+        self._numbers = itertools.count()
+        # What somebody waits for; of that what this process has yet to be asked for; what it has yet to answer.
+        self._wishes: dict[int, _Wish] = {}
+        self._waiting: deque[int] = deque()
+        self._asked: set[int] = set()
+        self._unsent: deque[bytes] = deque()
+        # Of the shared memory what is in use, begin and length by number, and numbers that came back from any thread.
+        self._given_out: dict[int, tuple[int, int]] = {}
+        self._returned: deque[int] = deque()
+        self._outcomes: list[StagedAdapter | NotStaged] = []
+        self._looks: list[Callable[[], None]] = []
+        # What processes that are gone counted, and what this one did, which is decoded when somebody asks.
+        self._past_counts = TierFigures().snapshot()
+        self._counts: msgspec.Raw | None = None
+        self._refusal: str | None = None
+        self._end: socket.socket | None = None
+        self._is_opened = False
+        self.contents: TierContents | None = None
+        """What the disk tier held when somebody last looked."""
+        figures.elsewhere = self._counted
+        self._start()
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something to do; -1 while there is no process."""
+        return -1 if self._end is None else self._end.fileno()
+
+    def await_opened(self, timeout_s: float) -> None:
+        """Wait for the process to have opened its tiers. Raises StagingRefused."""
+        due_s = time.monotonic() + timeout_s
+        while not self._is_opened:
+            if self._refusal is not None:
+                raise StagingRefused(self._refusal)
+            if self._end is None or not select.select([self._end], [], [], max(0.0, due_s - time.monotonic()))[0]:
+                raise StagingRefused("the process that fetches adapters did not start")
+            self.receive()
+
+    def stage(self, digest: str) -> int:
+        """Ask for an adapter; the result is the number of its outcome."""
+        number = next(self._numbers)
+        self._wishes[number] = _Wish(digest)
+        self._waiting.append(number)
+        self._ask()
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Nobody waits for this outcome any more."""
+        if self._wishes.pop(number, None) is not None and number in self._asked:
+            self._send(Cancel(number))
+
+    def look(self, then: Callable[[], None]) -> None:
+        """Have `contents` renewed; `then` is called once they are, or cannot be."""
+        if self._end is None:
+            then()
+        else:
+            self._looks.append(then)
+            self._send(Look())
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether `outcomes` has something without anything having come: what could not even be asked for."""
+        return bool(self._outcomes)
+
+    def outcomes(self) -> list[StagedAdapter | NotStaged]:
+        """What was answered since the last call."""
+        if self._asked or self._looks or self._returned:
+            self.receive()
+        found, self._outcomes = self._outcomes, []
+        return found
+
+    def receive(self) -> None:
+        """Take in what the process has said, or that it died."""
+        self._give_back()
+        self._flush()
+        while self._end is not None:
+            try:
+                packet, descriptors, _, _ = socket.recv_fds(self._end, MAX_PACKET_BYTES, 1)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                packet, descriptors = b"", []
+            if not packet:
+                self._lose()
+                return
+            self._take(decode_from_staging(packet), descriptors)
+        self._ask()
+
+    def close(self) -> None:
+        """End the process and forget what it was asked for."""
+        self._outcomes.clear()
+        self._wishes.clear()
+        self._waiting.clear()
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+            try:
+                # It ends by itself once it finds that we are gone.
+                self._process.wait(END_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _start(self) -> None:
+        self._give_back()
+        ours, theirs = socket_pair()
+        ours.setblocking(False)
+        with theirs:
+            shared = (theirs.fileno(), self._memory_fd)
+            self._process = subprocess.Popen(  # noqa: S603 - our own program
+                [*_COMMAND, *map(str, shared)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=shared,
+                env=_environment(),
+            )
+        self._end = ours
+        self._started_s = self._clock()
+        self._is_opened = False
+        self._unsent.clear()
+        self._send(self._config)
+        pieces = [(number, *piece) for number, piece in self._given_out.items()]
+        for begin in range(0, len(pieces), MAX_NUMBERS):
+            self._send(Occupied(tuple(pieces[begin : begin + MAX_NUMBERS])))
+
+    def _ask(self) -> None:
+        if not self._waiting:
+            return
+        # First, so that its memory can be used for this.
+        self._give_back()
+        if self._end is None:
+            if self._clock() < self._started_s + RESTART_S:
+                self._fail(list(self._wishes))
+                return
+            self._start()
+        while self._waiting and len(self._asked) < MAX_ASKED:
+            number = self._waiting.popleft()
+            wish = self._wishes.get(number)
+            if wish is not None:
+                wish.num_tries += 1
+                self._asked.add(number)
+                self._send(Stage(number, wish.digest))
+
+    def _give_back(self) -> None:
+        """Tell the process what is no longer used."""
+        numbers = []
+        while self._returned:
+            number = self._returned.popleft()
+            del self._given_out[number]
+            numbers.append(number)
+        if self._end is not None:
+            for begin in range(0, len(numbers), MAX_NUMBERS):
+                self._send(Release(tuple(numbers[begin : begin + MAX_NUMBERS])))
+
+    def _send(self, message: ToStaging | StagingConfig) -> None:
+        self._unsent.append(encode(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent and self._end is not None:
+            try:
+                self._end.send(self._unsent[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                # It is dead, as `receive` will find.
+                return
+            self._unsent.popleft()
+
+    def _take(self, message: FromStaging, descriptors: list[int]) -> None:
+        match message:
+            case Opened():
+                self._is_opened = True
+            case Refused(message=text):
+                self._refusal = text
+            case Staged(number=number, begin=begin):
+                wish = self._answered(message)
+                memory = None if begin is not None else mapped(descriptors[0])
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if wish is not None:
+                    self._outcomes.append(StagedAdapter(number, self._packed(wish.digest, message, memory)))
+                elif begin is not None:
+                    self._send(Release((number,)))
+            case Failed(number=number, message=text):
+                wish = self._answered(message)
+                if wish is not None:
+                    self._outcomes.append(NotStaged(number, wish.digest, text))
+            case Looked(counts=counts):
+                self._counts = counts
+                self.contents = decode_contents(mapped(descriptors[0]).data)
+                os.close(descriptors[0])
+                self._answer_looks()
+
+    def _packed(self, digest: str, staged: Staged, memory: npt.NDArray[np.uint8] | None) -> PackedAdapter:
+        """An adapter in memory of its own, or else in what is shared."""
+        geometry = self._target.geometry
+        ranks = np.frombuffer(staged.ranks, np.int32).reshape(geometry.num_layers, -1)
+        layout = self._target.layout(ranks, np.frombuffer(staged.outer_ranks, np.int32))
+        shape = (layout.num_pages, geometry.num_layers, geometry.page_bytes)
+        if memory is None:
+            assert staged.begin is not None
+            piece = staged.begin, math.prod(shape)
+            self._given_out[staged.number] = piece
+            memory = piece_of(self.memory, *piece, partial(self._returned.append, staged.number))
+        return PackedAdapter(
+            digest,
+            layout,
+            np.frombuffer(staged.scales, np.float32).reshape(ranks.shape).copy(),
+            memory.reshape(shape),
+            np.frombuffer(staged.outer_scales, np.float32).copy(),
+        )
+
+    def _answered(self, message: Staged | Failed) -> _Wish | None:
+        """Whose wish it was, unless nobody waits for it any more."""
+        self._counts = message.counts
+        self._asked.discard(message.number)
+        wish = self._wishes.pop(message.number, None)
+        if wish is not None and self._figures.timelines is not None:
+            self._figures.timelines.extend(wish.digest, message.stages)
+        return wish
+
+    def _lose(self) -> None:
+        """The process is gone: what it owed is asked of another one, or failed."""
+        assert self._end is not None
+        self._end.close()
+        self._end = None
+        self._process.kill()
+        self._process.wait()
+        self._past_counts = of_the_past(self._counted())
+        self._counts = None
+        self._asked.clear()
+        self._fail([number for number, wish in self._wishes.items() if wish.num_tries >= MAX_TRIES])
+        self._waiting = deque(self._wishes)
+        self._answer_looks()
+        self._ask()
+
+    def _fail(self, numbers: list[int]) -> None:
+        for number in numbers:
+            wish = self._wishes.pop(number)
+            message = f"adapter {wish.digest[:12]} cannot be loaded: the process that fetches adapters ended"
+            self._outcomes.append(NotStaged(number, wish.digest, message))
+
+    def _answer_looks(self) -> None:
+        looks, self._looks = self._looks, []
+        for then in looks:
+            then()
+
+    def _counted(self) -> LoadCounts:
+        return self._past_counts if self._counts is None else added(self._past_counts, decode_counts(self._counts))
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with credentials for the blob store, and the same code; without what tunes the memory of steps."""
+    kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
