@@ -218,7 +218,7 @@ def test_what_others_took_of_the_core_is_said(capsys: pytest.CaptureFixture[str]
         (flood, ("--calm-load", "1.0")),
         (flood, ("--repeats", "0")),
         (cold_storm, ("--output", "9-8")),
-        (cold_storm, ("--resident-adapters", "40")),
+        (cold_storm, ("--resident-adapters", "46")),
     ],
 )
 def test_refuses_what_it_cannot_do(module: ModuleType, arguments: tuple[str, ...]) -> None:
