@@ -45,6 +45,10 @@ class AdapterFiles:
     def cache_dir(self) -> Path:
         return self.directory / "disk_tier"
 
+    def packed_blobs(self, digest: str) -> list[Path]:
+        """The packed files that the blob store has of an adapter."""
+        return [*self.directory.glob(f"blobs/packed/{digest}/*")]
+
     def page_bytes(self, dtype: str) -> int:
         """Of a page over all layers."""
         return pack_target(self.model, dtype).geometry.total_page_bytes

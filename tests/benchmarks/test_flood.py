@@ -41,8 +41,6 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "require_idle", lambda is_allowed: 0.5)
     monkeypatch.setattr(flood, "CALIBRATION_S", 0.3)
     monkeypatch.setattr(flood_setting, "busy_share", lambda: 0.5)
-    # A machine that runs other tests may be slow to load the last ones.
-    monkeypatch.setattr(cold_storm, "LEAST_LOADED", 0.25)
 
 
 def run(main: Callable[[Sequence[str]], int], scratch: Path, *arguments: str) -> int:
@@ -73,11 +71,12 @@ def test_a_flood_leaves_figures_of_polite_requests(
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("source", ["disk", "blobs"])
 def test_a_storm_loads_new_adapters_beside_resident_streams(
-    scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
 ) -> None:
     out, plot = tmp_path / "storm.json", tmp_path / "storm.svg"
-    arguments = (*COLD_STORM, *SMALL_POOL, "--output", "8-16", "--storm-output", "1-3")
+    arguments = (*COLD_STORM, *SMALL_POOL, "--output", "8-16", "--storm-output", "1-3", "--from", source)
     assert run(cold_storm.main, scratch, *arguments, "--out", str(out), "--plot", str(plot)) == 0
     document = json.loads(out.read_text())
     figures = document["figures"]
