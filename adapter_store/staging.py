@@ -149,6 +149,11 @@ class StagingProcess:
         figures.elsewhere = self._counted
         self._start()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs, or ran last."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """Readable when `receive` has something to do; -1 while there is no process."""
         return -1 if self._end is None else self._end.fileno()

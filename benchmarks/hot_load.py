@@ -1,14 +1,14 @@
 """How fast do adapters come from the disk tier to the pool, beside a plain sequential read of the same files?
 
-In one process on a CPU, in turns, for adapters of several ranks on all linears of a 1B Llama, from the operating
+On a CPU, in turns, for adapters of several ranks on all linears of a 1B Llama, from the operating
 system's memory (warm) and, after it was asked to drop the files, from the disk (cold):
 
     plain     each file's pages are read in order, straight into the same pages of the pool, by one thread
     memory    by leases of the tiers, one after another, into host memory: open, lock, read, verify
-    fetch     the same by as many threads as an engine fetches with: what a GPU, which copies by itself, is fed with
-    pool      by the engine's loader: as `fetch`, and by one more thread from host memory to the pages of the pool
+    fetch     the same by as many threads as the staging process has: what a GPU, which copies by itself, is fed with
+    pool      by the staging process into memory that it shares, and from there by a thread to the pages of the pool
     one       the same, each adapter from its request to its published tables before the next
-    first     as `pool`, in a store that was just opened: SHA-256 instead of lane sums
+    first     as `pool`, by a staging process that was just opened: SHA-256 instead of lane sums
 
 What counts is the throughput of each over that of `plain` in the same round.
 """
@@ -16,17 +16,17 @@ What counts is the throughput of each over that of `plain` in the same round.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
-import resource
+import select
 import statistics
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import FileIO
@@ -43,14 +43,17 @@ from benchmarks.machine import add_allow_busy, busy_share, describe, require_idl
 from benchmarks.random_model import SHAPES
 from loramux.adapter_store.errors import AdapterUnavailable
 from loramux.adapter_store.host_slab import HostSlab
+from loramux.adapter_store.host_store import HostStore
 from loramux.adapter_store.memory_blobs import MemoryBlobStore
+from loramux.adapter_store.staging import StagingProcess
+from loramux.adapter_store.tier_figures import TierFigures
 from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.accelerator import HostAccelerator
-from loramux.engine.adapter_fetching import LeasingFetcher
 from loramux.engine.adapter_loading import Copied, Fetched
 from loramux.engine.backend import SWITCH_INTERVAL_S
 from loramux.engine.pool_memory import allocate_pool
 from loramux.engine.slot_tables import SlotTables
+from loramux.engine.staged_fetching import StagedFetcher
 from loramux.engine.tier_loader import TierLoader
 
 SCRATCH = Path(__file__).parent / "scratch" / "hot_load"
@@ -62,6 +65,8 @@ MAX_UNDER_WAY = 6
 """Adapters that are fetched and not yet copied: the memory of so many is taken."""
 
 
+START_S = 30.0
+
 MIN_FILES = 8
 """With fewer, the first and the last are most of it, beside which nothing else is under way."""
 
@@ -70,26 +75,90 @@ class CheckError(Exception):
     """What was loaded is not what was stored."""
 
 
+class OpenLoader:
+    """A loader over a staging process, and what wakes whoever waits for it."""
+
+    def __init__(self, bench: Bench, figures: TierFigures) -> None:
+        files = bench.files
+        self._wake_read, self._wake_write = os.pipe()
+        self._staging = StagingProcess(
+            files.target,
+            f"file://{files.directory / 'no_blobs'}",
+            str(files.directory),
+            files.tier_bytes,
+            bench.memory_bytes,
+            bench.num_loaders,
+            figures,
+        )
+        self._staging.await_opened(START_S)
+        # Without a host tier, so that each load begins at the disk tier.
+        self._fetcher = StagedFetcher(self._staging, HostStore(0, figures), bench.num_loaders, self._wake)
+        self.loader = TierLoader(self._fetcher, bench.views, bench.tables, bench.accelerator, self._wake, figures)
+
+    @property
+    def processor_s(self) -> float:
+        """Processor time of the staging process so far."""
+        clock = ctypes.c_int()
+        if ctypes.CDLL(None).clock_getcpuclockid(self._staging.pid, ctypes.byref(clock)):
+            raise OSError("the staging process is gone")
+        return time.clock_gettime(clock.value)
+
+    def wait(self) -> None:
+        """Until there may be an event."""
+        ready = select.select([self._fetcher, self._wake_read], [], [])[0]
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+
+    def close(self) -> None:
+        self.loader.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _wake(self) -> None:
+        os.write(self._wake_write, b"\0")
+
+
 class Bench:
     """The engine's own parts between the disk tier and the pool."""
 
     def __init__(self, files: HotFiles, num_loaders: int) -> None:
         self.files = files
-        self._num_loaders = num_loaders
+        self.num_loaders = num_loaders
         target, geometry = files.target, files.target.geometry
-        self._accelerator = HostAccelerator()
+        self.accelerator = HostAccelerator()
         # Room for every adapter, so that no page changes hands between two rounds.
         self.views = allocate_pool(
-            geometry, files.count * files.payload_bytes, torch.bfloat16, torch.bfloat16, self._accelerator.device
+            geometry, files.count * files.payload_bytes, torch.bfloat16, torch.bfloat16, self.accelerator.device
         )
-        self._tables = SlotTables(target, files.count, self._accelerator, ())
-        self._slab = HostSlab(np.empty((MAX_UNDER_WAY + 1) * (files.payload_bytes + (1 << 20)), np.uint8))
+        self.tables = SlotTables(target, files.count, self.accelerator, ())
+        self.memory_bytes = (MAX_UNDER_WAY + 1) * (files.payload_bytes + (1 << 20))
+        self._slab = HostSlab(np.empty(self.memory_bytes, np.uint8))
         self.store = self.open_store()
+        self.figures = TierFigures()
+        self._opened = OpenLoader(self, self.figures)
+        self._newest = self._opened
 
     def open_store(self) -> TieredStore:
         """Without a host tier, so that each load begins at the disk tier, and without blobs behind it."""
         files = self.files
         return TieredStore(MemoryBlobStore(), files.target, files.directory, files.tier_bytes, 0, self._slab.allocate)
+
+    @property
+    def processor_s(self) -> float:
+        """Processor time of this process and of the staging process that was opened last."""
+        return time.process_time() + self._newest.processor_s
+
+    def prepare(self, way: str) -> None:
+        """What comes before a way's time begins."""
+        if self._newest is not self._opened:
+            self._newest.close()
+            self._newest = self._opened
+        if way == FIRST:
+            self._newest = OpenLoader(self, TierFigures())
+
+    def close(self) -> None:
+        self.prepare(POOL)
+        self._opened.close()
 
     def pages(self, number: int) -> list[int]:
         return list(range(number * self.files.num_pages, (number + 1) * self.files.num_pages))
@@ -108,35 +177,32 @@ class Bench:
             self._lease(digest)
 
     def fetch(self) -> None:
-        with ThreadPoolExecutor(self._num_loaders) as threads:
+        with ThreadPoolExecutor(self.num_loaders) as threads:
             for _ in threads.map(self._lease, self.files.digests):
                 continue
 
     def pool(self) -> None:
-        self._load(self.store, MAX_UNDER_WAY)
+        self._load(MAX_UNDER_WAY)
 
     def one(self) -> None:
-        self._load(self.store, 1)
+        self._load(1)
 
     def first(self) -> None:
-        self._load(self.open_store(), MAX_UNDER_WAY)
+        self._load(MAX_UNDER_WAY)
 
     def _lease(self, digest: str) -> None:
         self.store.lease(digest).release()
 
-    def _load(self, store: TieredStore, max_under_way: int) -> None:
+    def _load(self, max_under_way: int) -> None:
         """Bring every adapter to its pages, at most so many at a time, as the engine's thread would between steps."""
-        woken = threading.Event()
-        fetcher = LeasingFetcher(store, self._num_loaders, woken.set, store.figures)
-        loader = TierLoader(fetcher, self.views, self._tables, self._accelerator, woken.set, store.figures)
+        loader = self._newest.loader
         numbers = {digest: number for number, digest in enumerate(self.files.digests)}
         waiting, num_left, num_under_way = deque(numbers), len(numbers), 0
         while num_left:
             while waiting and num_under_way < max_under_way:
                 loader.fetch(waiting.popleft())
                 num_under_way += 1
-            woken.wait()
-            woken.clear()
+            self._newest.wait()
             for event in loader.events():
                 pages = self.pages(numbers[event.digest])
                 match event:
@@ -148,12 +214,12 @@ class Bench:
                         num_under_way -= 1
                     case _:
                         raise CheckError(f"an adapter could not be loaded: {event.message}")
-        loader.close()
 
     def check(self) -> int:
         """Compare every byte in the pool with what was stored, and have a damaged file refused; returns the bytes."""
         num_bytes = 0
-        for load in (self.plain, self.first, self.pool):
+        for way, load in ((PLAIN, self.plain), (FIRST, self.first), (POOL, self.pool)):
+            self.prepare(way)
             self.views.raw.zero_()
             load()
             for number, digest in enumerate(self.files.digests):
@@ -201,14 +267,14 @@ def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Roun
         # In turns, each first in its round, so that a drift of the machine meets all alike.
         place = number % len(WAYS)
         for way in (*WAYS[place:], *WAYS[:place]):
+            bench.prepare(way)
             if is_cold:
                 bench.files.drop_cached()
-            before = resource.getrusage(resource.RUSAGE_SELF)
+            before_s = bench.processor_s
             started_s = time.perf_counter()
             ways[way]()
             seconds = time.perf_counter() - started_s
-            after = resource.getrusage(resource.RUSAGE_SELF)
-            processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            processor_s = bench.processor_s - before_s
             if number:
                 found[way].append(Round(num_bytes / seconds, processor_s / num_bytes * 1e9))
     return found
@@ -240,9 +306,9 @@ def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stage
 def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
     """Seconds a gigabyte of each stage of the store's loads inside the block, from the engine's own figures."""
     found: dict[str, float] = {}
-    before = {(one.tier, one.stage): one for one in bench.store.figures.snapshot().stages}
+    before = {(one.tier, one.stage): one for one in bench.figures.snapshot().stages}
     yield found
-    after = {(one.tier, one.stage): one for one in bench.store.figures.snapshot().stages}
+    after = {(one.tier, one.stage): one for one in bench.figures.snapshot().stages}
     num_bytes = after["disk", "read"].num_bytes - before["disk", "read"].num_bytes
     for (tier, stage), one in after.items():
         if one.count > before[tier, stage].count:
@@ -279,7 +345,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=lambda text: [int(one) for one in text.split(",")], default=[8, 16, 64], metavar="8,16,64")
     add("--megabytes", type=int, default=360, help="of files of each rank")
     add("--rounds", type=int, default=9, help="of each way; the median counts")
-    add("--loaders", type=int, default=4, help="fetching threads of the engine's loader; one more copies")
+    add("--loaders", type=int, default=4, help="threads of the staging process; one of the engine copies")
     add("--skip-cold", action="store_true", help="do not ask the operating system to drop the files")
     add("--scratch", type=Path, default=SCRATCH, help="where the files are made: the disk that is measured")
     add("--out", type=Path, help="write the figures as JSON, for benchmarks/results/")
@@ -305,17 +371,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = max(MIN_FILES, arguments.megabytes * 1_000_000 // size)
         files = HotFiles(target, rank, count, arguments.scratch / str(rank))
         files.make()
-        bench = Bench(files, arguments.loaders)
-        try:
-            num_checked += bench.check()
-        except CheckError as error:
-            console.print(f"[red]nothing was measured: {error}[/red]")
-            return 1
-        console.print(f"rank {rank}: {files.count} files of {files.payload_bytes / 1e6:.1f} MB came whole to the pool")
-        for is_cold in (False,) if arguments.skip_cold else (False, True):
-            with stages_of(bench) as stages:
-                found = measure(bench, is_cold, arguments.rounds)
-            cases.append(figures_of(bench, is_cold, found, stages))
+        with closing(Bench(files, arguments.loaders)) as bench:
+            try:
+                num_checked += bench.check()
+            except CheckError as error:
+                console.print(f"[red]nothing was measured: {error}[/red]")
+                return 1
+            console.print(
+                f"rank {rank}: {files.count} files of {files.payload_bytes / 1e6:.1f} MB came whole to the pool"
+            )
+            for is_cold in (False,) if arguments.skip_cold else (False, True):
+                with stages_of(bench) as stages:
+                    found = measure(bench, is_cold, arguments.rounds)
+                cases.append(figures_of(bench, is_cold, found, stages))
     console.print(table_of(cases))
     for name, value in machine.items():
         console.print(f"[dim]{name}: {value}[/dim]")

@@ -60,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
     num_loaders: int = 4
-    """Threads that fetch adapters; one more copies them into the pool."""
+    """Adapters that the staging process brings at a time, on a thread each."""
     ran_at_death: tuple[str, ...] = ()
     """What its supervisor found running when the engine before this one died; gateways are told."""
     traces: TraceConfig | None = None

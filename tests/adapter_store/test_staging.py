@@ -101,12 +101,8 @@ def place(staging: StagingProcess, found: StagedAdapter) -> int | None:
     return begin if 0 <= begin < staging.memory.size else None
 
 
-def pid_of(staging: StagingProcess) -> int:
-    return staging._process.pid
-
-
 def kill(staging: StagingProcess) -> None:
-    os.kill(pid_of(staging), signal.SIGKILL)
+    os.kill(staging.pid, signal.SIGKILL)
 
 
 def stages(bench: Bench) -> dict[str, StageCounts]:
@@ -178,10 +174,10 @@ def test_the_same_adapter_twice_lies_in_one_place_until_both_are_gone(bench: Ben
 
 def test_what_was_cancelled_is_not_told_and_keeps_no_memory(bench: Bench) -> None:
     staging = bench.open()
-    os.kill(pid_of(staging), signal.SIGSTOP)
+    os.kill(staging.pid, signal.SIGSTOP)
     for adapter in bench.adapters:
         staging.cancel(staging.stage(adapter.digest))
-    os.kill(pid_of(staging), signal.SIGCONT)
+    os.kill(staging.pid, signal.SIGCONT)
     wait_until(lambda: not (staging.outcomes() or staging._asked))
     assert place(staging, staged(staging, bench.adapters[1].digest)) == 0
 
@@ -199,10 +195,10 @@ def test_an_adapter_that_is_nowhere_is_told(bench: Bench, digest: str) -> None:
 
 def test_only_so_many_are_asked_for_at_a_time_and_all_come(bench: Bench) -> None:
     staging = bench.open()
-    os.kill(pid_of(staging), signal.SIGSTOP)
+    os.kill(staging.pid, signal.SIGSTOP)
     numbers = [staging.stage(bench.adapters[place % 3].digest) for place in range(3 * MAX_ASKED)]
     assert len(staging._asked) == MAX_ASKED
-    os.kill(pid_of(staging), signal.SIGCONT)
+    os.kill(staging.pid, signal.SIGCONT)
     found = outcomes(staging, len(numbers))
     assert sorted(one.number for one in found) == numbers
     assert all(isinstance(one, StagedAdapter) and bench.is_right(one) for one in found)
@@ -215,9 +211,9 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(bench: Bench
     freed = staged(staging, third.digest)
     before = bench.figures.snapshot()
     bench.now_s = 10.0
-    os.kill(pid_of(staging), signal.SIGSTOP)
+    os.kill(staging.pid, signal.SIGSTOP)
     number = staging.stage(third.digest)
-    dead = pid_of(staging)
+    dead = staging.pid
     # It comes back while there is nobody to be told.
     freed_at = place(staging, freed)
     del freed
@@ -225,7 +221,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(bench: Bench
     (outcome,) = outcomes(staging)
     assert isinstance(outcome, StagedAdapter)
     assert outcome.number == number
-    assert pid_of(staging) != dead
+    assert staging.pid != dead
     assert place(staging, outcome) == freed_at
     for one in (*held, outcome):
         assert bench.is_right(one), "what was given out stays as it was"
@@ -283,7 +279,7 @@ def test_a_look_tells_what_the_disk_holds(bench: Bench) -> None:
     assert [one.digest for one in staging.contents.adapters] == [one.digest for one in reversed(held)]
     # Whoever looks when nobody can answer gets what is known.
     looked.clear()
-    os.kill(pid_of(staging), signal.SIGSTOP)
+    os.kill(staging.pid, signal.SIGSTOP)
     staging.look(looked.set)
     kill(staging)
     wait_until(has_looked)

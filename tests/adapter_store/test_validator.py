@@ -293,6 +293,8 @@ def test_no_secret_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     ("module", "banned"),
     [
         ("validation_worker", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("staging", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("host_store", ("torch", "sqlalchemy", "boto3", "safetensors")),
         ("tiers", ("torch", "sqlalchemy", "boto3", "safetensors")),
         ("blob_url", ("torch", "sqlalchemy", "boto3")),
         ("ingest_worker", ("torch", "boto3")),

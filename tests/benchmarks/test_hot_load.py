@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_wrong_bytes_are_not_measured(
 def test_an_adapter_that_cannot_be_loaded_is_not_measured(tmp_path: Path) -> None:
     files = HotFiles(target_of(SHAPES["small"]), 2, 2, tmp_path)
     files.make()
-    bench = Bench(files, 2)
-    files.path(files.digests[0]).unlink()
-    with pytest.raises(CheckError, match="could not be loaded"):
-        bench.pool()
+    with closing(Bench(files, 2)) as bench:
+        files.path(files.digests[0]).unlink()
+        with pytest.raises(CheckError, match="could not be loaded"):
+            bench.pool()

@@ -1,0 +1,68 @@
+"""`loramux serve` whose engine loses the process that brings its adapters: requests do not notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loramux.adapter_store.staging import RESTART_S
+from tests.adapter_store.house import wait_until
+from tests.conformance.served import deployment
+
+DEMO = Path(__file__).parents[2] / "admin" / "demo"
+NAMES = ("pirate", "formal", "json")
+
+
+def test_adapters_come_although_the_staging_process_dies_and_it_ends_with_its_engine(tmp_path: Path) -> None:
+    environment = {
+        # Nothing is kept but in the pool, and there in one slot: each request's adapter has to be brought.
+        "LORAMUX_HOST_TIER_BYTES": "0",
+        "LORAMUX_MAX_RESIDENT_ADAPTERS": "1",
+    }
+    made = deployment(DEMO / "base", tmp_path / "data", (), environment)
+    with made.running() as server:
+        made.json("tenants", "create", "acme")
+        key = made.json("keys", "create", "--tenant", "acme")["secret"]
+        for name in NAMES:
+            made.json("adapters", "push", str(DEMO / "adapters" / name), "--tenant", "acme", "--name", name)
+        headers = {"authorization": f"Bearer {key}"}
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{made.port}", headers=headers, timeout=30, trust_env=False
+        ) as http:
+            right = {name: logprobs(http, name) for name in NAMES}
+            assert len({tuple(one) for one in right.values()}) == len(NAMES)
+            engine = child_of(server.pid, b"loramux.engine.process")
+            staging = set()
+            for name in NAMES:
+                time.sleep(RESTART_S)
+                dead = child_of(engine, b"loramux.adapter_store.staging_process")
+                staging.add(dead)
+                os.kill(dead, signal.SIGKILL)
+                for other in (name, *NAMES):
+                    assert logprobs(http, other) == pytest.approx(right[other], abs=1e-6)
+            assert len(staging) == len(NAMES)
+            assert child_of(server.pid, b"loramux.engine.process") == engine
+            last = child_of(engine, b"loramux.adapter_store.staging_process")
+            os.kill(engine, signal.SIGKILL)
+            wait_until(lambda: not Path(f"/proc/{last}").exists())
+
+
+def logprobs(http: httpx.Client, name: str) -> list[float]:
+    body = {"model": name, "prompt": "The ship", "max_tokens": 3, "temperature": 0, "logprobs": 1}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: list[float] = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+    return found
+
+
+def child_of(pid: int, program: bytes) -> int:
+    children = [
+        int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+    ]
+    (found,) = (one for one in children if program in Path(f"/proc/{one}/cmdline").read_bytes())
+    return found
