@@ -357,7 +357,7 @@ class StagingProcess:
         self._end.close()
         self._end = None
         self._process.kill()
-        self._process.wait()
+        print(f"the staging process ended: exit code {self._process.wait()}", file=sys.stderr)
         self._past_counts = of_the_past(self._counted())
         self._counts = None
         self._asked.clear()

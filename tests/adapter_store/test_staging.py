@@ -204,7 +204,9 @@ def test_only_so_many_are_asked_for_at_a_time_and_all_come(bench: Bench) -> None
     assert all(isinstance(one, StagedAdapter) and bench.is_right(one) for one in found)
 
 
-def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(bench: Bench) -> None:
+def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
     first, second, third = bench.adapters
     staging = bench.open()
     held = [staged(staging, first.digest), staged(staging, first.digest), staged(staging, second.digest)]
@@ -222,6 +224,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(bench: Bench
     assert isinstance(outcome, StagedAdapter)
     assert outcome.number == number
     assert staging.pid != dead
+    assert capfd.readouterr().err == "the staging process ended: exit code -9\n"
     assert place(staging, outcome) == freed_at
     for one in (*held, outcome):
         assert bench.is_right(one), "what was given out stays as it was"
