@@ -10,8 +10,7 @@ other without end. What comes beside them takes turns, in one run:
 
 Every adapter is read from the disk, or has to come from the blob store first, is verified and copied to the pool, where
 about half take the place of another. What counts is the time between two tokens of a resident stream: `loads` over
-`quiet` and `storm` over `warm` are what loading costs; `storm` over `quiet` has the work for the storm's own requests in
-it.
+`quiet` and `storm` over `warm` are what loading costs; `storm` over `quiet` has the storm's own requests in it.
 
 The ways take turns every two seconds, at the pace of 200 adapters in 10 s: a machine that drifts by a third within ten
 seconds cannot tell a tenth where each way has ten of its own.
