@@ -41,7 +41,7 @@ _PAYLOAD_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 4 << 20
 
 FIRST_READ_BYTES = 16 << 10
-"""Holds most headers whole. After each call a loader thread takes the interpreter's lock, for which a step may wait."""
+"""Holds most headers whole, so that most are read by one call."""
 
 
 class _Header(msgspec.Struct, frozen=True):

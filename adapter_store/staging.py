@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import select
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,6 +63,7 @@ RESTART_S = 1.0
 END_GRACE_S = 1.0
 """How long a process may take to notice that its engine is done with it."""
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _COMMAND = (sys.executable, "-m", "loramux.adapter_store.staging_process")
 
 
@@ -98,8 +101,8 @@ class _Wish:
 class StagingProcess:
     """Starts the process, asks it, and starts it again where it dies. Belongs to one thread, and never waits.
 
-    What was asked for is answered once in `outcomes`, or never where it was cancelled before it was answered. What a
-    dying process had not answered the next one is asked for, once; what was given out stays as it is. `memory`, uint8
+    What was asked for is answered once in `outcomes`, or never where it was cancelled. What a dying process had not
+    answered the next one is asked for, once; what was given out stays as it is. `memory`, uint8
     `[num_bytes]`, is where adapters lie, but for those for which it has no room.
     """
 
@@ -137,7 +140,8 @@ class StagingProcess:
         self._given_out: dict[int, tuple[int, int]] = {}
         self._returned: deque[int] = deque()
         self._outcomes: list[StagedAdapter | NotStaged] = []
-        self._looks: list[Callable[[], None]] = []
+        self._looks: deque[Callable[[], None]] = deque()
+        self._answered_looks: list[Callable[[], None]] = []
         # What processes that are gone counted, and what this one did, which is decoded when somebody asks.
         self._past_counts = TierFigures().snapshot()
         self._counts: msgspec.Raw | None = None
@@ -147,7 +151,10 @@ class StagingProcess:
         self.contents: TierContents | None = None
         """What the disk tier held when somebody last looked."""
         figures.elsewhere = self._counted
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            raise StagingRefused(f"the process that fetches adapters cannot be started: {error.strerror}") from error
 
     @property
     def pid(self) -> int:
@@ -171,23 +178,36 @@ class StagingProcess:
     def stage(self, digest: str) -> int:
         """Ask for an adapter; the result is the number of its outcome."""
         number = next(self._numbers)
+        if not _DIGEST.fullmatch(digest):
+            self._outcomes.append(NotStaged(number, digest, "what was asked for is no digest"))
+            return number
         self._wishes[number] = _Wish(digest)
         self._waiting.append(number)
         self._ask()
         return number
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for this outcome any more."""
-        if self._wishes.pop(number, None) is not None and number in self._asked:
+        """Nobody waits for this outcome any more, and none comes."""
+        if self._wishes.pop(number, None) is None:
+            self._outcomes = [one for one in self._outcomes if one.number != number]
+        elif number in self._asked:
             self._send(Cancel(number))
+        else:
+            self._waiting.remove(number)
 
     def look(self, then: Callable[[], None]) -> None:
-        """Have `contents` renewed; `then` is called once they are, or cannot be."""
+        """Have `contents` renewed; `answer_looks` calls `then` once they are, or cannot be."""
         if self._end is None:
-            then()
+            self._answered_looks.append(then)
         else:
             self._looks.append(then)
             self._send(Look())
+
+    def answer_looks(self) -> None:
+        """Call back who looked."""
+        answered, self._answered_looks = self._answered_looks, []
+        for then in answered:
+            then()
 
     @property
     def has_outcomes(self) -> bool:
@@ -195,8 +215,8 @@ class StagingProcess:
         return bool(self._outcomes)
 
     def outcomes(self) -> list[StagedAdapter | NotStaged]:
-        """What was answered since the last call."""
-        if self._asked or self._looks or self._returned:
+        """What was answered since the last call; to be called again and again while something is waited for."""
+        if self._asked or self._looks or self._returned or self._unsent or self._waiting:
             self.receive()
         found, self._outcomes = self._outcomes, []
         return found
@@ -211,7 +231,8 @@ class StagingProcess:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                packet, descriptors = b"", []
+                # Told once, where it died with packets of ours unread; behind that are its last ones.
+                continue
             if not packet:
                 self._lose()
                 return
@@ -237,17 +258,20 @@ class StagingProcess:
         self._give_back()
         ours, theirs = socket_pair()
         ours.setblocking(False)
-        with theirs:
-            shared = (theirs.fileno(), self._memory_fd)
+        shared = (theirs.fileno(), self._memory_fd)
+        with theirs, ExitStack() as stack:
+            stack.enter_context(ours)
             self._process = subprocess.Popen(  # noqa: S603 - our own program
                 [*_COMMAND, *map(str, shared)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=shared,
                 env=_environment(),
             )
+            stack.pop_all()
         self._end = ours
         self._started_s = self._clock()
         self._is_opened = False
+        self._refusal = None
         self._unsent.clear()
         self._send(self._config)
         pieces = [(number, *piece) for number, piece in self._given_out.items()]
@@ -261,9 +285,14 @@ class StagingProcess:
         self._give_back()
         if self._end is None:
             if self._clock() < self._started_s + RESTART_S:
+                # Later: see `outcomes`.
+                return
+            self._started_s = self._clock()
+            try:
+                self._start()
+            except OSError:
                 self._fail(list(self._wishes))
                 return
-            self._start()
         while self._waiting and len(self._asked) < MAX_ASKED:
             number = self._waiting.popleft()
             wish = self._wishes.get(number)
@@ -300,28 +329,31 @@ class StagingProcess:
 
     def _take(self, message: FromStaging, descriptors: list[int]) -> None:
         match message:
-            case Opened():
+            case Opened(counts=counts):
                 self._is_opened = True
+                self._counts = counts
             case Refused(message=text):
                 self._refusal = text
             case Staged(number=number, begin=begin):
                 wish = self._answered(message)
-                memory = None if begin is not None else mapped(descriptors[0])
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                if wish is not None:
+                memory = None if begin is not None else _content(descriptors)
+                if wish is None:
+                    if begin is not None:
+                        self._send(Release((number,)))
+                elif begin is None and memory is None:
+                    self._outcomes.append(NotStaged(number, wish.digest, "there is no memory for the adapter"))
+                else:
                     self._outcomes.append(StagedAdapter(number, self._packed(wish.digest, message, memory)))
-                elif begin is not None:
-                    self._send(Release((number,)))
             case Failed(number=number, message=text):
                 wish = self._answered(message)
                 if wish is not None:
                     self._outcomes.append(NotStaged(number, wish.digest, text))
             case Looked(counts=counts):
                 self._counts = counts
-                self.contents = decode_contents(mapped(descriptors[0]).data)
-                os.close(descriptors[0])
-                self._answer_looks()
+                content = _content(descriptors)
+                if content is not None:
+                    self.contents = decode_contents(content.data)
+                self._answered_looks.append(self._looks.popleft())
 
     def _packed(self, digest: str, staged: Staged, memory: npt.NDArray[np.uint8] | None) -> PackedAdapter:
         """An adapter in memory of its own, or else in what is shared."""
@@ -357,28 +389,41 @@ class StagingProcess:
         self._end.close()
         self._end = None
         self._process.kill()
-        print(f"the staging process ended: exit code {self._process.wait()}", file=sys.stderr)
+        code = self._process.wait()
+        if self._refusal is None:
+            print(f"the staging process ended: exit code {code}", file=sys.stderr)
         self._past_counts = of_the_past(self._counted())
         self._counts = None
         self._asked.clear()
         self._fail([number for number, wish in self._wishes.items() if wish.num_tries >= MAX_TRIES])
         self._waiting = deque(self._wishes)
-        self._answer_looks()
+        self._answered_looks += self._looks
+        self._looks.clear()
         self._ask()
 
     def _fail(self, numbers: list[int]) -> None:
         for number in numbers:
             wish = self._wishes.pop(number)
-            message = f"adapter {wish.digest[:12]} cannot be loaded: the process that fetches adapters ended"
+            reason = self._refusal or "the process that fetches adapters ended"
+            message = f"adapter {wish.digest[:12]} cannot be loaded: {reason}"
             self._outcomes.append(NotStaged(number, wish.digest, message))
-
-    def _answer_looks(self) -> None:
-        looks, self._looks = self._looks, []
-        for then in looks:
-            then()
 
     def _counted(self) -> LoadCounts:
         return self._past_counts if self._counts is None else added(self._past_counts, decode_counts(self._counts))
+
+
+def _content(descriptors: list[int]) -> npt.NDArray[np.uint8] | None:
+    """A copy of the memory that came with a packet; None where there were no descriptors or no memory to be had.
+
+    A mapping would keep its descriptor, of which a process has few.
+    """
+    try:
+        return mapped(descriptors[0]).copy() if descriptors else None
+    except OSError:
+        return None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _environment() -> dict[str, str]:

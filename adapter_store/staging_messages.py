@@ -65,6 +65,8 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 class Opened(msgspec.Struct, frozen=True, tag=True):
     """The tiers can be used."""
 
+    counts: msgspec.Raw
+
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """They cannot, and the process ends; `message` says how to mend it."""
@@ -100,7 +102,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Looked(msgspec.Struct, frozen=True, tag=True):
-    """With the packet comes the descriptor of memory that holds the TierContents, too long for a packet."""
+    """With the packet comes the descriptor of memory that holds the TierContents, too long for a packet.
+
+    Without one they cannot be told.
+    """
 
     counts: msgspec.Raw
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from loramux.adapter_store.errors import InvalidBlobUrl, StoreError
 from loramux.adapter_store.host_slab import HostSlab, mapped, shared_memory
 from loramux.adapter_store.leases import Lease
 from loramux.adapter_store.load_timelines import LoadTimelines, PassedStage
+from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.staging_messages import (
     MAX_MESSAGE_CHARS,
     MAX_PACKET_BYTES,
@@ -59,18 +61,24 @@ class StagingServer:
         self._store = store
         self._slab = slab
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="staging")
+        # Who looks does not wait for a blob store.
+        self._looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
         self._sending = threading.Lock()
         # Leases, and pieces that an earlier process gave out.
         self._given_out: dict[int, Lease | npt.NDArray[np.uint8]] = {}
+        # By where they begin, until the first request comes.
+        self._inherited: dict[int, npt.NDArray[np.uint8]] = {}
         self._under_way: dict[int, Cancellation] = {}
 
     def serve(self) -> None:
-        """Run until the engine is gone."""
+        """Tell that the tiers are open, and run until the engine is gone."""
+        self._send(Opened(self._counts()))
         while packet := self._end.recv(MAX_PACKET_BYTES):
             match decode_to_staging(packet):
                 case Occupied(pieces=pieces):
                     self._occupy(pieces)
                 case Stage(number=number, digest=digest):
+                    self._inherited.clear()
                     cancellation = self._under_way[number] = Cancellation()
                     self._threads.submit(self._stage, number, digest, cancellation)
                 case Cancel(number=number):
@@ -81,23 +89,21 @@ class StagingServer:
                     for number in numbers:
                         self._take_back(number)
                 case Look():
-                    self._threads.submit(self._look)
+                    self._looking.submit(self._look)
 
     def _occupy(self, pieces: tuple[tuple[int, int, int], ...]) -> None:
-        found: dict[int, npt.NDArray[np.uint8]] = {}
         for number, begin, num_bytes in pieces:
             # One adapter may have been given out twice.
-            if begin not in found:
-                found[begin] = self._slab.occupy(begin, num_bytes)
-            self._given_out[number] = found[begin]
+            if begin not in self._inherited:
+                self._inherited[begin] = self._slab.occupy(begin, num_bytes)
+            self._given_out[number] = self._inherited[begin]
 
     def _stage(self, number: int, digest: str, cancellation: Cancellation) -> None:
         timelines = self._store.figures.timelines
         assert timelines is not None
         timelines.begin(digest)
         try:
-            lease = self._store.lease(digest, cancel=cancellation)
-            self._give_out(number, lease)
+            self._give_out(number, self._store.lease(digest, cancel=cancellation))
         except StoreError as error:
             self._send(Failed(number, str(error)[:MAX_MESSAGE_CHARS], self._stages(digest), self._counts()))
         except Exception as error:
@@ -108,11 +114,28 @@ class StagingServer:
             self._under_way.pop(number, None)
 
     def _give_out(self, number: int, lease: Lease) -> None:
-        packed = lease.packed
-        begin = self._slab.offset_of(packed.payload)
-        staged = Staged(
+        try:
+            staged = self._staged(number, lease.packed)
+            if staged.begin is None:
+                with lease, _memory_of(lease.packed.payload.reshape(-1)) as descriptor:
+                    self._send(staged, descriptor)
+                return
+        except BaseException:
+            lease.release()
+            raise
+        self._given_out[number] = lease
+        # The engine may give it back at once, and then nothing here may hold it.
+        del lease
+        try:
+            self._send(staged)
+        except BaseException:
+            self._take_back(number)
+            raise
+
+    def _staged(self, number: int, packed: PackedAdapter) -> Staged:
+        return Staged(
             number,
-            begin,
+            self._slab.offset_of(packed.payload),
             packed.layout.ranks.tobytes(),
             packed.layout.outer_ranks.tobytes(),
             packed.scales.tobytes(),
@@ -120,15 +143,8 @@ class StagingServer:
             self._stages(packed.digest),
             self._counts(),
         )
-        if begin is not None:
-            self._given_out[number] = lease
-            self._send(staged)
-            return
-        with lease, _memory_of(packed.payload.reshape(-1)) as descriptor:
-            self._send(staged, descriptor)
 
     def _take_back(self, number: int) -> None:
-        # Memory is free once the last reference is gone, which are those of this call.
         given_out = self._given_out.pop(number)
         if isinstance(given_out, Lease):
             given_out.release()
@@ -141,8 +157,11 @@ class StagingServer:
 
     def _look(self) -> None:
         (disk,) = (one for one in self._store.contents() if one.tier == "disk")
-        with _memory_of(np.frombuffer(encode(disk), np.uint8)) as descriptor:
-            self._send(Looked(self._counts()), descriptor)
+        try:
+            with _memory_of(np.frombuffer(encode(disk), np.uint8)) as descriptor:
+                self._send(Looked(self._counts()), descriptor)
+        except OSError:
+            self._send(Looked(self._counts()))
 
     def _counts(self) -> msgspec.Raw:
         return msgspec.Raw(encode(without_host(self._store.figures.snapshot())))
@@ -168,11 +187,17 @@ def main() -> None:
     # Ctrl-C reaches the whole terminal group; the engine decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
-    packet = end.recv(MAX_PACKET_BYTES)
-    if packet:
-        _serve(end, HostSlab(mapped(int(sys.argv[2]))), decode_config(packet))
-    # Threads that wait for a blob store are not waited for.
-    os._exit(0)
+    code = 0
+    try:
+        packet = end.recv(MAX_PACKET_BYTES)
+        if packet:
+            _serve(end, HostSlab(mapped(int(sys.argv[2]))), decode_config(packet))
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        # Threads that wait for a blob store are not waited for.
+        os._exit(code)
 
 
 def _serve(end: socket.socket, slab: HostSlab, config: StagingConfig) -> None:
@@ -191,12 +216,11 @@ def _serve(end: socket.socket, slab: HostSlab, config: StagingConfig) -> None:
         return
     except OSError as error:
         message = (
-            f"the disk tier's directory cannot be used ({error.strerror or type(error).__name__}): give another "
+            f"the disk tier's directory cannot be used ({error.strerror or error}): give another "
             "disk_tier_dir, on a disk of this host that this user may write to"
         )
         end.send(encode(Refused(message)))
         return
-    end.send(encode(Opened()))
     with suppress(ConnectionResetError):
         StagingServer(end, store, slab, config.num_threads).serve()
 

@@ -1,4 +1,4 @@
-"""Where the engine gets packed adapters: host memory, else the local disk, else the blob store."""
+"""Where a staging process gets packed adapters: memory, else the local disk, else the blob store."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class TieredStore:
                 return Lease(packed, self.release)
             load, begins = self._load(digest)
             load.waiters.add(woken)
-        # Waking another thread would take longer than reading a small file, and hold up the engine's meanwhile.
+        # Waking another thread would take longer than reading a small file.
         if begins and not self._try(digest, load, self._source.from_disk):
             self._submit(digest, load, self._source.from_blobs)
         if cancel is not None:

@@ -49,13 +49,16 @@ class Fetcher(Protocol):
         """What the tiers hold, as of the last `look` where that takes one."""
 
     def look(self, then: Callable[[], None]) -> None:
-        """Call `then` once `contents` are those of now."""
+        """Have `attend` call `then` once `contents` are those of now, or cannot be."""
 
     def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
         """Keep up to `floor_bytes` of these adapters in host memory; see `HostTier.protect`."""
 
     def fileno(self) -> int:
-        """Of what an idle engine should poll, and `attend` to once it is readable; -1 where there is nothing now."""
+        """Of what an idle engine should poll, and `attend` to once it is readable; -1 where there is nothing now.
+
+        While somebody looks, it attends between any two steps.
+        """
 
     def attend(self) -> None:
         """Take in what has come there."""

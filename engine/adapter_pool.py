@@ -20,7 +20,7 @@ NOT_SHORT = AFTER_ALL
 
 class AdapterPhase(Enum):
     FETCHING = "fetching"
-    """A loader thread brings the packed file into memory."""
+    """The loader brings the adapter into host memory."""
     PLACING = "placing"
     """The file is here; pages or a slot are still to be found."""
     COPYING = "copying"

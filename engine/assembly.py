@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 STAGING_START_S = 30.0
 
+SPARE_BYTES = 512 << 20
+"""Of the shared memory beyond the host tier, for what is on its way and for gaps; taken only where it is written to."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssembledEngine:
@@ -74,23 +78,23 @@ def open_fetcher(
 
     Raises ConfigNotUsable for tiers that cannot be used.
     """
-    staging = StagingProcess(
-        target,
-        config.blob_url,
-        config.cache_dir,
-        config.disk_tier_bytes,
-        config.host_tier_bytes,
-        config.num_loaders,
-        figures,
-    )
-    try:
-        accelerator.pin(torch.from_numpy(staging.memory))
-        staging.await_opened(STAGING_START_S)
-    except BaseException as error:
-        staging.close()
-        if isinstance(error, StagingRefused):
+    with ExitStack() as stack:
+        try:
+            staging = StagingProcess(
+                target,
+                config.blob_url,
+                config.cache_dir,
+                config.disk_tier_bytes,
+                config.host_tier_bytes + SPARE_BYTES,
+                config.num_loaders,
+                figures,
+            )
+            stack.callback(staging.close)
+            accelerator.pin(torch.from_numpy(staging.memory[: config.host_tier_bytes]))
+            staging.await_opened(STAGING_START_S)
+        except StagingRefused as error:
             raise ConfigNotUsable(str(error)) from error
-        raise
+        stack.pop_all()
     return StagedFetcher(staging, HostStore(config.host_tier_bytes, figures), config.num_loaders, wake)
 
 

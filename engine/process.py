@@ -71,6 +71,7 @@ class EngineServer:
         self._engine = assembled.engine
         self._fetcher = assembled.fetcher
         self._fetcher_fd = -1
+        self._num_looks = 0
         self._ready = assembled.ready
         self._socket = socket
         self._wake_fd = wake_fd
@@ -92,6 +93,8 @@ class EngineServer:
             self._receive(self._timeout_ms(ran))
             self._beat()
             ran = self._engine.step() if self._engine.has_work else False
+            if self._num_looks:
+                self._fetcher.attend()
             if self._engine.num_sequences == 0:
                 self._record.note_running([])
             self._record.note_pass(ran)
@@ -163,6 +166,7 @@ class EngineServer:
             case Pin():
                 self._engine.pin(owner, message)
             case StatsRequest(with_tiers=True):
+                self._num_looks += 1
                 self._fetcher.look(lambda: self._answer(owner, message))
             case StatsRequest():
                 self._link(owner).post(self._engine.stats(message))
@@ -170,6 +174,7 @@ class EngineServer:
                 self._link(owner).grant(count)
 
     def _answer(self, owner: bytes, request: StatsRequest) -> None:
+        self._num_looks -= 1
         link = self._links.get(owner)
         if link is not None:
             link.post(self._engine.stats(request))

@@ -32,7 +32,7 @@ class StagedFetcher:
             self._found[digest] = Outcome(digest, lease)
             self._wake()
             return
-        self._expect(len(self._fetches) + 1)
+        self._expect(1)
         self._fetches[digest] = self._staging.stage(digest)
         if self._staging.has_outcomes:
             self._wake()
@@ -40,8 +40,8 @@ class StagedFetcher:
     def cancel(self, digest: str) -> None:
         number = self._fetches.pop(digest)
         if number is not None:
-            # What has come of it already is passed over where outcomes are collected.
             self._staging.cancel(number)
+            self._expect(0)
         else:
             lease = self._found.pop(digest).lease
             assert lease is not None
@@ -53,10 +53,9 @@ class StagedFetcher:
             del self._fetches[result.digest]
         for outcome in self._staging.outcomes():
             digest = outcome.digest
-            if self._fetches.get(digest) != outcome.number:
-                continue
+            assert self._fetches[digest] == outcome.number
             del self._fetches[digest]
-            self._expect(len(self._fetches))
+            self._expect(0)
             if isinstance(outcome, StagedAdapter):
                 found.append(Outcome(digest, self._host.add(outcome.packed)))
             else:
@@ -78,6 +77,7 @@ class StagedFetcher:
 
     def attend(self) -> None:
         self._staging.receive()
+        self._staging.answer_looks()
 
     def close(self) -> None:
         self._staging.close()
@@ -87,5 +87,6 @@ class StagedFetcher:
         self._found.clear()
         self._fetches.clear()
 
-    def _expect(self, num_fetches: int) -> None:
-        self._host.expect(min(num_fetches, self._num_at_once))
+    def _expect(self, num_more: int) -> None:
+        num_staged = sum(number is not None for number in self._fetches.values())
+        self._host.expect(min(num_staged + num_more, self._num_at_once))

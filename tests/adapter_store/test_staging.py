@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import threading
 import time
@@ -101,6 +102,11 @@ def place(staging: StagingProcess, found: StagedAdapter) -> int | None:
     return begin if 0 <= begin < staging.memory.size else None
 
 
+def await_place(staging: StagingProcess, digest: str, begin: int) -> None:
+    """What used that memory may take a moment to let go of it."""
+    wait_until(lambda: place(staging, staged(staging, digest)) == begin)
+
+
 def kill(staging: StagingProcess) -> None:
     os.kill(staging.pid, signal.SIGKILL)
 
@@ -118,7 +124,7 @@ def test_an_adapter_comes_from_the_blob_store_and_then_from_the_disk(bench: Benc
         timelines.begin(digest)
         found = staged(staging, digest)
         assert bench.is_right(found)
-        assert place(staging, found) == 0
+        assert place(staging, found) is not None
         timeline = timelines.take(digest)
         assert timeline is not None
         passed = [f"{one.tier} {one.stage}" for one in timeline.stages]
@@ -151,9 +157,7 @@ def test_what_nobody_uses_any_more_gives_its_memory_back(bench: Bench) -> None:
     thread.start()
     thread.join()
     gc.collect()
-    found = staged(staging, third.digest)
-    assert place(staging, found) == 0
-    assert bench.is_right(found)
+    await_place(staging, third.digest, 0)
 
 
 def test_without_room_on_the_disk_adapters_come_all_the_same(bench: Bench) -> None:
@@ -179,7 +183,21 @@ def test_what_was_cancelled_is_not_told_and_keeps_no_memory(bench: Bench) -> Non
         staging.cancel(staging.stage(adapter.digest))
     os.kill(staging.pid, signal.SIGCONT)
     wait_until(lambda: not (staging.outcomes() or staging._asked))
-    assert place(staging, staged(staging, bench.adapters[1].digest)) == 0
+    await_place(staging, bench.adapters[1].digest, 0)
+
+
+def test_an_answer_that_nobody_has_looked_at_can_be_cancelled(bench: Bench) -> None:
+    staging = bench.open()
+    number = staging.stage(bench.adapters[0].digest)
+
+    def has_come() -> bool:
+        staging.receive()
+        return staging.has_outcomes
+
+    wait_until(has_come)
+    staging.cancel(number)
+    assert staging.outcomes() == []
+    await_place(staging, bench.adapters[1].digest, 0)
 
 
 @pytest.mark.parametrize("digest", ["0" * 64, "../../etc/passwd", "", "0" * 10_000])
@@ -204,9 +222,11 @@ def test_only_so_many_are_asked_for_at_a_time_and_all_come(bench: Bench) -> None
     assert all(isinstance(one, StagedAdapter) and bench.is_right(one) for one in found)
 
 
+@pytest.mark.parametrize("max_numbers", [1, 1000])
 def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
-    bench: Bench, capfd: pytest.CaptureFixture[str]
+    bench: Bench, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, max_numbers: int
 ) -> None:
+    monkeypatch.setattr(staging_module, "MAX_NUMBERS", max_numbers)
     first, second, third = bench.adapters
     staging = bench.open()
     held = [staged(staging, first.digest), staged(staging, first.digest), staged(staging, second.digest)]
@@ -230,6 +250,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
         assert bench.is_right(one), "what was given out stays as it was"
     after = bench.figures.snapshot()
     assert after.num_loaded == before.num_loaded + 1
+    assert [tier.used_bytes for tier in after.tiers] == [tier.used_bytes for tier in before.tiers]
     # What the dead process gave out comes back to the new one.
     places = {place(staging, one) for one in held}
     held.clear()
@@ -247,14 +268,64 @@ def test_what_two_processes_die_of_fails_and_others_come_later(bench: Bench, mon
     assert [one.number for one in found] == asked
     assert all(isinstance(one, NotStaged) and "the process that fetches adapters ended" in one.message for one in found)
     assert staging.fileno() == -1
-    # One that dies at once is not followed by another at once.
-    staging.stage(bench.adapters[0].digest)
-    assert staging.has_outcomes
-    assert isinstance(outcomes(staging)[0], NotStaged)
+    # One that dies at once is not followed by another at once, and who asks meanwhile waits for the next.
+    number = staging.stage(bench.adapters[0].digest)
+    assert staging.outcomes() == []
+    assert staging.fileno() == -1
     monkeypatch.undo()
     bench.now_s += staging_module.RESTART_S
-    assert bench.is_right(staged(staging, bench.adapters[0].digest))
+    (outcome,) = outcomes(staging)
+    assert isinstance(outcome, StagedAdapter)
+    assert outcome.number == number
+    assert bench.is_right(outcome)
     assert staging.fileno() >= 0
+
+
+def test_a_process_that_cannot_be_started_again_fails_what_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = bench.open()
+    monkeypatch.setattr(staging_module, "_COMMAND", ("/nowhere/at/all",))
+    bench.now_s = 10.0
+    kill(staging)
+    staging.stage(bench.adapters[0].digest)
+    (outcome,) = outcomes(staging)
+    assert isinstance(outcome, NotStaged)
+    assert staging.fileno() == -1
+    with pytest.raises(StagingRefused, match="cannot be started"):
+        bench.open()
+
+
+def test_memory_that_cannot_be_had_fails_one_adapter(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = bench.open(memory_bytes=0)
+    num_open = len(os.listdir("/proc/self/fd"))
+
+    def full(descriptor: int) -> Any:
+        raise OSError("there is none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(staging_module, "mapped", full)
+        staging.stage(bench.adapters[0].digest)
+        (outcome,) = outcomes(staging)
+        assert isinstance(outcome, NotStaged)
+        assert "memory" in outcome.message
+    held = [staged(staging, adapter.digest) for adapter in bench.adapters]
+    assert all(bench.is_right(one) for one in held)
+    assert len(os.listdir("/proc/self/fd")) == num_open, "what lies outside the slab holds no descriptors"
+
+
+def test_a_process_that_refuses_later_says_why(bench: Bench, tmp_path: Path) -> None:
+    staging = bench.open()
+    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk").write_text("a file where a directory should be")
+    bench.now_s = 10.0
+    kill(staging)
+    staging.stage(bench.adapters[0].digest)
+    (outcome,) = outcomes(staging)
+    assert isinstance(outcome, NotStaged)
+    assert "give another disk_tier_dir" in outcome.message
+    assert str(tmp_path) not in outcome.message
+    (tmp_path / "disk").unlink()
+    bench.now_s += staging_module.RESTART_S
+    assert bench.is_right(staged(staging, bench.adapters[0].digest))
 
 
 def test_the_process_ends_with_its_engine(bench: Bench) -> None:
@@ -274,6 +345,7 @@ def test_a_look_tells_what_the_disk_holds(bench: Bench) -> None:
 
     def has_looked() -> bool:
         assert staging.outcomes() == []
+        staging.answer_looks()
         return looked.is_set()
 
     wait_until(has_looked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,6 +79,8 @@ class Fetcher:
         self.looks.append(then)
 
     def attend(self) -> None:
+        if not select.select([self._read], [], [], 0)[0]:
+            return
         self.close()
         self._read, self.write = os.pipe()
         self.num_pipes += 1

@@ -48,6 +48,7 @@ class Staging:
 
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
+        self.answers = [one for one in self.answers if one.number != number]
 
     @property
     def has_outcomes(self) -> bool:
@@ -166,9 +167,13 @@ def test_room_is_made_for_what_is_coming_before_it_comes() -> None:
         bench.staging.come(number)
     leases = [outcome.lease for outcome in bench.fetcher.outcomes()]
     assert bench.kept == ["g", "f", "e", "d"]
+    bench.fetcher.fetch("h")
+    bench.fetcher.cancel("h")
     for lease in leases:
         assert lease is not None
         lease.release()
+    bench.bring("i")
+    assert bench.kept == ["i", "g", "f", "e"], "what was cancelled is not expected any more"
 
 
 def test_closing_gives_everything_back(bench: Bench) -> None:
