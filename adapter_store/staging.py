@@ -102,8 +102,8 @@ class StagingProcess:
     """Starts the process, asks it, and starts it again where it dies. Belongs to one thread, and never waits.
 
     What was asked for is answered once in `outcomes`, or never where it was cancelled. What a dying process had not
-    answered the next one is asked for, once; what was given out stays as it is. `memory`, uint8
-    `[num_bytes]`, is where adapters lie, but for those for which it has no room.
+    answered the next one is asked for, once; what was given out stays as it is. `memory`, uint8 `[num_bytes]`, is where
+    adapters lie, but for those for which it has no room. Raises StagingRefused where there can be no process.
     """
 
     def __init__(
@@ -292,6 +292,7 @@ class StagingProcess:
                 self._start()
             except OSError:
                 self._fail(list(self._wishes))
+                self._waiting.clear()
                 return
         while self._waiting and len(self._asked) < MAX_ASKED:
             number = self._waiting.popleft()
