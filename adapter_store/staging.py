@@ -1,4 +1,4 @@
-"""The engine's side of its staging process: asks for adapters, and gets them in memory that both share."""
+"""The engine's side of staging: asks whichever process runs for adapters, and gets them in memory that both share."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import itertools
 import math
 import os
 import re
-import select
-import socket
-import subprocess
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,9 +21,9 @@ import numpy.typing as npt
 from loramux.adapter_store.errors import StoreError
 from loramux.adapter_store.host_slab import mapped, piece_of, shared_memory
 from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.staging_link import StagingLink
 from loramux.adapter_store.staging_messages import (
     MAX_NUMBERS,
-    MAX_PACKET_BYTES,
     Cancel,
     Failed,
     FromStaging,
@@ -40,12 +36,8 @@ from loramux.adapter_store.staging_messages import (
     Stage,
     Staged,
     StagingConfig,
-    ToStaging,
     decode_contents,
     decode_counts,
-    decode_from_staging,
-    encode,
-    socket_pair,
 )
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tier_contents import TierContents
@@ -60,11 +52,7 @@ MAX_TRIES = 2
 RESTART_S = 1.0
 """A process that dies younger is not followed by another before it would have been as old."""
 
-END_GRACE_S = 1.0
-"""How long a process may take to notice that its engine is done with it."""
-
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_COMMAND = (sys.executable, "-m", "loramux.adapter_store.staging_process")
 
 
 class StagingRefused(StoreError):
@@ -135,7 +123,6 @@ class StagingProcess:
         self._wishes: dict[int, _Wish] = {}
         self._waiting: deque[int] = deque()
         self._asked: set[int] = set()
-        self._unsent: deque[bytes] = deque()
         # Of the shared memory what is in use, begin and length by number, and numbers that came back from any thread.
         self._given_out: dict[int, tuple[int, int]] = {}
         self._returned: deque[int] = deque()
@@ -146,7 +133,7 @@ class StagingProcess:
         self._past_counts = TierFigures().snapshot()
         self._counts: msgspec.Raw | None = None
         self._refusal: str | None = None
-        self._end: socket.socket | None = None
+        self._link: StagingLink | None = None
         self._is_opened = False
         self.contents: TierContents | None = None
         """What the disk tier held when somebody last looked."""
@@ -157,13 +144,13 @@ class StagingProcess:
             raise StagingRefused(f"the process that fetches adapters cannot be started: {error.strerror}") from error
 
     @property
-    def pid(self) -> int:
-        """Of the process that runs, or ran last."""
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Of the process that runs; None while there is none."""
+        return None if self._link is None else self._link.process.pid
 
     def fileno(self) -> int:
         """Readable when `receive` has something to do; -1 while there is no process."""
-        return -1 if self._end is None else self._end.fileno()
+        return -1 if self._link is None else self._link.fileno()
 
     def await_opened(self, timeout_s: float) -> None:
         """Wait for the process to have opened its tiers. Raises StagingRefused."""
@@ -171,7 +158,7 @@ class StagingProcess:
         while not self._is_opened:
             if self._refusal is not None:
                 raise StagingRefused(self._refusal)
-            if self._end is None or not select.select([self._end], [], [], max(0.0, due_s - time.monotonic()))[0]:
+            if self._link is None or not self._link.wait(due_s - time.monotonic()):
                 raise StagingRefused("the process that fetches adapters did not start")
             self.receive()
 
@@ -190,18 +177,18 @@ class StagingProcess:
         """Nobody waits for this outcome any more, and none comes."""
         if self._wishes.pop(number, None) is None:
             self._outcomes = [one for one in self._outcomes if one.number != number]
-        elif number in self._asked:
-            self._send(Cancel(number))
+        elif self._link is not None and number in self._asked:
+            self._link.send(Cancel(number))
         else:
             self._waiting.remove(number)
 
     def look(self, then: Callable[[], None]) -> None:
         """Have `contents` renewed; `answer_looks` calls `then` once they are, or cannot be."""
-        if self._end is None:
+        if self._link is None:
             self._answered_looks.append(then)
         else:
             self._looks.append(then)
-            self._send(Look())
+            self._link.send(Look())
 
     def answer_looks(self) -> None:
         """Call back who looked."""
@@ -216,7 +203,8 @@ class StagingProcess:
 
     def outcomes(self) -> list[StagedAdapter | NotStaged]:
         """What was answered since the last call; to be called again and again while something is waited for."""
-        if self._asked or self._looks or self._returned or self._unsent or self._waiting:
+        has_unsent = self._link is not None and self._link.has_unsent
+        if self._asked or self._looks or self._returned or has_unsent or self._waiting:
             self.receive()
         found, self._outcomes = self._outcomes, []
         return found
@@ -224,19 +212,13 @@ class StagingProcess:
     def receive(self) -> None:
         """Take in what the process has said, or that it died."""
         self._give_back()
-        self._flush()
-        while self._end is not None:
-            try:
-                packet, descriptors, _, _ = socket.recv_fds(self._end, MAX_PACKET_BYTES, 1)
-            except BlockingIOError:
-                break
-            except ConnectionResetError:
-                # Told once, where it died with packets of ours unread; behind that are its last ones.
-                continue
-            if not packet:
-                self._lose()
-                return
-            self._take(decode_from_staging(packet), descriptors)
+        link = self._link
+        if link is not None:
+            link.flush()
+            for message, descriptors in link.packets():
+                self._take(link, message, descriptors)
+            if link.is_lost:
+                self._lose(link)
         self._ask()
 
     def close(self) -> None:
@@ -244,52 +226,35 @@ class StagingProcess:
         self._outcomes.clear()
         self._wishes.clear()
         self._waiting.clear()
-        if self._end is not None:
-            self._end.close()
-            self._end = None
-            try:
-                # It ends by itself once it finds that we are gone.
-                self._process.wait(END_GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
-    def _start(self) -> None:
+    def _start(self) -> StagingLink:
         self._give_back()
-        ours, theirs = socket_pair()
-        ours.setblocking(False)
-        shared = (theirs.fileno(), self._memory_fd)
-        with theirs, ExitStack() as stack:
-            stack.enter_context(ours)
-            self._process = subprocess.Popen(  # noqa: S603 - our own program
-                [*_COMMAND, *map(str, shared)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=shared,
-                env=_environment(),
-            )
-            stack.pop_all()
-        self._end = ours
+        link = self._link = StagingLink(self._memory_fd)
         self._started_s = self._clock()
         self._is_opened = False
         self._refusal = None
-        self._unsent.clear()
-        self._send(self._config)
+        link.send(self._config)
         pieces = [(number, *piece) for number, piece in self._given_out.items()]
         for begin in range(0, len(pieces), MAX_NUMBERS):
-            self._send(Occupied(tuple(pieces[begin : begin + MAX_NUMBERS])))
+            link.send(Occupied(tuple(pieces[begin : begin + MAX_NUMBERS])))
+        return link
 
     def _ask(self) -> None:
         if not self._waiting:
             return
         # First, so that its memory can be used for this.
         self._give_back()
-        if self._end is None:
+        link = self._link
+        if link is None:
             if self._clock() < self._started_s + RESTART_S:
                 # Later: see `outcomes`.
                 return
             self._started_s = self._clock()
             try:
-                self._start()
+                link = self._start()
             except OSError:
                 self._fail(list(self._wishes))
                 self._waiting.clear()
@@ -300,7 +265,7 @@ class StagingProcess:
             if wish is not None:
                 wish.num_tries += 1
                 self._asked.add(number)
-                self._send(Stage(number, wish.digest))
+                link.send(Stage(number, wish.digest))
 
     def _give_back(self) -> None:
         """Tell the process what is no longer used."""
@@ -309,26 +274,11 @@ class StagingProcess:
             number = self._returned.popleft()
             del self._given_out[number]
             numbers.append(number)
-        if self._end is not None:
+        if self._link is not None:
             for begin in range(0, len(numbers), MAX_NUMBERS):
-                self._send(Release(tuple(numbers[begin : begin + MAX_NUMBERS])))
+                self._link.send(Release(tuple(numbers[begin : begin + MAX_NUMBERS])))
 
-    def _send(self, message: ToStaging | StagingConfig) -> None:
-        self._unsent.append(encode(message))
-        self._flush()
-
-    def _flush(self) -> None:
-        while self._unsent and self._end is not None:
-            try:
-                self._end.send(self._unsent[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                # It is dead, as `receive` will find.
-                return
-            self._unsent.popleft()
-
-    def _take(self, message: FromStaging, descriptors: list[int]) -> None:
+    def _take(self, link: StagingLink, message: FromStaging, descriptors: list[int]) -> None:
         match message:
             case Opened(counts=counts):
                 self._is_opened = True
@@ -340,7 +290,7 @@ class StagingProcess:
                 memory = None if begin is not None else _content(descriptors)
                 if wish is None:
                     if begin is not None:
-                        self._send(Release((number,)))
+                        link.send(Release((number,)))
                 elif begin is None and memory is None:
                     self._outcomes.append(NotStaged(number, wish.digest, "there is no memory for the adapter"))
                 else:
@@ -384,13 +334,10 @@ class StagingProcess:
             self._figures.timelines.extend(wish.digest, message.stages)
         return wish
 
-    def _lose(self) -> None:
+    def _lose(self, link: StagingLink) -> None:
         """The process is gone: what it owed is asked of another one, or failed."""
-        assert self._end is not None
-        self._end.close()
-        self._end = None
-        self._process.kill()
-        code = self._process.wait()
+        self._link = None
+        code = link.end()
         if self._refusal is None:
             print(f"the staging process ended: exit code {code}", file=sys.stderr)
         self._past_counts = of_the_past(self._counted())
@@ -400,7 +347,6 @@ class StagingProcess:
         self._waiting = deque(self._wishes)
         self._answered_looks += self._looks
         self._looks.clear()
-        self._ask()
 
     def _fail(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -425,9 +371,3 @@ def _content(descriptors: list[int]) -> npt.NDArray[np.uint8] | None:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with credentials for the blob store, and the same code; without what tunes the memory of steps."""
-    kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

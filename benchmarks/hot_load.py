@@ -99,7 +99,8 @@ class OpenLoader:
     def processor_s(self) -> float:
         """Processor time of the staging process so far."""
         clock = ctypes.c_int()
-        if ctypes.CDLL(None).clock_getcpuclockid(self._staging.pid, ctypes.byref(clock)):
+        pid = self._staging.pid
+        if pid is None or ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
             raise OSError("the staging process is gone")
         return time.clock_gettime(clock.value)
 

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from loramux.adapter_store import staging as staging_module
+from loramux.adapter_store import staging_link
 from loramux.adapter_store.host_slab import ALIGNMENT
 from loramux.adapter_store.load_timelines import LoadTimelines
 from loramux.adapter_store.local_blobs import LocalBlobStore
@@ -102,13 +104,18 @@ def place(staging: StagingProcess, found: StagedAdapter) -> int | None:
     return begin if 0 <= begin < staging.memory.size else None
 
 
+def process_of(staging: StagingProcess) -> subprocess.Popen[bytes]:
+    assert staging._link is not None
+    return staging._link.process
+
+
 def await_place(staging: StagingProcess, digest: str, begin: int) -> None:
     """What used that memory may take a moment to let go of it."""
     wait_until(lambda: place(staging, staged(staging, digest)) == begin)
 
 
 def kill(staging: StagingProcess) -> None:
-    os.kill(staging.pid, signal.SIGKILL)
+    os.kill(process_of(staging).pid, signal.SIGKILL)
 
 
 def stages(bench: Bench) -> dict[str, StageCounts]:
@@ -178,10 +185,10 @@ def test_the_same_adapter_twice_lies_in_one_place_until_both_are_gone(bench: Ben
 
 def test_what_was_cancelled_is_not_told_and_keeps_no_memory(bench: Bench) -> None:
     staging = bench.open()
-    os.kill(staging.pid, signal.SIGSTOP)
+    os.kill(process_of(staging).pid, signal.SIGSTOP)
     for adapter in bench.adapters:
         staging.cancel(staging.stage(adapter.digest))
-    os.kill(staging.pid, signal.SIGCONT)
+    os.kill(process_of(staging).pid, signal.SIGCONT)
     wait_until(lambda: not (staging.outcomes() or staging._asked))
     await_place(staging, bench.adapters[1].digest, 0)
 
@@ -213,10 +220,10 @@ def test_an_adapter_that_is_nowhere_is_told(bench: Bench, digest: str) -> None:
 
 def test_only_so_many_are_asked_for_at_a_time_and_all_come(bench: Bench) -> None:
     staging = bench.open()
-    os.kill(staging.pid, signal.SIGSTOP)
+    os.kill(process_of(staging).pid, signal.SIGSTOP)
     numbers = [staging.stage(bench.adapters[place % 3].digest) for place in range(3 * MAX_ASKED)]
     assert len(staging._asked) == MAX_ASKED
-    os.kill(staging.pid, signal.SIGCONT)
+    os.kill(process_of(staging).pid, signal.SIGCONT)
     found = outcomes(staging, len(numbers))
     assert sorted(one.number for one in found) == numbers
     assert all(isinstance(one, StagedAdapter) and bench.is_right(one) for one in found)
@@ -233,9 +240,9 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
     freed = staged(staging, third.digest)
     before = bench.figures.snapshot()
     bench.now_s = 10.0
-    os.kill(staging.pid, signal.SIGSTOP)
+    os.kill(process_of(staging).pid, signal.SIGSTOP)
     number = staging.stage(third.digest)
-    dead = staging.pid
+    dead = process_of(staging).pid
     # It comes back while there is nobody to be told.
     freed_at = place(staging, freed)
     del freed
@@ -243,7 +250,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
     (outcome,) = outcomes(staging)
     assert isinstance(outcome, StagedAdapter)
     assert outcome.number == number
-    assert staging.pid != dead
+    assert process_of(staging).pid != dead
     assert capfd.readouterr().err == "the staging process ended: exit code -9\n"
     assert place(staging, outcome) == freed_at
     for one in (*held, outcome):
@@ -260,7 +267,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
 
 def test_what_two_processes_die_of_fails_and_others_come_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     staging = bench.open()
-    monkeypatch.setattr(staging_module, "_COMMAND", ("/bin/false",))
+    monkeypatch.setattr(staging_link, "COMMAND", ("/bin/false",))
     bench.now_s = 10.0
     kill(staging)
     asked = [staging.stage(adapter.digest) for adapter in bench.adapters[:2]]
@@ -283,7 +290,7 @@ def test_what_two_processes_die_of_fails_and_others_come_later(bench: Bench, mon
 
 def test_a_process_that_cannot_be_started_again_fails_what_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     staging = bench.open()
-    monkeypatch.setattr(staging_module, "_COMMAND", ("/nowhere/at/all",))
+    monkeypatch.setattr(staging_link, "COMMAND", ("/nowhere/at/all",))
     bench.now_s = 10.0
     kill(staging)
     staging.stage(bench.adapters[0].digest)
@@ -330,7 +337,7 @@ def test_a_process_that_refuses_later_says_why(bench: Bench, tmp_path: Path) -> 
 
 def test_the_process_ends_with_its_engine(bench: Bench) -> None:
     staging = bench.open()
-    process = staging._process
+    process = process_of(staging)
     staging.close()
     assert process.poll() == 0
     assert staging.fileno() == -1
@@ -354,7 +361,7 @@ def test_a_look_tells_what_the_disk_holds(bench: Bench) -> None:
     assert [one.digest for one in staging.contents.adapters] == [one.digest for one in reversed(held)]
     # Whoever looks when nobody can answer gets what is known.
     looked.clear()
-    os.kill(staging.pid, signal.SIGSTOP)
+    os.kill(process_of(staging).pid, signal.SIGSTOP)
     staging.look(looked.set)
     kill(staging)
     wait_until(has_looked)
@@ -375,12 +382,13 @@ def test_a_blob_url_that_cannot_be_is_refused_by_name(target: PackTarget, tmp_pa
 def test_a_process_that_never_opens_is_not_waited_for_without_end(
     target: PackTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_module, "_COMMAND", ("/bin/sh", "-c", "sleep 20 #"))
-    monkeypatch.setattr(staging_module, "END_GRACE_S", 0.1)
+    monkeypatch.setattr(staging_link, "COMMAND", ("/bin/sh", "-c", "sleep 20 #"))
+    monkeypatch.setattr(staging_link, "END_GRACE_S", 0.1)
     staging = StagingProcess(target, "file:///x", str(tmp_path / "disk"), PLENTY, PLENTY, 1, TierFigures())
     started_s = time.monotonic()
     with pytest.raises(StagingRefused, match="did not start"):
         staging.await_opened(0.2)
+    process = process_of(staging)
     staging.close()
-    assert staging._process.poll() is not None
+    assert process.poll() is not None
     assert time.monotonic() - started_s < 10
