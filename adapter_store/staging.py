@@ -31,6 +31,7 @@ from loramux.adapter_store.staging_messages import (
     Looked,
     Occupied,
     Opened,
+    Pong,
     Refused,
     Release,
     Stage,
@@ -87,7 +88,7 @@ class _Wish:
 
 
 class StagingProcess:
-    """Starts the process, asks it, and starts it again where it dies. Belongs to one thread, and never waits.
+    """Starts the process, asks it, and follows one that dies or hangs by another. Belongs to one thread, never waits.
 
     What was asked for is answered once in `outcomes`, or never where it was cancelled. What a dying process had not
     answered the next one is asked for, once; what was given out stays as it is. `memory`, uint8 `[num_bytes]`, is where
@@ -217,6 +218,8 @@ class StagingProcess:
             link.flush()
             for message, descriptors in link.packets():
                 self._take(link, message, descriptors)
+            if self._asked or self._looks:
+                link.watch()
             if link.is_lost:
                 self._lose(link)
         self._ask()
@@ -232,7 +235,7 @@ class StagingProcess:
 
     def _start(self) -> StagingLink:
         self._give_back()
-        link = self._link = StagingLink(self._memory_fd)
+        link = self._link = StagingLink(self._memory_fd, self._clock)
         self._started_s = self._clock()
         self._is_opened = False
         self._refusal = None
@@ -305,6 +308,9 @@ class StagingProcess:
                 if content is not None:
                     self.contents = decode_contents(content.data)
                 self._answered_looks.append(self._looks.popleft())
+            case Pong():
+                # It was enough to hear something: see `StagingLink.watch`.
+                pass
 
     def _packed(self, digest: str, staged: Staged, memory: npt.NDArray[np.uint8] | None) -> PackedAdapter:
         """An adapter in memory of its own, or else in what is shared."""

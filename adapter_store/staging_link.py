@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from loramux.adapter_store.staging_messages import (
     MAX_PACKET_BYTES,
     FromStaging,
+    Ping,
     StagingConfig,
     ToStaging,
     decode_from_staging,
@@ -24,6 +26,15 @@ from loramux.adapter_store.staging_messages import (
 END_GRACE_S = 1.0
 """How long a process may take to notice that its engine is done with it."""
 
+OPEN_S = 30.0
+"""How long a process may take until its tiers are open."""
+
+PING_S = 2.0
+"""A process from which something is awaited, and that has said nothing for this long, is asked whether it runs."""
+
+SILENCE_S = 10.0
+"""How long it may take to say so: one that is stopped, or hangs, is ended."""
+
 COMMAND = (sys.executable, "-m", "loramux.adapter_store.staging_process")
 
 
@@ -33,7 +44,7 @@ class StagingLink:
     Raises OSError where none can be started.
     """
 
-    def __init__(self, memory_fd: int) -> None:
+    def __init__(self, memory_fd: int, clock: Callable[[], float]) -> None:
         ours, theirs = socket_pair()
         ours.setblocking(False)
         shared = (theirs.fileno(), memory_fd)
@@ -48,6 +59,10 @@ class StagingLink:
             stack.pop_all()
         self._end = ours
         self._unsent: deque[bytes] = deque()
+        self._clock = clock
+        self._heard_s = clock()
+        # By when it must say something; it is to begin with saying that it has opened its tiers.
+        self._due_s = self._heard_s + OPEN_S
         self.is_lost = False
         """Whether `packets` came to the last one, since the process is dead or dying."""
 
@@ -87,9 +102,24 @@ class StagingLink:
                 # Told once, where it died with packets of ours unread; behind that are its last ones.
                 continue
             if packet:
+                self._heard_s, self._due_s = self._clock(), math.inf
                 yield decode_from_staging(packet), descriptors
             else:
                 self.is_lost = True
+
+    def watch(self) -> None:
+        """See that the process runs; to be called after `packets`, again and again, while something is awaited of it.
+
+        It is killed if it does not, which `packets` then tells.
+        """
+        now_s = self._clock()
+        if now_s >= self._due_s:
+            print(f"the staging process says nothing: process {self.process.pid} is killed", file=sys.stderr)
+            self.process.kill()
+            self._due_s = now_s + SILENCE_S
+        elif self._due_s == math.inf and now_s - self._heard_s >= PING_S:
+            self._due_s = now_s + SILENCE_S
+            self.send(Ping())
 
     def end(self) -> int:
         """Free what is left of a process that is lost; its exit code."""

@@ -62,6 +62,10 @@ class Look(msgspec.Struct, frozen=True, tag=True):
     """Say what the disk tier holds; answered by Looked."""
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answered by Pong at once, whatever is being fetched."""
+
+
 class Opened(msgspec.Struct, frozen=True, tag=True):
     """The tiers can be used."""
 
@@ -110,8 +114,12 @@ class Looked(msgspec.Struct, frozen=True, tag=True):
     counts: msgspec.Raw
 
 
-ToStaging = Occupied | Stage | Cancel | Release | Look
-FromStaging = Opened | Refused | Staged | Failed | Looked
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """The process runs."""
+
+
+ToStaging = Occupied | Stage | Cancel | Release | Look | Ping
+FromStaging = Opened | Refused | Staged | Failed | Looked | Pong
 
 _config_decoder = msgspec.msgpack.Decoder(StagingConfig)
 _to_decoder = msgspec.msgpack.Decoder(ToStaging)

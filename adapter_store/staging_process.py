@@ -39,6 +39,8 @@ from loramux.adapter_store.staging_messages import (
     Looked,
     Occupied,
     Opened,
+    Ping,
+    Pong,
     Refused,
     Release,
     Stage,
@@ -90,6 +92,8 @@ class StagingServer:
                         self._take_back(number)
                 case Look():
                     self._looking.submit(self._look)
+                case Ping():
+                    self._send(Pong())
 
     def _occupy(self, pieces: tuple[tuple[int, int, int], ...]) -> None:
         for number, begin, num_bytes in pieces:

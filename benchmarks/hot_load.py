@@ -46,6 +46,7 @@ from loramux.adapter_store.host_slab import HostSlab
 from loramux.adapter_store.host_store import HostStore
 from loramux.adapter_store.memory_blobs import MemoryBlobStore
 from loramux.adapter_store.staging import StagingProcess
+from loramux.adapter_store.staging_link import OPEN_S
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.adapter_store.tiers import TieredStore
 from loramux.engine.accelerator import HostAccelerator
@@ -63,9 +64,6 @@ TARGET = 0.8
 
 MAX_UNDER_WAY = 6
 """Adapters that are fetched and not yet copied: the memory of so many is taken."""
-
-
-START_S = 30.0
 
 MIN_FILES = 8
 """With fewer, the first and the last are most of it, beside which nothing else is under way."""
@@ -90,7 +88,7 @@ class OpenLoader:
             bench.num_loaders,
             figures,
         )
-        self._staging.await_opened(START_S)
+        self._staging.await_opened(OPEN_S)
         # Without a host tier, so that each load begins at the disk tier.
         self._fetcher = StagedFetcher(self._staging, HostStore(0, figures), bench.num_loaders, self._wake)
         self.loader = TierLoader(self._fetcher, bench.views, bench.tables, bench.accelerator, self._wake, figures)

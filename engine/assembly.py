@@ -14,6 +14,7 @@ import torch
 from loramux.adapter_store.host_store import HostStore
 from loramux.adapter_store.load_timelines import LoadTimelines
 from loramux.adapter_store.staging import StagingProcess, StagingRefused
+from loramux.adapter_store.staging_link import OPEN_S
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.accelerator import Accelerator
@@ -54,8 +55,6 @@ from loramux.kernels.threads import set_num_threads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-STAGING_START_S = 30.0
-
 SPARE_BYTES = 512 << 20
 """Of the shared memory beyond the host tier, for what is on its way and for gaps; taken only where it is written to."""
 
@@ -91,7 +90,7 @@ def open_fetcher(
             )
             stack.callback(staging.close)
             accelerator.pin(torch.from_numpy(staging.memory[: config.host_tier_bytes]))
-            staging.await_opened(STAGING_START_S)
+            staging.await_opened(OPEN_S)
         except StagingRefused as error:
             raise ConfigNotUsable(str(error)) from error
         stack.pop_all()

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -23,6 +24,7 @@ from loramux.adapter_store.load_timelines import LoadTimelines
 from loramux.adapter_store.local_blobs import LocalBlobStore
 from loramux.adapter_store.packing import PackedAdapter
 from loramux.adapter_store.staging import MAX_ASKED, NotStaged, StagedAdapter, StagingProcess, StagingRefused
+from loramux.adapter_store.staging_link import SILENCE_S
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.tier_figures import StageCounts, TierFigures
 from tests.adapter_store.house import wait_until
@@ -42,10 +44,16 @@ class Bench:
         self.now_s = 0.0
         self._opened: list[StagingProcess] = []
 
-    def open(self, memory_bytes: int = PLENTY, disk_bytes: int = PLENTY, num_threads: int = 2) -> StagingProcess:
+    def open(
+        self,
+        memory_bytes: int = PLENTY,
+        disk_bytes: int = PLENTY,
+        num_threads: int = 2,
+        blob_url: str | None = None,
+    ) -> StagingProcess:
         staging = StagingProcess(
             self._target,
-            f"file://{self._directory / 'blobs'}",
+            blob_url or f"file://{self._directory / 'blobs'}",
             str(self._directory / "disk"),
             disk_bytes,
             memory_bytes,
@@ -107,6 +115,11 @@ def place(staging: StagingProcess, found: StagedAdapter) -> int | None:
 def process_of(staging: StagingProcess) -> subprocess.Popen[bytes]:
     assert staging._link is not None
     return staging._link.process
+
+
+def heard_s(staging: StagingProcess) -> float:
+    assert staging._link is not None
+    return staging._link._heard_s
 
 
 def await_place(staging: StagingProcess, digest: str, begin: int) -> None:
@@ -333,6 +346,46 @@ def test_a_process_that_refuses_later_says_why(bench: Bench, tmp_path: Path) -> 
     (tmp_path / "disk").unlink()
     bench.now_s += staging_module.RESTART_S
     assert bench.is_right(staged(staging, bench.adapters[0].digest))
+
+
+def test_a_process_that_says_nothing_is_killed_and_followed_by_another(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    staging = bench.open()
+    bench.now_s = 1000.0
+    stopped = process_of(staging).pid
+    os.kill(stopped, signal.SIGSTOP)
+    number = staging.stage(bench.adapters[0].digest)
+    looked: list[bool] = []
+    staging.look(lambda: looked.append(True))
+    assert staging.outcomes() == []
+    bench.now_s += SILENCE_S - 0.1
+    assert staging.outcomes() == []
+    assert process_of(staging).poll() is None
+    bench.now_s += 0.1
+    (outcome,) = outcomes(staging)
+    assert isinstance(outcome, StagedAdapter)
+    assert outcome.number == number
+    assert bench.is_right(outcome)
+    assert process_of(staging).pid != stopped
+    staging.answer_looks()
+    assert looked == [True]
+    assert f"process {stopped} is killed" in capfd.readouterr().err
+
+
+def test_a_process_that_waits_for_the_blob_store_is_let_live(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        staging = bench.open(blob_url="s3://silent")
+        process = process_of(staging)
+        staging.stage(bench.adapters[0].digest)
+        for _ in range(5):
+            bench.now_s += SILENCE_S
+            # It is asked, and may take what time the machine needs to say that it runs.
+            wait_until(lambda: not staging.outcomes() and heard_s(staging) == bench.now_s)
+        assert process_of(staging) is process
 
 
 def test_the_process_ends_with_its_engine(bench: Bench) -> None:

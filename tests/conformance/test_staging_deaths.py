@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -46,6 +47,15 @@ def test_adapters_come_although_the_staging_process_dies_and_it_ends_with_its_en
                 for other in (name, *NAMES):
                     assert logprobs(http, other) == pytest.approx(right[other], abs=1e-6)
             assert len(staging) == len(NAMES)
+            stopped = child_of(engine, b"loramux.adapter_store.staging_process")
+            os.kill(stopped, signal.SIGSTOP)
+            with ThreadPoolExecutor(1) as pool:
+                cold = pool.submit(logprobs, http, NAMES[0])
+                for _ in range(10):
+                    logprobs(http, "demo-base")
+                assert not cold.done(), "of the base nobody waits for adapters"
+                assert cold.result() == pytest.approx(right[NAMES[0]], abs=1e-6)
+            assert not Path(f"/proc/{stopped}").exists()
             assert child_of(server.pid, b"loramux.engine.process") == engine
             last = child_of(engine, b"loramux.adapter_store.staging_process")
             os.kill(engine, signal.SIGKILL)
