@@ -15,8 +15,6 @@ class SharedLoad:
 
     waiters: set[threading.Event] = field(default_factory=set)
     """Each is set once the load is through; who leaves before that takes its own away."""
-    is_prefetch: bool = False
-    """Nobody need wait for it: it goes on until it is through."""
     is_through: bool = False
     packed: PackedAdapter | None = None
     error: BaseException | None = None
@@ -24,7 +22,7 @@ class SharedLoad:
 
     @property
     def is_wanted(self) -> bool:
-        return self.is_prefetch or bool(self.waiters)
+        return bool(self.waiters)
 
     def result(self) -> PackedAdapter:
         """What came of a load that is through. Raises AdapterUnavailable or AdapterCorrupt."""

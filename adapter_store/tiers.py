@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,8 +32,6 @@ _Way = Callable[[str, HostMemory, Callable[[], None]], PackedAdapter | None]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_LOADS = 64
 """Loads on threads of their own, those included that were given up but hang in the blob store; more wait for one."""
-
-_MAX_PREFETCHES = 8
 
 
 class TieredStore:
@@ -101,7 +99,7 @@ class TieredStore:
             load.waiters.add(woken)
         # Waking another thread would take longer than reading a small file.
         if begins and not self._try(digest, load, self._source.from_disk):
-            self._submit(digest, load, self._source.from_blobs)
+            self._submit(digest, load)
         if cancel is not None:
             cancel.when_cancelled(woken.set)
         woken.wait(None if due_s is None else min(max(0.0, due_s - time.monotonic()), threading.TIMEOUT_MAX))
@@ -114,28 +112,6 @@ class TieredStore:
         if cancel is not None and cancel.is_cancelled:
             raise _cancelled(digest)
         raise AdapterUnavailable(f"adapter {digest[:12]} was not loaded within {deadline_s} s")
-
-    def prefetch(self, digest: str) -> bool:
-        """Begin to bring an adapter into host memory for later; False where too many are on their way already.
-
-        Never waits, and says nothing of failures: whoever leases the adapter will learn of them.
-        """
-        _check_digest(digest)
-        with self._lock:
-            if digest in self._host:
-                return True
-            if digest not in self._loads and sum(one.is_prefetch for one in self._loads.values()) >= _MAX_PREFETCHES:
-                return False
-            load, begins = self._load(digest)
-            load.is_prefetch = True
-        if begins:
-            self._submit(digest, load, self._source.from_disk, self._source.from_blobs)
-        return True
-
-    def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
-        """Keep up to `floor_bytes` of these adapters in host memory; see `HostTier.protect`."""
-        with self._lock:
-            self._host.protect(group, digests, floor_bytes)
 
     def contents(self) -> tuple[TierContents, ...]:
         """What both bounded tiers hold; reads no file."""
@@ -156,10 +132,10 @@ class TieredStore:
         load = self._loads[digest] = SharedLoad()
         return load, True
 
-    def _submit(self, digest: str, load: SharedLoad, *ways: _Way) -> None:
-        """Have a thread of ours bring an adapter, by the first way that can."""
+    def _submit(self, digest: str, load: SharedLoad) -> None:
+        """Have a thread of ours bring an adapter from the blob store."""
         try:
-            self._loaders.submit(lambda: any(self._try(digest, load, way) for way in ways))
+            self._loaders.submit(self._try, digest, load, self._source.from_blobs)
         except RuntimeError:
             # The process ends, or may have no more threads; what was queued all the same finds that it is through.
             self._end(digest, load, None, AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more"))

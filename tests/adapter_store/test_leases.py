@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,8 @@ def test_a_load_that_gets_no_thread_fails_once_and_leaves_nothing(
     stored = bench.adapter()
     kept: list[Callable[[], bool]] = []
 
-    def refuse(work: Callable[[], bool]) -> None:
-        kept.append(work)
+    def refuse(work: Callable[..., bool], *arguments: object) -> None:
+        kept.append(partial(work, *arguments))
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as without_threads:
@@ -230,47 +231,6 @@ def test_a_store_that_hangs_for_one_adapter_keeps_no_other_waiting(bench: Bench)
     assert not stuck.done()
     bench.blobs.may_answer.set()
     stuck.result(10).release()
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["before the lease", "beside the lease"])
-def test_a_prefetch_shares_its_load(bench: Bench, is_first: bool) -> None:
-    stored = bench.adapter()
-    bench.hold_up()
-    if is_first:
-        assert bench.store.prefetch(stored.digest)
-    lease = bench.lease_elsewhere(stored.digest)
-    until(lambda: any(load.waiters for load in bench.store._loads.values()))
-    assert bench.store.prefetch(stored.digest)
-    bench.blobs.may_answer.set()
-    lease.result(10).release()
-    assert bench.blobs.num_gets == {"packed": 1}
-
-
-def test_a_prefetched_adapter_is_there_without_a_lease_and_may_be_evicted(bench: Bench) -> None:
-    stored = bench.adapter()
-    assert bench.store.prefetch(stored.digest)
-    until(lambda: bench.store.host_used_bytes == stored.packed.payload.nbytes)
-    bench.blobs.is_down = True
-    with bench.store.lease(stored.digest) as lease:
-        np.testing.assert_array_equal(lease.packed.payload, stored.packed.payload)
-    assert bench.store.prefetch(stored.digest), "it is there"
-    small = bench.reopen(host_bytes=0)
-    assert small.prefetch(stored.digest)
-    until(lambda: small.figures.snapshot().num_loaded == 1)
-    assert small.host_used_bytes == 0
-
-
-def test_prefetches_are_bounded_and_their_failures_wait_for_who_asks(bench: Bench) -> None:
-    bench.hold_up()
-    bench.blobs.is_down = True
-    digests = [f"{number:064x}" for number in range(12)]
-    begun = [bench.store.prefetch(digest) for digest in digests]
-    assert begun == [True] * 8 + [False] * 4
-    bench.blobs.may_answer.set()
-    until(lambda: bench.store.figures.snapshot().num_failed == 8)
-    with pytest.raises(AdapterUnavailable):
-        bench.store.lease(digests[0])
-    assert bench.store.prefetch(digests[11]), "the others are through"
 
 
 def test_callers_who_come_and_go_at_random_are_all_answered(bench: Bench) -> None:
