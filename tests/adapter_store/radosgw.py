@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from pathlib import Path
 
 import boto3
 import httpx
+
+from tests.ports import free_port
 
 PACKAGES = ("radosgw", "ceph-mon", "ceph-osd")
 PROGRAMS = ("setpriv", "monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
@@ -99,7 +100,7 @@ class Radosgw:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
-        port, mon_port = _free_port(), _free_port()
+        port, mon_port = free_port(), free_port()
         fsid = str(uuid.uuid4())
         values = {"fsid": fsid, "mon_port": mon_port, "port": port, "directory": self._directory}
         self._config.write_text(_CONFIG.format(**values))
@@ -187,12 +188,6 @@ def _how_to_install(missing: list[str]) -> str:
         f"these programs are missing: {', '.join(missing)}; on Debian 12 install them as root with "
         f"`apt-get install --no-install-recommends {' '.join(PACKAGES)}`"
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -199,13 +199,13 @@ def test_a_long_validation_keeps_its_claim(
         DirectValidator(),
         registry.create_adapter(make_tenant("acme"), "support").id,
     )
-    ingest = house.another(tmp_path / "first", lease_s=0.9)
+    ingest = house.another(tmp_path / "first", lease_s=3)
     other = VersionClaims(database)
     version = make_version(house, make_adapter)
     assert isinstance(house.validator, DirectValidator)
 
     def take_long() -> None:
-        for _ in range(26):
+        for _ in range(80):
             threading.Event().wait(0.05)
             assert other.take(version.id) is None
 

@@ -174,7 +174,7 @@ def test_all_processes_of_the_group_are_killed(
         f"    open({str(note)!r}, 'w').write(str(os.getpid()) + '.')\n"
         "time.sleep(60)"
     )
-    validator = SubprocessValidator(timeout_s=1 if way == "timeout" else 30, command=(sys.executable, "-S", "-c", code))
+    validator = SubprocessValidator(timeout_s=5 if way == "timeout" else 30, command=(sys.executable, "-S", "-c", code))
 
     def close() -> None:
         while not note.exists() or "." not in note.read_text():
@@ -244,11 +244,17 @@ def test_a_process_that_cannot_work_says_nothing_about_the_adapter(job: Validati
 
 def test_closing_ends_what_runs_without_a_verdict(job: ValidationJob, target: PackTarget) -> None:
     validator = SubprocessValidator()
-    timer = threading.Timer(0.05, validator.close)
-    timer.start()
+
+    def close() -> None:
+        while not validator._running:
+            time.sleep(0.001)
+        validator.close()
+
+    thread = threading.Thread(target=close)
+    thread.start()
     with pytest.raises(ValidationFailed, match="stopped"):
         validator.validate(job, target)
-    timer.join()
+    thread.join()
     with pytest.raises(ValidationFailed, match="stopped"):
         validator.validate(job, target)
 

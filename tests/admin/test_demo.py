@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")} | {
     "PYTHONPATH": ".src"
 }
@@ -20,8 +22,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 
 @pytest.fixture
 def ports() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        return first.getsockname()[1], second.getsockname()[1]
+    return free_port(), free_port()
 
 
 def demo(*arguments: object) -> subprocess.Popen[str]:

@@ -28,7 +28,7 @@ from loramux.admin.services import AdminServices
 from loramux.platform.tenants import TenantChanges
 from tests.admin.conftest import CONSOLE_HOST, AdminSide, client_of
 from tests.admin.oidc_fake import FakeProvider, fake_provider, shared_secret
-from tests.conformance.served import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 

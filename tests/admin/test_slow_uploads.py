@@ -70,7 +70,7 @@ def test_slow_uploads_hold_up_only_each_other(
     file_path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "WAIT_S", 1.5)
+    monkeypatch.setattr(places, "WAIT_S", 5)
     uploading = admin_side.services.uploading
     with ExitStack() as stack:
         # More than anyio's threads for everybody, which are 40.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from loramux.admin.demo_server import DemoServer
 from loramux.admin.push import push_adapter
 from tests.browser.browser_tools import axe_source, chromium_path
 from tests.platform.faulty_postgres import FaultyPostgres, faulty_postgres
+from tests.ports import free_port
 
 NUM_QUESTIONS = 4
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-proxy-server"]
@@ -57,7 +57,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, postgres: FaultyPostgres) -> 
     # Machines that do much else at the same time are slow to start, which is not what is tested here.
     demo_server.START_TIMEOUT_S = 600.0
     more = ["--database-url", postgres.url]
-    server = DemoServer(DEMO_FILES / "base", data_dir, _free_port(), _free_port(), SERVED_NAME, more)
+    server = DemoServer(DEMO_FILES / "base", data_dir, free_port(), free_port(), SERVED_NAME, more)
     try:
         with server.client() as client:
             server.wait_until(client.is_alive, "listening")
@@ -169,9 +169,3 @@ def _note(tab: Tab, message: Any) -> None:
     # A refused policy shows as an error of the console; an answer that a test provokes on purpose is none.
     if message.type == "error" and "Failed to load resource" not in message.text:
         tab.complaints.append(message.text)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -24,7 +24,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.tenants import Tenant, Tenants
-from tests.conformance.served import free_port
+from tests.ports import free_port
 
 PATIENCE_S = 60.0
 

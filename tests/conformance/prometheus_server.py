@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tests.conformance.served import free_port
+from tests.ports import free_port
 
 PACKAGE, PROGRAMS = "prometheus", ("prometheus", "promtool")
 DEPLOY = Path(__file__).parents[2] / "platform" / "deploy"

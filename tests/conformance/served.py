@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,13 +18,9 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
+from tests.ports import free_port
+
 LORAMUX = [sys.executable, "-m", "loramux.admin.cli"]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)

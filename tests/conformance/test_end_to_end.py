@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loramux.admin.demo.prompts import DEMO_PROMPTS
+from tests.adapter_store.house import wait_until
 from tests.conformance.documented_metrics import documented, exposed
 from tests.conformance.served import Deployment, deployment
 
@@ -283,7 +284,8 @@ def test_an_unfit_adapter_is_rejected_and_leaves_nothing(stand: Stand, tmp_path:
     error = json.loads(done.stdout)["error"]
     assert error["code"]
     assert error["message"]
-    assert stand.blobs() == before
+    # The rejection is told first.
+    wait_until(lambda: stand.blobs() == before)
     with pytest.raises(openai.NotFoundError):
         ask(stand, "harbour", name, DEMO_PROMPTS[0], stream=False)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.docs.shell_session import Typed, script_of, type_page
 from tests.docs.write import DOCS, PAGES
+from tests.ports import free_port
 
 ROOT = DOCS.parent
 DEMO = ROOT / "admin" / "demo"
@@ -39,18 +38,12 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
 
 
-def free_ports(*said: int) -> dict[int, int]:
-    with ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in said]
-        return {port: listener.getsockname()[1] for port, listener in zip(said, taken, strict=True)}
-
-
 def type_in_place(page: Path, directory: Path) -> Typed:
     """Type a page where a base and two adapters of it lie, as its reader's do."""
     shutil.copytree(DEMO / "base", directory / "my-base")
     shutil.copytree(DEMO / "adapters" / "pirate", directory / "my-adapter")
     shutil.copytree(DEMO / "adapters" / "formal", directory / "my-better-adapter")
-    ports = free_ports(8000, 8001)
+    ports = {8000: free_port(), 8001: free_port()}
     environment = {"LORAMUX_PORT": str(ports[8000]), "LORAMUX_ADMIN_PORT": str(ports[8001])}
     return type_page(page, directory, ports, environment)
 

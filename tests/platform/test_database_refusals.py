@@ -30,6 +30,7 @@ from loramux.platform.tenants import Tenants
 from tests.migrated import migrate
 from tests.platform.conftest import Gateway
 from tests.platform.faulty_postgres import faulty_postgres
+from tests.platform.lock_waits import until_wait
 from tests.platform.troubled_gateway import (
     NUM_TOKENS,
     PATIENCE_S,
@@ -162,7 +163,7 @@ async def test_postgres_that_takes_no_writes(
 async def full_and_free_again(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
     """Requests come until the disk is full; each got either its whole stream, which is in the ledger, or a 503."""
     gateway.limit("tokens_per_minute", 1_000_000)
-    gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.01)
+    gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.05)
     assert is_whole(await ask(gateway))
     streams = [asyncio.create_task(ask(gateway)) for _ in range(4)]
     await until_streaming(gateway, 4)
@@ -220,7 +221,7 @@ class CountedAdmission(Admission):
 
 
 async def test_a_deadlock_is_tried_again_and_nobody_notices(migrated_postgres_url: str, anyio_backend: str) -> None:
-    database = Database(migrated_postgres_url + "&options=-c%20deadlock_timeout%3D100ms")
+    database = Database(migrated_postgres_url + "&options=-c%20deadlock_timeout%3D1s")
     tenant = Tenants(database).create("acme")
     key = ApiKeys(database).create(tenant.id, "test").key.id
     for metric in ("tokens_per_minute", "requests_per_minute"):
@@ -255,8 +256,8 @@ async def test_a_deadlock_is_tried_again_and_nobody_notices(migrated_postgres_ur
             connection.exec_driver_sql("SET LOCAL deadlock_timeout = '10s'")
             touch(connection, last)
             has_last.set()
-            # By then the committer has the first and waits for the last.
-            time.sleep(0.05)
+            # The committer has the first by then, and waits for the last.
+            until_wait(migrated_postgres_url, 1)
             touch(connection, first)
 
     has_last = threading.Event()

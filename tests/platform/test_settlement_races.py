@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from loramux.platform.api_keys import ApiKeys
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.reservations import Closing, Extension, Operation, ReservationRequest, Settlement
 from loramux.platform.tenants import Tenants
-
-PATIENCE_S = 20.0
+from tests.platform.lock_waits import PATIENCE_S, until_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +83,6 @@ def at_once(running: Running, first: Operation, second: Operation) -> list[objec
             until_wait(running.url, number)
         holder.rollback()
         return [outcome.result(PATIENCE_S)[0] for outcome in outcomes]
-
-
-def until_wait(url: str, num_waiting: int) -> None:
-    ends_s = time.monotonic() + PATIENCE_S
-    with psycopg.connect(url, autocommit=True) as watching:
-        query = "SELECT count(DISTINCT pid) FROM pg_locks WHERE NOT granted"
-        while watching.execute(query).fetchone() != (num_waiting,):
-            assert time.monotonic() < ends_s, f"{num_waiting} should wait for a lock"
-            time.sleep(0.01)
 
 
 def test_of_two_settlements_one_counts(running: Running) -> None:

@@ -32,7 +32,7 @@ from tests.platform.troubled_gateway import (
 
 pytestmark = pytest.mark.anyio
 
-RESERVE_WAIT_S, STALLED_S = 0.8, 0.4
+RESERVE_WAIT_S, STALLED_S = 2.0, 0.4
 MARGIN_S = 1.0
 """Of a busy machine."""
 

@@ -186,7 +186,7 @@ def test_a_hung_engine_is_replaced_and_one_that_cannot_be_killed_is_not_live(
     toy: Callable[..., LocalEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
     async def scenario() -> None:
-        async with running(toy(step_timeout_s=0.7, first_delay_s=0.02)) as engine:
+        async with running(toy(step_timeout_s=2.0, first_delay_s=0.02)) as engine:
             process = engine._process
             assert process is not None
             await until(lambda: process.record.progress().num_steps > 0)
@@ -225,9 +225,9 @@ def test_closing_does_not_wait_for_an_engine_that_stands_still(toy: Callable[...
 
 def test_an_idle_engine_is_no_hung_one(toy: Callable[..., LocalEngine]) -> None:
     async def scenario() -> None:
-        async with running(toy(step_timeout_s=0.7)) as engine:
+        async with running(toy(step_timeout_s=2.0)) as engine:
             pid = engine.pid
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(2.5)
             assert engine.is_ready
             assert engine.pid == pid
 

@@ -1,0 +1,19 @@
+"""Seeing in a real PostgreSQL who waits for a lock, so that no test has to guess how long that takes."""
+
+from __future__ import annotations
+
+import time
+
+import psycopg
+
+PATIENCE_S = 20.0
+
+
+def until_wait(url: str, num_waiting: int) -> None:
+    """Until so many connections, to any of the server's databases, wait for a lock."""
+    ends_s = time.monotonic() + PATIENCE_S
+    with psycopg.connect(url, autocommit=True) as watching:
+        query = "SELECT count(DISTINCT pid) FROM pg_locks WHERE NOT granted"
+        while watching.execute(query).fetchone() != (num_waiting,):
+            assert time.monotonic() < ends_s, f"{num_waiting} should wait for a lock"
+            time.sleep(0.01)
