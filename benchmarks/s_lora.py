@@ -1,8 +1,9 @@
 """The S-LoRA workload on a CPU: does throughput hold when requests name ever more adapters than the pool can hold?
 
 An engine in process on a small base, adapters really on disk, a pool that holds some of them beside the K and V of the
-running sequences. Each number of adapters is measured twice: at a rate that the engine cannot keep up with, for
-throughput, and at about 70 % of what it can, for latencies. See `s_lora_workload.py` for where it comes from.
+running sequences. Each number of adapters has an engine of its own, all are open at once, and they take turns. Each is
+measured twice: at a rate that the engine cannot keep up with, for throughput, and at about 70 % of what it can, for
+latencies. See `s_lora_workload.py` for where it comes from.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,6 +46,9 @@ WARM_SHARE = 0.25
 PATIENCE_S = 30.0
 """How long the requests of a window are waited for once it has closed."""
 
+SEED_STRIDE = 1000
+"""Between the seeds of two rounds: none repeats another one's prompts, which the engine may still have."""
+
 CAPACITY_BATCHES = 64
 """Full batches that are queued at once to find the capacity."""
 
@@ -52,7 +57,7 @@ CAPACITY_S = 5.0
 
 
 class Measurement:
-    """One run's settings, with engines opened case by case: every case begins with an empty pool and host tier."""
+    """One run's settings, and what is done in each turn."""
 
     def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
         self.arguments = arguments
@@ -93,28 +98,29 @@ class Measurement:
             # All came to an end too early, so that the window was not full.
             seconds /= 2
 
-    def case(self, policy: str, num_adapters: int, capacity: float, calm_rate: float) -> tuple[Figures, Figures]:
+    def turn(
+        self, engine: OpenEngine, num_adapters: int, capacity: float, calm_rate: float, number: int
+    ) -> tuple[Figures, Figures]:
+        """Both windows, with the requests of that round."""
         digests = self._digests(num_adapters)
-        with self.open(self.plan, self.arguments.dtype, policy) as engine:
-            throughput = self._saturate(engine, digests, SATURATED * capacity)
-            latency = self._calm(engine, digests, calm_rate)
+        throughput = self._saturate(engine, digests, SATURATED * capacity, 42 + number * SEED_STRIDE)
+        latency = self._calm(engine, digests, calm_rate, 142 + number * SEED_STRIDE)
         return throughput, latency
 
     def _digests(self, num_adapters: int) -> Sequence[str]:
         return self.files.digests[:num_adapters]
 
-    def _saturate(self, engine: OpenEngine, digests: Sequence[str], rate: float) -> Figures:
+    def _saturate(self, engine: OpenEngine, digests: Sequence[str], rate: float, seed: int) -> Figures:
         end_s = self.warm_s + self.arguments.seconds
         # Some more than can run come at once, so that the queue is never short.
-        arrivals = self.traffic.arrivals(digests, rate, end_s, num_at_once=2 * self.plan.num_sequences)
+        arrivals = self.traffic.arrivals(digests, rate, end_s, num_at_once=2 * self.plan.num_sequences, seed=seed)
         figures = throughput_figures(drive(engine, arrivals, self.warm_s, end_s, 0.0))
         figures["rate"] = rate
         return figures
 
-    def _calm(self, engine: OpenEngine, digests: Sequence[str], rate: float) -> Figures:
+    def _calm(self, engine: OpenEngine, digests: Sequence[str], rate: float, seed: int) -> Figures:
         end_s = self.warm_s + self.arguments.seconds
-        # Other requests than before: none finds a prefix that the saturated run left.
-        arrivals = self.traffic.arrivals(digests, rate, end_s, seed=142)
+        arrivals = self.traffic.arrivals(digests, rate, end_s, seed=seed)
         figures = latency_figures(drive(engine, arrivals, self.warm_s, end_s, PATIENCE_S), self.arguments.slo)
         figures["rate"] = rate
         return figures
@@ -128,17 +134,26 @@ def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dic
         f"capacity with {min(arguments.adapters)} adapters: {capacity:.1f} requests/s; "
         f"{SATURATED * capacity:.1f} arrive for throughput, {calm_rate:.1f} for latencies"
     )
-    cases = {(policy, n): Case(policy, n, [], []) for policy in arguments.policy for n in sorted(arguments.adapters)}
-    # Round by round, so that a drift of the machine meets all cases alike.
-    for _ in range(arguments.repeats):
-        for (policy, num_adapters), case in cases.items():
-            throughput, latency = measurement.case(policy, num_adapters, capacity, calm_rate)
-            case.throughput.append(throughput)
-            case.latency.append(latency)
-            console.print(f"  {policy}, {num_adapters} adapters: {throughput['tokens_s']:.0f} tokens/s")
-            if (throughput["fewest_sequences"] or 0) <= arguments.max_sequences:
-                console.print("  [yellow]the queue ran empty: more could have been answered[/yellow]")
-    return list(cases.values()), {
+    cases = [Case(policy, n, [], []) for policy in arguments.policy for n in sorted(arguments.adapters)]
+    with ExitStack() as stack:
+        engines = [
+            (case, stack.enter_context(measurement.open(measurement.plan, arguments.dtype, case.policy)))
+            for case in cases
+        ]
+        # Round by round, so that a drift of the machine meets all cases alike. The first one fills the pools.
+        for number in range(arguments.repeats + 1):
+            for case, engine in engines:
+                throughput, latency = measurement.turn(engine, case.num_adapters, capacity, calm_rate, number)
+                if number == 0:
+                    continue
+                case.throughput.append(throughput)
+                case.latency.append(latency)
+                console.print(f"  {case.policy}, {case.num_adapters} adapters: {throughput['tokens_s']:.0f} tokens/s")
+                if (throughput["fewest_sequences"] or 0) <= arguments.max_sequences:
+                    console.print("  [yellow]the queue ran empty: more could have been answered[/yellow]")
+            # Who was first is last in the next one.
+            engines.append(engines.pop(0))
+    return cases, {
         "requests_s": capacity,
         "saturated_rate": SATURATED * capacity,
         "calm_rate": calm_rate,
