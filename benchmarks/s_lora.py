@@ -27,7 +27,7 @@ from benchmarks.s_lora_engine import OpenEngine, PoolPlan, open_engine
 from benchmarks.s_lora_figures import Figures, Goal, latency_figures, throughput_figures
 from benchmarks.s_lora_plot import draw_plot
 from benchmarks.s_lora_report import Case, summaries, tables
-from benchmarks.s_lora_run import Arrival, drive
+from benchmarks.s_lora_run import Arrival, Drive, drive, drive_in_turns
 from benchmarks.s_lora_setting import add_engine, check_answers, describe_base, lengths, open_files
 from benchmarks.s_lora_traffic import Traffic
 from benchmarks.s_lora_workload import Lengths
@@ -45,6 +45,9 @@ WARM_SHARE = 0.25
 
 PATIENCE_S = 30.0
 """How long the requests of a window are waited for once it has closed."""
+
+TURN_S = 0.25
+"""How long a saturated engine has the machine before the next one does: its speed drifts within seconds."""
 
 SEED_STRIDE = 1000
 """Between the seeds of two rounds: none repeats another one's prompts, which the engine may still have."""
@@ -98,29 +101,24 @@ class Measurement:
             # All came to an end too early, so that the window was not full.
             seconds /= 2
 
-    def turn(
-        self, engine: OpenEngine, num_adapters: int, capacity: float, calm_rate: float, number: int
-    ) -> tuple[Figures, Figures]:
-        """Both windows, with the requests of that round."""
-        digests = self._digests(num_adapters)
-        throughput = self._saturate(engine, digests, SATURATED * capacity, 42 + number * SEED_STRIDE)
-        latency = self._calm(engine, digests, calm_rate, 142 + number * SEED_STRIDE)
-        return throughput, latency
-
     def _digests(self, num_adapters: int) -> Sequence[str]:
         return self.files.digests[:num_adapters]
 
-    def _saturate(self, engine: OpenEngine, digests: Sequence[str], rate: float, seed: int) -> Figures:
+    def saturate(self, engines: Sequence[tuple[Case, OpenEngine]], rate: float, number: int) -> list[Figures]:
+        """All engines' throughput in that round, where they take turns of a fraction of a second."""
         end_s = self.warm_s + self.arguments.seconds
-        # Some more than can run come at once, so that the queue is never short.
-        arrivals = self.traffic.arrivals(digests, rate, end_s, num_at_once=2 * self.plan.num_sequences, seed=seed)
-        figures = throughput_figures(drive(engine, arrivals, self.warm_s, end_s, 0.0))
-        figures["rate"] = rate
-        return figures
+        drives = []
+        for case, engine in engines:
+            digests, num_at_once = self._digests(case.num_adapters), 2 * self.plan.num_sequences
+            # Some more than can run come at once, so that the queue is never short.
+            arrivals = self.traffic.arrivals(digests, rate, end_s, num_at_once, seed=42 + number * SEED_STRIDE)
+            drives.append(Drive(engine, arrivals, self.warm_s, end_s, 0.0))
+        return [{**throughput_figures(window), "rate": rate} for window in drive_in_turns(drives, TURN_S)]
 
-    def _calm(self, engine: OpenEngine, digests: Sequence[str], rate: float, seed: int) -> Figures:
+    def calm(self, case: Case, engine: OpenEngine, rate: float, number: int) -> Figures:
+        """One engine's latencies in that round, where it has the machine to itself."""
         end_s = self.warm_s + self.arguments.seconds
-        arrivals = self.traffic.arrivals(digests, rate, end_s, seed=seed)
+        arrivals = self.traffic.arrivals(self._digests(case.num_adapters), rate, end_s, seed=142 + number * SEED_STRIDE)
         figures = latency_figures(drive(engine, arrivals, self.warm_s, end_s, PATIENCE_S), self.arguments.slo)
         figures["rate"] = rate
         return figures
@@ -140,10 +138,11 @@ def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dic
             (case, stack.enter_context(measurement.open(measurement.plan, arguments.dtype, case.policy)))
             for case in cases
         ]
-        # Round by round, so that a drift of the machine meets all cases alike. The first one fills the pools.
+        # The first round fills the pools.
         for number in range(arguments.repeats + 1):
-            for case, engine in engines:
-                throughput, latency = measurement.turn(engine, case.num_adapters, capacity, calm_rate, number)
+            saturated = measurement.saturate(engines, SATURATED * capacity, number)
+            for (case, engine), throughput in zip(engines, saturated, strict=True):
+                latency = measurement.calm(case, engine, calm_rate, number)
                 if number == 0:
                     continue
                 case.throughput.append(throughput)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.gpu_bench import CheckError
 from benchmarks.s_lora_engine import WAKE_S, OpenEngine
-from loramux.engine.messages import Add, Finished, Stats, StepOutput
+from loramux.engine.messages import Add, Finished, FromEngine, Stats, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,54 +92,107 @@ class Window:
         return int(getattr(self.after.stats, name)) - int(getattr(self.before.stats, name))
 
 
-def drive(engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s: float, patience_s: float) -> Window:
-    """Let requests arrive at their times, and step until the window closes.
+class Drive:
+    """One engine and what arrives at it. Its clock runs only while it has the machine, so that some may take turns.
 
-    From then on nothing arrives, and the requests that came in the window have `patience_s` to be answered; the rest
-    are aborted. Raises CheckError where one ends otherwise than by its length.
+    Nothing arrives once the window has closed, and the requests that came in it have `patience_s` to be answered; the
+    rest are aborted.
     """
-    window = Window(begin_s, end_s)
-    journeys: dict[str, Journey] = {}
-    left = deque(arrivals)
-    num_open = 0
-    started = time.perf_counter()
-    now = 0.0
-    while now < end_s or (num_open and now < end_s + patience_s):
-        while left and left[0].at_s <= now < end_s:
-            arrival = left.popleft()
-            journey = journeys[arrival.add.sequence_id] = Journey(arrival.at_s, engine.is_resident(arrival.add.digest))
-            if begin_s <= arrival.at_s < end_s:
+
+    def __init__(
+        self, engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s: float, patience_s: float
+    ) -> None:
+        self._engine = engine
+        self._left = deque(arrivals)
+        self._patience_s = patience_s
+        self._window = Window(begin_s, end_s)
+        self._journeys: dict[str, Journey] = {}
+        self._num_open = 0
+        self._now_s = 0.0
+        self._cpu_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        end_s = self._window.end_s
+        return self._now_s >= end_s and not (self._num_open and self._now_s < end_s + self._patience_s)
+
+    def run(self, seconds: float) -> None:
+        """Step for so long, or until it is over; raises CheckError where a request ends, but not by its length."""
+        until_s = self._now_s + seconds
+        started, cpu_started = time.perf_counter() - self._now_s, time.process_time() - self._cpu_s
+        while self._now_s < until_s and not self.is_over:
+            self._add()
+            self._look(time.process_time() - cpu_started)
+            outbox = self._engine.step(self._wait_s())
+            self._now_s = time.perf_counter() - started
+            for outbound in outbox:
+                self._take(outbound.message)
+        self._cpu_s = time.process_time() - cpu_started
+
+    def end(self) -> Window:
+        """Abort what still runs; the window."""
+        self._window.before = self._window.before or self._snapshot(self._cpu_s)
+        self._window.after = self._window.after or self._snapshot(self._cpu_s)
+        self._engine.abort()
+        return self._window
+
+    def _add(self) -> None:
+        window = self._window
+        while self._left and self._left[0].at_s <= self._now_s < window.end_s:
+            arrival = self._left.popleft()
+            was_resident = self._engine.is_resident(arrival.add.digest)
+            journey = self._journeys[arrival.add.sequence_id] = Journey(arrival.at_s, was_resident)
+            if window.begin_s <= arrival.at_s < window.end_s:
                 window.journeys.append(journey)
-            num_open += 1
-            engine.add(arrival.add)
-        if window.before is None and now >= begin_s:
-            window.before = Snapshot.of(engine)
-        if window.after is None and now >= end_s:
-            window.after = Snapshot.of(engine)
-        if begin_s <= now < end_s:
-            window.fewest_sequences = min(window.fewest_sequences, engine.num_sequences)
-        wait_s = max(0.0, min(WAKE_S, left[0].at_s - now)) if left else WAKE_S
-        outbox = engine.step(wait_s)
-        now = time.perf_counter() - started
-        is_inside = begin_s <= now < end_s
-        for outbound in outbox:
-            match outbound.message:
-                case StepOutput(outputs=outputs):
-                    for output in outputs:
-                        journey = journeys[output.sequence_id]
-                        if not journey.num_tokens:
-                            journey.first_s = now
-                            window.num_first_tokens += is_inside
-                        journey.latest_s = now
-                        journey.num_tokens += len(output.token_ids)
-                        window.num_tokens += is_inside * len(output.token_ids)
-                case Finished(sequence_id=sequence_id, reason="length"):
-                    journeys[sequence_id].end_s = now
-                    window.num_finished += is_inside
-                    num_open -= 1
-                case Finished(sequence_id=sequence_id, reason=reason, message=message):
-                    raise CheckError(f"the request {sequence_id} ended by {reason}: {message}")
-    window.before = window.before or Snapshot.of(engine)
-    window.after = window.after or Snapshot.of(engine)
-    engine.abort()
-    return window
+            self._num_open += 1
+            self._engine.add(arrival.add)
+
+    def _look(self, cpu_s: float) -> None:
+        window = self._window
+        if window.before is None and self._now_s >= window.begin_s:
+            window.before = self._snapshot(cpu_s)
+        if window.after is None and self._now_s >= window.end_s:
+            window.after = self._snapshot(cpu_s)
+        if window.begin_s <= self._now_s < window.end_s:
+            window.fewest_sequences = min(window.fewest_sequences, self._engine.num_sequences)
+
+    def _snapshot(self, cpu_s: float) -> Snapshot:
+        return Snapshot(self._engine.stats(), cpu_s)
+
+    def _wait_s(self) -> float:
+        return max(0.0, min(WAKE_S, self._left[0].at_s - self._now_s)) if self._left else WAKE_S
+
+    def _take(self, message: FromEngine) -> None:
+        window = self._window
+        is_inside = window.begin_s <= self._now_s < window.end_s
+        match message:
+            case StepOutput(outputs=outputs):
+                for output in outputs:
+                    journey = self._journeys[output.sequence_id]
+                    if not journey.num_tokens:
+                        journey.first_s = self._now_s
+                        window.num_first_tokens += is_inside
+                    journey.latest_s = self._now_s
+                    journey.num_tokens += len(output.token_ids)
+                    window.num_tokens += is_inside * len(output.token_ids)
+            case Finished(sequence_id=sequence_id, reason="length"):
+                self._journeys[sequence_id].end_s = self._now_s
+                window.num_finished += is_inside
+                self._num_open -= 1
+            case Finished(sequence_id=sequence_id, reason=reason, message=message):
+                raise CheckError(f"the request {sequence_id} ended by {reason}: {message}")
+
+
+def drive(engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s: float, patience_s: float) -> Window:
+    """All of it at once: see `Drive`."""
+    one = Drive(engine, arrivals, begin_s, end_s, patience_s)
+    one.run(math.inf)
+    return one.end()
+
+
+def drive_in_turns(drives: Sequence[Drive], turn_s: float) -> list[Window]:
+    """Give each the machine for `turn_s` at a time, so that a drift of its speed meets all alike."""
+    while not all(one.is_over for one in drives):
+        for one in drives:
+            one.run(turn_s)
+    return [one.end() for one in drives]

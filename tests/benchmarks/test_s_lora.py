@@ -7,19 +7,27 @@ import json
 import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from benchmarks import s_lora, s_lora_check, s_lora_setting
+from benchmarks import s_lora, s_lora_check, s_lora_run, s_lora_setting
+from benchmarks.s_lora_engine import OpenEngine
 from benchmarks.s_lora_figures import Goal, latency_figures, median_of
 from benchmarks.s_lora_plot import draw_plot
 from benchmarks.s_lora_report import Case, summaries
-from benchmarks.s_lora_run import Journey, Snapshot, Window
+from benchmarks.s_lora_run import Arrival, Drive, Journey, Snapshot, Window, drive_in_turns
 from benchmarks.s_lora_workload import Lengths, draw_arrivals, draw_requests
-from loramux.engine.messages import Stats
+from loramux.engine.engine import Outbound
+from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput, Stats, StepOutput
 
 LENGTHS = Lengths(8, 32)
+STATS = Stats(
+    call_id="", num_steps=0, num_running=0, num_waiting=0, num_pages=0, num_free_pages=0, num_kv_pages=0,
+    num_adapter_pages=0, num_prefix_pages=0, prompt_tokens=0, completion_tokens=0, cached_tokens=0,
+    num_adapter_loads=0, num_adapter_evictions=0, num_preemptions=0, mixed_steps=0, max_adapters_in_step=0,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +134,66 @@ def test_arrivals_have_their_rate_and_variation(cv: float) -> None:
     assert times[-1] < 400.0
 
 
+class SteadyEngine:
+    """Each step takes as long by the clock that it shares with others, and brings a token of every sequence."""
+
+    def __init__(self, clock: list[float], step_s: float) -> None:
+        self._clock = clock
+        self._step_s = step_s
+        self._left: dict[str, int] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._left)
+
+    def add(self, add: Add) -> None:
+        self._left[add.sequence_id] = add.max_tokens
+
+    def is_resident(self, digest: str | None) -> bool:
+        return True
+
+    def stats(self) -> Stats:
+        return STATS
+
+    def step(self, wait_s: float) -> list[Outbound]:
+        self._clock[0] += self._step_s
+        said: list[Outbound] = []
+        for name in list(self._left):
+            self._left[name] -= 1
+            output = SequenceOutput(sequence_id=name, token_ids=(1,))
+            said.append(Outbound(b"", StepOutput(outputs=(output,))))
+            if not self._left[name]:
+                del self._left[name]
+                said.append(
+                    Outbound(b"", Finished(sequence_id=name, reason="length", prompt_tokens=1, completion_tokens=8))
+                )
+        return said
+
+    def abort(self) -> None:
+        self._left.clear()
+
+
+def test_the_clock_of_an_engine_stands_still_while_others_have_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    now = SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: 2 * clock[0])
+    monkeypatch.setattr(s_lora_run, "time", now)
+    drives = []
+    for step_s in (1 / 64, 1 / 32):
+        arrivals = [
+            Arrival(at_s, Add(sequence_id=f"{at_s}", prompt=(1,), max_tokens=8, sampling=SamplingParams()))
+            for at_s in (0.0, 0.5, 1.0)
+        ]
+        drives.append(Drive(cast(OpenEngine, SteadyEngine(clock, step_s)), arrivals, 0.5, 1.5, 0.0))
+    quick, slow = drive_in_turns(drives, 1 / 8)
+    for window, step_s in ((quick, 1 / 64), (slow, 1 / 32)):
+        assert [one.at_s for one in window.journeys] == [0.5, 1.0]
+        assert [(one.ttft_s, one.tpot_s) for one in window.journeys] == [(step_s, step_s)] * 2
+        assert (window.num_finished, window.num_tokens) == (2, 16)
+        assert window.cpu_s == 2.0, "of others' turns nothing counts"
+    assert clock == [3.0]
+
+
 def test_goodput_counts_who_keeps_both_goals() -> None:
-    stats = Stats(
-        call_id="", num_steps=0, num_running=0, num_waiting=0, num_pages=0, num_free_pages=0, num_kv_pages=0,
-        num_adapter_pages=0, num_prefix_pages=0, prompt_tokens=0, completion_tokens=0, cached_tokens=0,
-        num_adapter_loads=0, num_adapter_evictions=0, num_preemptions=0, mixed_steps=0, max_adapters_in_step=0,
-    )  # fmt: skip
     journeys = [
         Journey(0.0, True, first_s=0.1, latest_s=0.5, end_s=0.5, num_tokens=5),
         Journey(1.0, True, first_s=1.9, latest_s=2.0, end_s=2.0, num_tokens=5),
@@ -139,7 +201,7 @@ def test_goodput_counts_who_keeps_both_goals() -> None:
         Journey(1.5, False),
     ]
     figures = latency_figures(
-        Window(0.0, 2.0, journeys, before=Snapshot(stats, 0.0), after=Snapshot(stats, 1.0)), Goal(0.5, 0.2)
+        Window(0.0, 2.0, journeys, before=Snapshot(STATS, 0.0), after=Snapshot(STATS, 1.0)), Goal(0.5, 0.2)
     )
     assert figures["goodput_requests_s"] == 0.5
     assert figures["good_share"] == 0.25
