@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
 
@@ -207,31 +208,36 @@ class FairQueue:
     def _order(self, is_ready: bool, count: int) -> list[tuple[Turn, Sequence]]:
         """The first `count` sequences of one kind, with their turns."""
         # Keys end with arrivals, which are all different: what follows them is never compared.
-        heads: list[tuple[Turn, _Cursor]] = []
+        heads: list[tuple[Turn, Sequence, Iterator[tuple[Turn, Sequence]]]] = []
         for share in self._late:
             if share.line(is_ready):
-                cursor = _Cursor(share, is_ready, self._num_admissions - share.waits_since)
-                heads.append((cursor.turn, cursor))
+                turns = _turns(share, is_ready, self._num_admissions - share.waits_since)
+                heads.append((*next(turns), turns))
         heapq.heapify(heads)
         others = self._heads[is_ready].ascending()
         following = next(others, None)
         order: list[tuple[Turn, Sequence]] = []
         while len(order) < count:
-            # A share's turn in the heap is never later than its cursor's.
+            # A share's turn in the heap is never later than its own first one here.
             while following is not None and (not heads or following[0] <= heads[0][0]):
                 share = following[1]
                 if share not in self._late:
-                    cursor = _Cursor(share, is_ready, 0)
-                    heapq.heappush(heads, (cursor.turn, cursor))
+                    turns = _turns(share, is_ready, 0)
+                    heapq.heappush(heads, (*next(turns), turns))
                 following = next(others, None)
             if not heads:
                 break
-            turn, cursor = heads[0]
-            order.append((turn, cursor.take()))
-            if cursor.is_through:
+            turn, sequence, turns = heads[0]
+            order.append((turn, sequence))
+            if following is None and len(heads) == 1:
+                # Nobody else comes between.
+                order += islice(turns, count - len(order))
+                break
+            after = next(turns, None)
+            if after is None:
                 heapq.heappop(heads)
             else:
-                heapq.heapreplace(heads, (cursor.turn, cursor))
+                heapq.heapreplace(heads, (*after, turns))
         return order
 
     def _look_for_late(self) -> None:
@@ -361,56 +367,27 @@ def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
     return 1, -sequence.add.priority, served, num_running, sequence.arrival
 
 
-class _Cursor:
-    """Goes through one share's ready or cold sequences in order, charging for each as if it had been admitted.
+def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Sequence]]:
+    """One share's ready or cold sequences with their turns, each charged for those before it as if they were admitted.
 
     Cold ones are charged what goes before them, ready ones only for ready ones: those that wait for an adapter hold up
     nobody who does not. `rounds` is how long the share has waited, if that is too long, else 0.
     """
-
-    __slots__ = ("_index", "_line", "_next_ready", "_num_running", "_ready_before", "_rounds", "_served", "_share")
-
-    def __init__(self, share: Share, is_ready: bool, rounds: int) -> None:
-        self._share = share
-        self._line = share.line(is_ready)
-        self._ready_before = islice(() if is_ready else share.ready, MAX_PASSED)
-        self._next_ready = next(self._ready_before, None)
-        self._served = share.served
-        self._num_running = share.num_running
-        self._rounds = rounds
-        self._index = 0
-        self._pass_ready()
-
-    @property
-    def is_through(self) -> bool:
-        return self._index == len(self._line)
-
-    @property
-    def turn(self) -> Turn:
-        head = self._line[self._index]
-        if self._rounds:
-            return 0, -self._rounds, 0, 0, head.arrival
-        return _turn(head, self._served, self._num_running)
-
-    def take(self) -> Sequence:
-        head = self._line[self._index]
-        self._index += 1
-        self._admit(head)
-        if not self.is_through:
-            self._pass_ready()
-        return head
-
-    def _pass_ready(self) -> None:
-        """Charge for the ready sequences that go before the next cold one."""
-        if self._next_ready is None:
-            return
-        head = place(self._line[self._index])
-        while self._next_ready is not None and place(self._next_ready) < head:
-            self._admit(self._next_ready)
-            self._next_ready = next(self._ready_before, None)
-
-    def _admit(self, sequence: Sequence) -> None:
-        self._served += INPUT_PRICE * sequence.num_tokens / self._share.weight
-        self._num_running += 1
-        # Once it is served, its share has waited for nothing.
-        self._rounds = 0
+    served, num_running, weight = share.served, share.num_running, share.weight
+    passed = iter(()) if is_ready else islice(share.ready, MAX_PASSED)
+    before = next(passed, None)
+    for sequence in share.line(is_ready):
+        own_place = place(sequence)
+        while before is not None and place(before) < own_place:
+            served += INPUT_PRICE * before.num_tokens / weight
+            num_running += 1
+            # Once it is served, its share has waited for nothing.
+            rounds = 0
+            before = next(passed, None)
+        if rounds:
+            yield (0, -rounds, 0, 0, sequence.arrival), sequence
+        else:
+            yield _turn(sequence, served, num_running), sequence
+        served += INPUT_PRICE * sequence.num_tokens / weight
+        num_running += 1
+        rounds = 0
