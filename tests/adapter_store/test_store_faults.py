@@ -26,7 +26,7 @@ NUM_RESIDENT, NUM_COLD, NUM_THREADS = 3, 8, 6
 # A load reads the packed file and twice the canonical one, deletes, and writes the packed file.
 DEADLINE_S = 4 * HURRIED.body_s + HURRIED.call_s
 MARGIN_S = 1.0
-RESIDENT_S = 2.0
+RESIDENT_S = 0.5
 """A resident adapter's lease touches memory alone; this is for threads that wait for a core."""
 
 

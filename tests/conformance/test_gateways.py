@@ -117,7 +117,7 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
     total = sum(event.completion_tokens for event in events)
     print(f"\n{num_streams} streams, {num_cut} cut, {len(events)} in the ledger, {total} tokens, {len(wrong)} wrong")
     assert wrong == []
-    assert num_cut > num_streams / 4
+    assert num_cut > num_streams / 2
     assert total == sum(truths[event.request_id].completion_tokens for event in events)
     lab.check_nothing_held()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loramux.migrations.database import Database
@@ -61,7 +61,6 @@ def test_what_is_less_than_a_nano_is_rounded_up_once(tokens: int, nanos: int) ->
     assert cost_of(price(500_000, 0, 0), tokens, 0, 0) == nanos
 
 
-@settings(deadline=None)
 @given(prices(), counts, counts, counts, counts)
 def test_what_is_held_for_parts_covers_the_whole(one: Price, prompt: int, first: int, second: int, cached: int) -> None:
     held = cost_of(one, prompt, 0, first) + cost_of(one, 0, 0, second)
@@ -96,7 +95,6 @@ def test_the_most_particular_price_of_the_nearest_owner_holds() -> None:
     assert prompt_price("ten_c", None) == 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 100), unique=True, min_size=1), st.integers(0, 101))
 def test_a_price_holds_until_the_next_one(dates: list[int], at: int) -> None:
     book = PriceBook([price(date, 0, 0, effective_us=date) for date in dates], 0)
