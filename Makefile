@@ -72,7 +72,7 @@ campaign-ingest: $(WARM) ## Servers killed at every step of the ingestion, on bo
 campaign-store-faults: $(WARM) ## A running server while its S3 store fails in every way (LORAMUX_STORE_FAULTS=1000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_store_faults.py -m campaign -s $(ARGS)
 
-campaign-gateways: $(WARM) ## Gateways raced, cut and killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _KILLS=200)
+campaign-gateways: $(WARM) ## Gateways raced, cut, stopped and killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _STOPS=1000 _KILLS=200)
 	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py tests/admin/test_gateway.py \
 		tests/platform/test_database_trouble.py tests/platform/test_database_refusals.py \
 		-m campaign -s --timeout 3600 $(ARGS)

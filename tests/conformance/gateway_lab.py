@@ -138,6 +138,11 @@ class GatewayLab:
 
         _until(is_ready, lambda: Path(gateway.settings["log"]).read_text()[-2000:])
 
+    def stop(self, gateway: LabGateway) -> None:
+        """Ask it to stop, and wait until it has."""
+        os.kill(gateway.pid, signal.SIGTERM)
+        _until(lambda: not Path(f"/proc/{gateway.pid}").exists())
+
     def kill(self, gateway: LabGateway) -> None:
         os.kill(gateway.pid, signal.SIGKILL)
         _until(lambda: not Path(f"/proc/{gateway.pid}").exists())

@@ -1,4 +1,4 @@
-"""Gateway processes that race, whose clients leave, and that are killed: quotas exact, each request settled once."""
+"""Gateway processes that race, lose clients, are stopped and are killed: quotas exact, each request settled once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.conformance.paced_engine import STEP_S
 NUM_RACERS = int(os.environ.get("LORAMUX_GATEWAY_RACERS", "1000"))
 NUM_CUTS = int(os.environ.get("LORAMUX_GATEWAY_CUTS", "10000"))
 NUM_KILLS = int(os.environ.get("LORAMUX_GATEWAY_KILLS", "200"))
+NUM_STOPS = int(os.environ.get("LORAMUX_GATEWAY_STOPS", "1000"))
 MAX_TOKENS = 10
 
 campaign = pytest.mark.campaign
@@ -119,6 +121,60 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
     assert wrong == []
     assert num_cut > num_streams / 2
     assert total == sum(truths[event.request_id].completion_tokens for event in events)
+    lab.check_nothing_held()
+
+
+@pytest.mark.parametrize("num_stops", [2, pytest.param(NUM_STOPS, marks=campaign)], ids=["few", "many"])
+def test_gateways_stopped_under_load_finish_their_streams(lab: GatewayLab, num_stops: int) -> None:
+    tenant, key = lab.account(f"stops-{num_stops}")
+    QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 10**9)
+    dice = random.Random(num_stops)
+
+    async def stream_until_refused(gateway: LabGateway, answers: list[tuple[int, bytes]]) -> None:
+        status = 200
+        while status == 200:
+            try:
+                status, answer = await ask(gateway.port, key, dice.randrange(1, 120))
+            except ConnectionError:
+                return
+            answers.append((status, answer))
+
+    async def load_and_stop(together: list[LabGateway]) -> list[tuple[int, bytes]]:
+        answers: list[tuple[int, bytes]] = []
+        streams = [asyncio.create_task(stream_until_refused(gateway, answers)) for gateway in together for _ in range(6)]
+
+        async def stop(gateway: LabGateway) -> None:
+            await asyncio.sleep(dice.uniform(0.0, 1.5))
+            await asyncio.to_thread(lab.stop, gateway)
+
+        await asyncio.gather(*map(stop, together))
+        await asyncio.gather(*streams)
+        return answers
+
+    answers: list[tuple[int, bytes]] = []
+    num_done = 0
+    while num_done < num_stops:
+        together = lab.gateways[: num_stops - num_done]
+        answers += asyncio.run(load_and_stop(together))
+        for gateway in together:
+            lab.start(gateway)
+        for gateway in together:
+            lab.wait_ready(gateway)
+        num_done += len(together)
+    lab.wait_settled()
+    statuses = Counter(status for status, _ in answers)
+    cut = [answer[-200:] for status, answer in answers if status == 200 and b"[DONE]" not in answer]
+    truths = lab.truths()
+    wrong = [
+        event
+        for event in events_of(lab, tenant.id)
+        if Truth(event.prompt_tokens, event.completion_tokens) != truths[event.request_id]
+    ]
+    print(f"\n{num_done} stops, answers by status {dict(statuses)}, {len(cut)} streams cut, {len(wrong)} bills wrong")
+    assert cut == []
+    assert wrong == []
+    # 0: the listener was closed before the request was read. 503: the gateway refuses while it drains.
+    assert set(statuses) <= {200, 0, 503}
     lab.check_nothing_held()
 
 
