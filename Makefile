@@ -80,6 +80,9 @@ campaign-gateways: $(WARM) ## Gateways raced, cut, stopped and killed (LORAMUX_G
 campaign-rollups: $(WARM) ## Processes killed in the middle of a fold, on both databases (LORAMUX_FOLD_KILLS=200)
 	$(VENV)/bin/python -m pytest tests/platform/test_rollup_crashes.py -m campaign -s --timeout 3600 $(ARGS)
 
+campaign-adversary: $(WARM) ## Attack a running server on both databases beside a polite tenant (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m tests.adversary $(ARGS)
+
 bench-first-token: $(WARM) ## Measure what quotas add to the time to first token (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.first_token $(ARGS)
 

@@ -141,7 +141,9 @@ def test_gateways_stopped_under_load_finish_their_streams(lab: GatewayLab, num_s
 
     async def load_and_stop(together: list[LabGateway]) -> list[tuple[int, bytes]]:
         answers: list[tuple[int, bytes]] = []
-        streams = [asyncio.create_task(stream_until_refused(gateway, answers)) for gateway in together for _ in range(6)]
+        streams = [
+            asyncio.create_task(stream_until_refused(gateway, answers)) for gateway in together for _ in range(6)
+        ]
 
         async def stop(gateway: LabGateway) -> None:
             await asyncio.sleep(dice.uniform(0.0, 1.5))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections import Counter
@@ -11,19 +10,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import boto3
 import httpx
 import pytest
 from moto.server import ThreadedMotoServer
-from safetensors.torch import load_file, save_file
 
 from loramux.adapter_store.s3_limits import S3Limits
 from tests.adapter_store.fault_proxy import FaultProxy, SeededPlan, no_faults
+from tests.conformance.demo_adapters import DEMO, changed_adapter
 from tests.conformance.served import deployment
 
-DEMO = Path(__file__).parents[2] / "admin" / "demo"
 NUM_RESIDENT, NUM_COLD, NUM_COLD_CLIENTS, NUM_SLOTS = 2, 12, 6, 10
 NUM_FAULTS = int(os.environ.get("LORAMUX_STORE_FAULTS", "200"))
 # A load reads the packed file and twice the canonical one, and writes the packed file; then the request runs.
@@ -178,12 +175,3 @@ def logprobs(answer: httpx.Response) -> list[float]:
     assert answer.status_code == 200, answer.text
     found: list[float] = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
     return found
-
-
-def changed_adapter(directory: Path, factor: float) -> Path:
-    """The demo's pirate, a little stronger."""
-    shutil.copytree(DEMO / "adapters" / "pirate", directory)
-    path = directory / "adapter_model.safetensors"
-    tensors: dict[str, Any] = {name: tensor.float() for name, tensor in load_file(path).items()}
-    save_file({name: tensor * factor if "lora_B" in name else tensor for name, tensor in tensors.items()}, path)
-    return directory

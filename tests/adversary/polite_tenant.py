@@ -1,0 +1,104 @@
+"""A tenant that asks at a steady rate and times each first token: `python -m tests.adversary.polite_tenant`.
+
+It is a process of its own, so that an attacking process does not slow down its clock. It reads its settings as a line
+of JSON, asks until standard input ends, and prints one line of JSON for each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoliteSettings:
+    """Whom to ask, and how often."""
+
+    port: int
+    key: str
+    model: str
+    seed: int
+    requests_per_s: float = 10.0
+    max_tokens: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request as its client saw it."""
+
+    at_s: float
+    """When it was sent, by the machine's monotonic clock."""
+    status: int
+    """0: the connection failed."""
+    first_token_s: float | None
+    """From sending the request to its first text."""
+    is_complete: bool
+    """Whether the stream ended with `[DONE]`."""
+
+
+async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:
+    """Requests as a Poisson process: one that is slow does not hold back the next."""
+    dice = random.Random(settings.seed)
+    under_way: set[asyncio.Task[None]] = set()
+
+    async def one() -> None:
+        print(json.dumps(asdict(await ask(settings, dice))), flush=True)
+
+    while not over.is_set():
+        await asyncio.sleep(dice.expovariate(settings.requests_per_s))
+        task = asyncio.create_task(one())
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
+    await asyncio.gather(*under_way)
+
+
+async def ask(settings: PoliteSettings, dice: random.Random) -> Asked:
+    """One streamed completion over a connection of its own; its prompt is new, so that no cache helps."""
+    prompt = [dice.randrange(3, 500) for _ in range(48)]
+    body = json.dumps(
+        {
+            "model": settings.model,
+            "prompt": prompt,
+            "max_tokens": settings.max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    ).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer {settings.key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    ).encode()
+    started = time.monotonic()
+    first_token_s = None
+    received = b""
+    try:
+        async with asyncio.timeout(60):
+            reader, writer = await asyncio.open_connection("127.0.0.1", settings.port)
+            try:
+                writer.write(head + body)
+                while data := await reader.read(65536):
+                    received += data
+                    if first_token_s is None and b"data: " in received:
+                        first_token_s = time.monotonic() - started
+            finally:
+                writer.transport.abort()
+    except OSError:
+        pass
+    status = int(received[9:12]) if len(received) >= 12 else 0
+    return Asked(started, status, first_token_s, b"data: [DONE]" in received)
+
+
+async def main() -> None:
+    settings = PoliteSettings(**json.loads(sys.stdin.readline()))
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin.fileno(), over.set)
+    await ask_at_a_steady_rate(settings, over)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

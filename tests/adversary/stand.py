@@ -1,0 +1,196 @@
+"""A running server with a polite tenant and an attacker, and what must be true of it once the attacks are over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import boto3
+import httpx
+from botocore.exceptions import BotoCoreError, ClientError
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import func, select
+
+from benchmarks.databases import open_database_at
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from tests.conformance.demo_adapters import DEMO, changed_adapter
+from tests.conformance.served import Deployment, deployment
+from tests.ports import free_port
+
+BASE, ADAPTER = "demo-base", "support"
+DATABASES = ("sqlite", "postgresql")
+PATIENCE_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A tenant and its keys."""
+
+    slug: str
+    tenant_id: str
+    key: str
+    """Calls adapters and the base."""
+    admin_key: str
+    """`tenant:admin`."""
+    reader_key: str
+    """`tenant:read`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where an attack finds its target."""
+
+    deployment: Deployment
+    server: subprocess.Popen[str]
+    database: Database
+    polite: Account
+    attacker: Account
+    directory: Path
+    """For the attacks' own files."""
+    undocumented: Counter[str] = field(default_factory=Counter)
+    """Answers that no client should see, by status and code; attacks add what they see."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.deployment.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.deployment.admin_port}"
+
+    @property
+    def operator(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.deployment.admin_key}"}
+
+    def metrics(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """Each series' value, by its name and its labels' values."""
+        text = httpx.get(f"{self.admin_url}/metrics", trust_env=False, timeout=10).text
+        return {
+            (sample.name, tuple(sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def num_descriptors(self) -> dict[str, int]:
+        """Open descriptors of the server and of each of its processes, by command line."""
+        found: dict[str, int] = {}
+        for pid in _family(self.server.pid):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[-60:]
+                found[command] = found.get(command, 0) + len(os.listdir(f"/proc/{pid}/fd"))
+        return found
+
+    def wait_idle(self) -> None:
+        """Until nothing runs, nothing is reserved and no version waits for its validation."""
+        wait_until(lambda: not self._under_way(), lambda: f"still under way: {self._under_way()}")
+
+    def _under_way(self) -> dict[str, int]:
+        reservations, versions = schema.reservations, schema.adapter_versions
+        with self.database.read() as connection:
+            num_open = connection.execute(
+                select(func.count()).select_from(reservations).where(reservations.c.state == "open")
+            ).scalar_one()
+            num_pending = connection.execute(
+                select(func.count()).select_from(versions).where(versions.c.state.in_(("pending", "validating")))
+            ).scalar_one()
+        return {what: number for what, number in (("reservations", num_open), ("versions", num_pending)) if number}
+
+
+@contextmanager
+def open_stand(kind: str) -> Iterator[Stand]:
+    """A server on SQLite with local blobs, or on PostgreSQL with S3; both on the demo base."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-adversary-")))
+        # One thread each for the engine and the gateway's loop, so that both have a core.
+        environment = {"LORAMUX_NUM_THREADS": "1"}
+        arguments: tuple[str, ...] = ()
+        if kind == "postgresql":
+            _, url = stack.enter_context(open_database_at(kind))
+            environment |= stack.enter_context(_s3(directory))
+            arguments = ("--database-url", url, "--blob-url", "s3://loramux-adversary/models")
+        else:
+            url = f"sqlite:///{directory / 'data' / 'loramux.db'}"
+        made = deployment(DEMO / "base", directory / "data", arguments, environment)
+        server = stack.enter_context(made.running(directory / "server.log"))
+        database = Database(url)
+        stack.callback(database.close)
+        accounts = [_account(made, slug) for slug in ("polite", "mallory")]
+        for number, account in enumerate(accounts):
+            files = changed_adapter(directory / account.slug, 1 + number / 50)
+            made.json("adapters", "push", str(files), "--tenant", account.slug, "--name", ADAPTER)
+        yield Stand(made, server, database, accounts[0], accounts[1], directory)
+
+
+def wait_until(is_so: Callable[[], bool], why: Callable[[], str]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise SystemExit(why())
+        time.sleep(0.1)
+
+
+def _account(made: Deployment, slug: str) -> Account:
+    tenant_id = made.json("tenants", "create", slug)["id"]
+
+    def key(*scopes: str) -> str:
+        options = [option for scope in scopes for option in ("--scope", scope)]
+        return str(made.json("keys", "create", "--tenant", slug, *options)["secret"])
+
+    return Account(slug, tenant_id, key(), key("tenant:admin"), key("tenant:read"))
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+@contextmanager
+def _s3(directory: Path) -> Iterator[dict[str, str]]:
+    """An S3-compatible server in a process of its own, with the bucket; the environment that leads to it."""
+    port = free_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with (directory / "s3.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
+        )
+    client = boto3.client(
+        "s3",
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+    )
+
+    def is_made() -> bool:
+        try:
+            client.create_bucket(Bucket="loramux-adversary")
+        except (BotoCoreError, ClientError):
+            return False
+        return True
+
+    try:
+        wait_until(is_made, lambda: "the S3 server did not start")
+        yield environment
+    finally:
+        server.terminate()
+        server.wait(20)

@@ -1,0 +1,20 @@
+"""Variants of the demo's adapters, each with a digest of its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+DEMO = Path(__file__).parents[2] / "admin" / "demo"
+
+
+def changed_adapter(directory: Path, factor: float) -> Path:
+    """The demo's pirate, its effect `factor` times as strong, in a new directory."""
+    shutil.copytree(DEMO / "adapters" / "pirate", directory)
+    path = directory / "adapter_model.safetensors"
+    tensors: dict[str, Any] = {name: tensor.float() for name, tensor in load_file(path).items()}
+    save_file({name: tensor * factor if "lora_B" in name else tensor for name, tensor in tensors.items()}, path)
+    return directory
