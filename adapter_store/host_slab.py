@@ -18,7 +18,7 @@ ALIGNMENT = 4096
 
 
 def shared_memory(num_bytes: int) -> int:
-    """The descriptor of so much memory, which takes none before it is written to."""
+    """The descriptor of so much memory; a page is committed when it is first written to or registered with a GPU."""
     descriptor = os.memfd_create("adapters")
     os.truncate(descriptor, max(num_bytes, 1))
     return descriptor

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,9 +45,19 @@ class CudaAccelerator:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: torch.Tensor) -> None:
-        if memory.numel():
-            # Where the driver refuses, copies from it are slower and just as right.
-            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        """Register host memory with the driver, which commits all of it at once.
+
+        Where the driver refuses, one line says so and copies are pageable: slower, and just as right.
+        """
+        if not memory.numel():
+            return
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if code != 0:
+            clear_last_error(loaded_runtimes())
+            print(
+                f"the host tier of {memory.numel()} bytes stays pageable: cudaHostRegister failed with error {code}",
+                file=sys.stderr,
+            )
 
     def fence(self) -> CudaFence:
         return CudaFence(self._steps)
@@ -70,22 +85,45 @@ class CudaAccelerator:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        # Memory that the collector frees meanwhile might be asked for its events, which a capture forbids.
-        is_collecting = gc.isenabled()
-        gc.disable()
-        try:
-            # Other threads may allocate and wait for events meanwhile; only this thread's calls are checked.
-            graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
-            step()
-            graph.capture_end()
-        finally:
-            if is_collecting:
-                gc.enable()
-        return graph.replay
+        return captured(torch.cuda.CUDAGraph(), self._graph_pool, step)
 
     def _await_uploads(self) -> None:
         # The waiting thread sleeps: a spinning one would take time from the thread that submits steps.
         done = torch.cuda.Event(blocking=True)
         done.record(self._uploads)
         done.synchronize()
+
+
+def captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Callable[[], None]) -> Callable[[], None]:
+    """Record `step` in `graph`. Whatever `step` raises, the current stream captures no more afterwards."""
+    # Memory that the collector frees meanwhile might be asked for its events, which a capture forbids.
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        # Other threads may allocate and wait for events meanwhile; only this thread's calls are checked.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            step()
+        except BaseException:
+            # A capture that failed cannot be ended without an error of its own, which says less than the first.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if is_collecting:
+            gc.enable()
+    return graph.replay
+
+
+def loaded_runtimes() -> list[ctypes.CDLL]:
+    """Every CUDA runtime that is mapped into this process; each keeps a last error of its own."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart.so" in line}
+    return [ctypes.CDLL(path) for path in sorted(paths)]
+
+
+def clear_last_error(runtimes: Iterable[ctypes.CDLL]) -> None:
+    """Forget a failure that was handled: the runtime would report it again from the next unrelated call."""
+    for runtime in runtimes:
+        runtime.cudaGetLastError()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -31,8 +32,9 @@ class GraphExecutor:
 
     A step is one copy of its metadata, the decoder up to the sample rows, the logits, and the choice of tokens. The
     decoder's part of up to MAX_GRAPH_TOKENS rows is captured the second time a shape occurs: the first run, which is
-    not captured, compiles and loads whatever kernels the shape needs. Adapters that change the embedding or the head
-    have shapes of their own, so that a step without them launches nothing for them.
+    not captured, compiles and loads whatever kernels the shape needs. A shape whose capture fails runs uncaptured from
+    then on. Adapters that change the embedding or the head have shapes of their own, so that a step without them
+    launches nothing for them.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class GraphExecutor:
         self._max_sequences = max_sequences
         self._graphs: dict[StepShape, Callable[[], None]] = {}
         self._has_run: set[StepShape] = set()
+        # Those whose capture failed, which is not tried again.
+        self._uncapturable: set[StepShape] = set()
         # Where captured steps leave the normed rows that tokens are chosen after.
         largest = step_shape(max_sequences, max_sequences, max_q=2, max_rank=0)
         self._hidden = decoder.new_hidden(largest.num_sequences)
@@ -124,14 +128,25 @@ class GraphExecutor:
     def _run(self, layout: StepLayout) -> None:
         shape = layout.shape
         replay = self._graphs.get(shape)
-        if replay is None and shape in self._has_run:
-            replay = self._graphs[shape] = self._accelerator.capture(lambda: self._forward(layout))
+        if replay is None and shape in self._has_run and shape not in self._uncapturable:
+            replay = self._capture(layout)
         if replay is not None:
             replay()
             return
         self._forward(layout)
         if shape.is_captured:
             self._has_run.add(shape)
+
+    def _capture(self, layout: StepLayout) -> Callable[[], None] | None:
+        """The shape's graph; None where it cannot be captured, which one line on standard error says."""
+        try:
+            replay = self._accelerator.capture(lambda: self._forward(layout))
+        except RuntimeError as error:
+            print(f"{layout.shape} runs without a graph, capturing it failed: {error}", file=sys.stderr)
+            self._uncapturable.add(layout.shape)
+            return None
+        self._graphs[layout.shape] = replay
+        return replay
 
     @torch.inference_mode()
     def _forward(self, layout: StepLayout) -> None:

@@ -145,6 +145,41 @@ def test_adapters_of_the_embedding_and_the_head_have_shapes_of_their_own(
     assembled.loader.close()
 
 
+def test_a_shape_whose_capture_fails_runs_uncaptured(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class RefusingAccelerator(HostAccelerator):
+        """Captures no step at all."""
+
+        num_captures = 0
+
+        def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+            self.num_captures += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    accelerator = RefusingAccelerator()
+    backend = Backend(
+        accelerator=accelerator,
+        make_kernels=lambda pool, shapes: ReferenceKernels(pool),
+        make_linear=DenseLinear,
+        activation_dtype=None,
+        sample_tokens=greedy,
+    )
+    assembled = subject.assemble(backend, max_batch_tokens=16, max_sequences=4)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    asked = requests_of(subject, [(None, 1), ("r3", 3)], num_tokens=6)
+    tokens_of(assembled.engine, [add for _, add in asked.values()])
+    for sequence_id, (name, add) in asked.items():
+        assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+    assert executor.num_graphs == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "runs without a graph" in line]
+    assert len(told) == accelerator.num_captures == len(executor._uncapturable) > 0, "each shape is tried once"
+    assembled.engine.check_integrity()
+    assembled.loader.close()
+
+
 def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
     outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
