@@ -143,8 +143,8 @@ format: $(READY) ## Format the code
 bench: $(WARM) ## Measure loramux beside peft, one run, one table (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.mixed_batch $(ARGS)
 
-bench-gpu: $(READY) ## Measure kernels and engine on a GPU, 8 minutes (CONSTRAINTS=constraints-cuda.txt ARGS='--out FILE')
-	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
+bench-gpu: $(READY) ## Measure kernels and engine on a GPU, 9 minutes (CONSTRAINTS=constraints-cuda.txt PART=lora ARGS='--out FILE')
+	$(VENV)/bin/python -m benchmarks.gpu $(if $(PART),--only $(PART)) $(ARGS)
 
 bench-s-lora: $(WARM) ## Measure throughput over 5 to 2,000 adapters on disk, 9 minutes (ARGS='--help' for settings)
 	$(VENV)/bin/python -m benchmarks.s_lora $(ARGS)

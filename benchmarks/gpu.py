@@ -1,10 +1,11 @@
 """Measure loramux on one GPU: kernels and whole engine. Answers are checked first; what is wrong is not timed.
 
 Run it from the repository root: `PYTHONPATH=.src python -m benchmarks.gpu --out FILE.json`. It needs torch >= 2.11,
-triton >= 3.6, numba, numpy, safetensors and msgspec, ends within 8 minutes on an H200, writes one JSON, and prints a
-Markdown table a part. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the answers on a small model.
-It ends with 1 if a part failed, gave a wrong answer or was cut short, and with 2 if it cannot run here. `README.md`
-says what each part shows.
+triton >= 3.6, numba, numpy, safetensors and msgspec, ends within nine minutes, writes each row to one JSON file as it
+is measured, and prints one Markdown table per part. A part that runs alone (`--only lora`) has all of that time, and
+its rows join those of other parts in the file. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the
+answers on a small model. The exit code is 1 if a part failed, gave a wrong answer or was cut short, and 2 if the
+benchmark cannot run here. `README.md` says what each part shows.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +48,7 @@ class Part:
 
     name: str
     budget_s: float
-    run: Callable[[Bench], list[Row]]
+    run: Callable[[Bench], Iterator[Row]]
     warm: Callable[[Bench, int, int], None] | None = None
     model: Callable[[Bench], Model] = model_of
 
@@ -62,24 +64,35 @@ PARTS = (
 )
 
 
-def run_part(part: Part, bench: Bench, ends_at: float) -> dict[str, Any]:
-    """One part's rows and seconds; what it raises becomes its error, and the run goes on."""
+def run_part(
+    part: Part, bench: Bench, deadline: float, keep: Callable[[dict[str, Any]], None] = lambda result: None
+) -> dict[str, Any]:
+    """One part's rows and seconds, given to `keep` after each row too, so that a run that is killed loses none.
+
+    Cases begin before `deadline`, on the monotonic clock. What the part raises becomes its error, and the run goes on.
+    """
     started = time.monotonic()
-    is_bounded = bench.is_timed and not bench.is_full
-    bench.deadline = min(ends_at, started + part.budget_s) if is_bounded else float("inf")
+    bench.deadline = deadline if bench.is_timed and not bench.is_full else float("inf")
     rows: list[Row] = []
     error = ""
     try:
-        rows = part.run(bench)
+        for row in part.run(bench):
+            rows.append(row)
+            keep(_result(part, bench, rows, time.monotonic() - started, "not finished"))
     except Exception as problem:
         traceback.print_exc()
         error = f"{type(problem).__name__}: {problem}"
     # Also after an error: nothing of this part's may stay on the card.
     with contextlib.suppress(RuntimeError):
         bench.drop()
-    seconds = time.monotonic() - started
+    result = _result(part, bench, rows, time.monotonic() - started, error)
+    bench.say(f"{part.name}: {result['seconds']} s" + (", FAILED" if result["is_failed"] else ""))
+    return result
+
+
+def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: str) -> dict[str, Any]:
+    """What is written of a part."""
     is_failed = bool(error) or any(row.is_failure for row in rows)
-    bench.say(f"{part.name}: {seconds:.1f} s" + (", FAILED" if is_failed else ""))
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv[1:],
@@ -98,15 +111,6 @@ def run_part(part: Part, bench: Bench, ends_at: float) -> dict[str, Any]:
             for row in rows
         ],
     }
-
-
-def is_broken(bench: Bench) -> bool:
-    """Whether this process has lost its device: after a fault in a kernel every further call fails."""
-    try:
-        bench.synchronize()
-        return bool(torch.ones(1, device=bench.device).item() != 1)
-    except RuntimeError:
-        return True
 
 
 def go_on_afresh(left: list[Part], arguments: argparse.Namespace, seconds: float) -> NoReturn:
@@ -217,15 +221,22 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
     warmed = warm_up(parts, arguments) if bench.is_timed and not arguments.no_warm else None
     has_failed = arguments.has_failed
-    for number, part in enumerate(parts):
-        with torch.inference_mode():
-            result = results[part.name] = run_part(part, bench, ends_at) | {"warm_up": warmed}
-        has_failed |= result["is_failed"]
-        print(table(part.name, result), flush=True)
+    is_alone = len(arguments.only) == 1
+
+    def keep(part: Part, result: dict[str, Any]) -> None:
+        results[part.name] = result | {"warm_up": warmed}
         if arguments.out:
             store(arguments.out, machine, results)
+
+    for number, part in enumerate(parts):
+        deadline = ends_at if is_alone else min(ends_at, time.monotonic() + part.budget_s)
+        with torch.inference_mode():
+            result = run_part(part, bench, deadline, partial(keep, part))
+        keep(part, result)
+        has_failed |= result["is_failed"]
+        print(table(part.name, result), flush=True)
         left = parts[number + 1 :]
-        if result["error"] and left and is_broken(bench):
+        if result["error"] and left and bench.is_broken():
             go_on_afresh(left, arguments, ends_at - time.monotonic())
     return 1 if has_failed else 0
 

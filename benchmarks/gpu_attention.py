@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,8 +80,8 @@ def cases(bench: Bench) -> list[AttentionCase]:
     return [*prefill, *decode]
 
 
-def run(bench: Bench) -> list[Row]:
-    model, rows = model_of(bench), []
+def run(bench: Bench) -> Iterator[Row]:
+    model = model_of(bench)
     wanted = cases(bench)
     itemsize = bench.dtype.itemsize
     allowed = min(MAX_KV_BYTES, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
@@ -89,14 +89,9 @@ def run(bench: Bench) -> list[Row]:
     bench.pool(model.geometry(itemsize), max(_pool_bytes(model, case, itemsize, allowed) for case in wanted))
     for number, case in enumerate(wanted):
         if bench.seconds_left <= 0:
-            rows += [Row(str(left), OURS, problem="left out: no time", is_failure=True) for left in wanted[number:]]
-            break
-        try:
-            rows += _run_case(bench, model, case, allowed)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            rows.append(Row(str(case), OURS, problem=f"left out: {error}", is_failure=True))
-        bench.release()
-    return rows
+            yield from bench.left_out(wanted[number:], OURS)
+            return
+        yield from bench.guarded(str(case), OURS, _run_case(bench, model, case, allowed))
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
@@ -229,7 +224,7 @@ def _sdpa(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
     return (decode if case.is_decode else prefill), num_layers
 
 
-def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> list[Row]:
+def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> Iterator[Row]:
     itemsize = bench.dtype.itemsize
     num_layers = _num_stored(model, case, itemsize, allowed)
     if num_layers < 1:
@@ -240,16 +235,18 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
     errors = {OURS: max(attention.check(attention.launch, layer) for layer in sorted({0, num_layers - 1}))}
     launches: dict[str, LayerLaunch] = {OURS: attention.launch}
     stored = {OURS: num_layers}
-    rows = []
     try:
         launch, stored[SDPA] = _sdpa(bench, attention)
         errors[SDPA] = max(attention.check(launch, layer) for layer in sorted({0, stored[SDPA] - 1}))
         launches[SDPA] = launch
     # Without it the figures of loramux still stand.
     except (CheckError, RuntimeError) as error:
-        rows.append(Row(str(case), SDPA, problem=f"{type(error).__name__}: {error}"))
+        if bench.is_broken():
+            raise
+        yield Row(str(case), SDPA, problem=f"{type(error).__name__}: {error}")
     if not bench.is_timed:
-        return rows + [Row(str(case), name, {"error": errors[name]}) for name in launches]
+        yield from (Row(str(case), name, {"error": errors[name]}) for name in launches)
+        return
 
     assert bench.ceilings is not None
     replays = {}
@@ -278,9 +275,8 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
             figures["over_sdpa"] = seconds[OURS] / seconds[SDPA]
         if stored[name] < model.num_layers:
             figures["stored_layers"] = stored[name]
-        rows.append(Row(str(case), name, figures | {"error": errors[name]}))
+        yield Row(str(case), name, figures | {"error": errors[name]})
     bench.say(f"  {case}: " + ", ".join(f"{name} {seconds[name] / model.num_layers * 1e6:.1f} us" for name in launches))
-    return rows
 
 
 def _repeated(launch: LayerLaunch, num_layers: int) -> Callable[[], None]:

@@ -10,7 +10,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,32 @@ class Bench:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def is_broken(self) -> bool:
+        """Whether this process has lost its device: after a fault in a kernel every further call fails."""
+        try:
+            self.synchronize()
+            return bool(torch.ones(1, device=self.device).item() != 1)
+        except RuntimeError:
+            return True
+
+    def guarded(self, case: str, way: str, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows of one case. An exception loses those that were still to come, and a row says which it was.
+
+        Raises what `rows` raises where the device is lost with it.
+        """
+        try:
+            yield from rows
+        except Exception as error:
+            if self.is_broken():
+                raise
+            traceback.print_exc()
+            yield Row(case, way, problem=f"{type(error).__name__}: {error}", is_failure=True)
+        self.release()
+
+    def left_out(self, cases: Iterable[object], way: str) -> Iterator[Row]:
+        """A row for each case that there was no time for."""
+        return (Row(str(case), way, problem="left out: no time", is_failure=True) for case in cases)
 
     def event(self) -> Any:
         """A mark in the device's current stream, with `record()` and `elapsed_time(end)` in milliseconds."""

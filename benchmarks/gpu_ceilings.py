@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -35,7 +35,7 @@ def _empty(cell: tl.tensor, WAITS: tl.constexpr, LAUNCHES: tl.constexpr) -> None
         tl.extra.cuda.gdc_wait()
 
 
-def run(bench: Bench) -> list[Row]:
+def run(bench: Bench) -> Iterator[Row]:
     rows = []
     elements = 1 << 14 if bench.is_tiny else 1 << 30
     source = torch.randn(elements, device=bench.device)
@@ -44,8 +44,11 @@ def run(bench: Bench) -> list[Row]:
     del source
     bench.release()
     rows.append(_matmul(bench))
+    yield from rows
     if bench.is_timed:
-        rows += _nodes(bench)
+        nodes = _nodes(bench)
+        yield from nodes
+        rows += nodes
         figures = {row.way: row.figures for row in rows}
         bench.ceilings = Ceilings(
             copy=figures["copy"]["tb_s"] * 1e12,
@@ -53,7 +56,6 @@ def run(bench: Bench) -> list[Row]:
             matmul=figures["matmul"]["tflop_s"] * 1e12,
             node=figures["empty node"]["node_us"] / 1e6,
         )
-    return rows
 
 
 def _copy(bench: Bench, source: torch.Tensor) -> Row:

@@ -86,13 +86,15 @@ class ObservedExecutor:
     """Runs steps as the executor below does, between two marks in the device's stream.
 
     While `skips` is set, steps are not run and their tokens are made up: sequences then stand at the end of prompts
-    that nobody computed.
+    that nobody computed. `num_decoding` counts the sequences of the last skipped step if it was all decodes, else it
+    is 0.
     """
 
     def __init__(self, bench: Bench, executor: Executor) -> None:
         self._bench = bench
         self.executor = executor
         self.skips = False
+        self.num_decoding = 0
         self.steps: list[ObservedStep] = []
         self.waited_s = 0.0
 
@@ -102,6 +104,7 @@ class ObservedExecutor:
 
     def submit(self, batch: Batch) -> StepResult:
         if self.skips:
+            self.num_decoding = batch.num_sequences if batch.max_q == 1 else 0
             return MadeUpTokens(len(batch.samples))
         begin, end = self._bench.event(), self._bench.event()
         begin.record()
@@ -185,14 +188,18 @@ class RunningEngine:
 
 
 def device_backend(bench: Bench, pdl: bool = False) -> Backend:
-    """The GPU's parts; in a tiny run the same with kernels that Triton interprets."""
+    """The GPU's parts; in a tiny run the same with kernels that Triton interprets.
+
+    Nothing is compiled before it is launched: an engine's start would go through every shape that it can reach, and a
+    part needs a few of them.
+    """
     if not bench.is_tiny:
         backend = open_backend("cuda")
 
         def make_kernels(pool: PoolViews, shapes: KernelShapes) -> Kernels:
             return select_kernels(backend.device, pool, shapes, pdl=pdl)
 
-        return dataclasses.replace(backend, make_kernels=make_kernels)
+        return dataclasses.replace(backend, make_kernels=make_kernels, compiles=False)
     from loramux.kernels.gpu import GpuKernels
     from loramux.kernels.sampling import sample_tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -60,24 +60,19 @@ class Way:
     seconds: float | None = None
 
 
-def run(bench: Bench) -> list[Row]:
-    model, rows = model_of(bench), []
+def run(bench: Bench) -> Iterator[Row]:
+    model = model_of(bench)
     peers, problems = load_peers(bench.peers, bench.device)
-    rows += [Row("every case", name, problem=problem) for name, problem in problems.items()]
-    rows += [Row("every case", peer.name, problem=f"loaded: {peer.version}") for peer in peers]
+    yield from (Row("every case", name, problem=problem) for name, problem in problems.items())
+    yield from (Row("every case", peer.name, problem=f"loaded: {peer.version}") for peer in peers)
     wanted = cases(bench)
     num_bytes = max(_pool_bytes(bench, model, case) for case in wanted)
     num_bytes = min(num_bytes, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
     for number, case in enumerate(wanted):
         if bench.seconds_left <= 0:
-            rows += [Row(str(left), OURS, problem="left out: no time", is_failure=True) for left in wanted[number:]]
-            break
-        try:
-            rows += _run_case(bench, model, case, peers, num_bytes)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            rows.append(Row(str(case), OURS, problem=f"left out: {error}", is_failure=True))
-        bench.release()
-    return rows
+            yield from bench.left_out(wanted[number:], OURS)
+            return
+        yield from bench.guarded(str(case), OURS, _run_case(bench, model, case, peers, num_bytes))
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
@@ -111,7 +106,7 @@ def _own_ways(bench: Bench, adapters: ResidentAdapters, batch: LoraBatch, planes
     return ways
 
 
-def _run_case(bench: Bench, model: Model, case: LoraCase, peers: list[Peer], num_bytes: int) -> list[Row]:
+def _run_case(bench: Bench, model: Model, case: LoraCase, peers: list[Peer], num_bytes: int) -> Iterator[Row]:
     pool = bench.pool(model.geometry(bench.dtype.itemsize), num_bytes)
     adapters = ResidentAdapters(bench, model, pool, case.ranks, shares_pages=False)
     batch = batch_of(bench, model, case)
@@ -126,26 +121,28 @@ def _run_case(bench: Bench, model: Model, case: LoraCase, peers: list[Peer], num
     layers = sorted({0, num_stored - 1, model.num_layers - 1})
     expected = {layer: expected_change(adapters, batch, layer) for layer in layers}
     ways: dict[str, Way] = {}
-    rows = []
     for name, make in makers.items():
-        is_ours = name in (OURS, OURS_PDL)
         try:
             way = make()
             way.error = max(
                 _check(way.launch, batch, layer, expected[layer]) for layer in layers if layer < way.num_stored
             )
             ways[name] = way
-        except CheckError as error:
-            rows.append(Row(str(case), name, problem=f"wrong: {error}", is_failure=is_ours))
-        # A peer may fail in any way of its own; loramux may not.
         except Exception as error:
-            if is_ours:
-                raise
-            rows.append(Row(str(case), name, problem=f"{type(error).__name__}: {error}"))
+            yield _lost(bench, case, name, error)
     del expected
-    if not bench.is_timed:
-        return rows + [Row(str(case), name, {"error": way.error}) for name, way in ways.items()]
-    return rows + _timed(bench, adapters, batch, planes, ways)
+    if bench.is_timed:
+        yield from _timed(bench, adapters, batch, planes, ways)
+    else:
+        yield from (Row(str(case), name, {"error": way.error}) for name, way in ways.items())
+
+
+def _lost(bench: Bench, case: LoraCase, name: str, error: Exception) -> Row:
+    """The row of a way that failed, which only of ours is a defect; raises `error` where the device is lost with it."""
+    if bench.is_broken():
+        raise error
+    kind = "wrong" if isinstance(error, CheckError) else type(error).__name__
+    return Row(str(case), name, problem=f"{kind}: {error}", is_failure=name in (OURS, OURS_PDL))
 
 
 def _with_copies(make: MakeLaunch, adapters: ResidentAdapters, batch: LoraBatch, num_stored: int) -> Way:
@@ -165,7 +162,7 @@ def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[tor
 
 def _timed(
     bench: Bench, adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes, ways: dict[str, Way]
-) -> list[Row]:
+) -> Iterator[Row]:
     """All ways in turns, each one graph of all layers; then ours without ranks, which leaves what launches cost."""
     assert bench.ceilings is not None
     case, model = batch.case, batch.model
@@ -177,9 +174,13 @@ def _timed(
             for layer in range(model.num_layers):
                 launch(layer, ys)
 
-        # Once outside the graph: some ways prepare each layer when they first see it.
-        step()
-        replays[name] = bench.capture(step)
+        try:
+            # Once outside the graph: some ways prepare each layer when they first see it.
+            step()
+            replays[name] = bench.capture(step)
+        except Exception as error:
+            yield _lost(bench, case, name, error)
+    ways = {name: way for name, way in ways.items() if name in replays}
     for name, seconds in bench.time(replays).items():
         ways[name].seconds = seconds
     rank = adapters.tables.rank.clone()
@@ -220,7 +221,7 @@ def _timed(
             figures["stored_layers"] = way.num_stored
         rows.append(Row(str(case), name, figures | {"error": way.error}, tuple(goals)))
     bench.say(f"  {case}: " + ", ".join(f"{row.way} {row.figures['time_us']:.0f} us" for row in rows))
-    return rows
+    yield from rows
 
 
 def _goals(case: LoraCase, has_peers: bool) -> list[Goal]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +54,10 @@ def cases(bench: Bench) -> list[PrefillCase]:
     return [PrefillCase(1, 512), PrefillCase(1, 2048), PrefillCase(1, 8192), PrefillCase(8, 1024)]
 
 
-def run(bench: Bench) -> list[Row]:
-    rows = [gpu_check.require_right_engine(bench)]
+def run(bench: Bench) -> Iterator[Row]:
+    yield gpu_check.require_right_engine(bench)
     if not bench.is_timed:
-        return rows
+        return
     model, wanted, dtype = model_of(bench), cases(bench), engine_dtype(bench)
     adapters = RandomAdapters(bench, model, dtype)
     digests = adapters.make([f"a{index}" for index in range(max(case.num_prompts for case in wanted))], RANK)
@@ -69,10 +70,9 @@ def run(bench: Bench) -> list[Row]:
         engine.load(digests)
         for number, case in enumerate(wanted):
             if bench.seconds_left <= 0:
-                left = [str(case) for case in wanted[number:]]
-                return rows + [Row(case, "engine", problem="left out: no time", is_failure=True) for case in left]
-            rows += _run_case(bench, model, engine, case, digests)
-    return rows
+                yield from bench.left_out(wanted[number:], "engine")
+                return
+            yield from bench.guarded(str(case), "engine", _run_case(bench, model, engine, case, digests))
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
@@ -91,9 +91,11 @@ def _settings(wanted: list[PrefillCase]) -> dict[str, Any]:
     }
 
 
-def _run_case(bench: Bench, model: Model, engine: RunningEngine, case: PrefillCase, digests: list[str]) -> list[Row]:
+def _run_case(
+    bench: Bench, model: Model, engine: RunningEngine, case: PrefillCase, digests: list[str]
+) -> Iterator[Row]:
     assert bench.ceilings is not None
-    rows, base = [], 0.0
+    base = 0.0
     for count in (0, case.num_prompts):
         seconds = _measure(bench, model, engine, case, digests[:count])
         floor = case.operations(model, RANK if count else 0) / bench.ceilings.matmul
@@ -108,17 +110,19 @@ def _run_case(bench: Bench, model: Model, engine: RunningEngine, case: PrefillCa
             figures["over_base"] = seconds / base
         else:
             base = seconds
-        rows.append(Row(str(case), f"{count} adapters, rank {RANK}" if count else "base only", figures))
-    bench.say(f"  {case}: " + ", ".join(f"{row.way} {row.figures['time_ms']:.1f} ms" for row in rows))
-    return rows
+        way = f"{count} adapters, rank {RANK}" if count else "base only"
+        bench.say(f"  {case}: {way} {seconds * 1e3:.1f} ms")
+        yield Row(str(case), way, figures)
 
 
 def _measure(bench: Bench, model: Model, engine: RunningEngine, case: PrefillCase, digests: list[str]) -> float:
     """Median seconds of the step that computes the case's prompts and chooses their next tokens."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
     seconds = []
+    # An earlier case may have failed in the middle of its sequences.
+    engine.abort()
     for number in range(num_warm + num_measured):
-        # Those that others' pages pushed out come back before, not in between.
+        # Adapters that were evicted meanwhile are loaded outside the timed section.
         engine.load(digests)
         engine.observed.clear()
         engine.answer(

@@ -11,6 +11,7 @@ short of work, and what is measured ends when so many are answered that none wai
 from __future__ import annotations
 
 import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,18 +99,20 @@ def model_of(bench: Bench) -> Model:
     return TINY if bench.is_tiny else LLAMA_7B
 
 
-def run(bench: Bench) -> list[Row]:
-    rows = [gpu_check.require_right_engine(bench)]
+def run(bench: Bench) -> Iterator[Row]:
+    yield gpu_check.require_right_engine(bench)
     if not bench.is_timed:
-        return rows
+        return
     workload = workload_of(bench)
-    rows.append(Row("every case", "workload", problem=str(workload)))
+    yield Row("every case", "workload", problem=str(workload))
     for name in ("S1",) if bench.is_tiny or bench.is_quick else SETTINGS:
-        whole, fewest = _run_whole(bench, name, workload)
-        rows += whole
-        if fewest is not None:
-            rows += _run_capped(bench, name, workload, fewest)
-    return rows
+        yield from bench.guarded(name, "engine", _run_setting(bench, name, workload))
+
+
+def _run_setting(bench: Bench, name: str, workload: Workload) -> Iterator[Row]:
+    fewest = yield from _run_whole(bench, name, workload)
+    if fewest is not None:
+        yield from _run_capped(bench, name, workload, fewest)
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
@@ -137,15 +140,14 @@ def _settings(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _run_whole(bench: Bench, name: str, workload: Workload) -> tuple[list[Row], Throughput | None]:
-    """Every number of adapters on one engine whose pool is all that the card has."""
+def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, None, Throughput | None]:
+    """Every number of adapters on one engine whose pool is all that the card has; returns what the fewest made."""
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, max(workload.num_adapters))
     pool_bytes = 64 << 20
     if bench.device.type == "cuda":
         bench.drop()
         pool_bytes = bench.free_bytes() - model_of(bench).all_bytes(bench.dtype.itemsize) - RESERVED
-    rows: list[Row] = []
     fewest = None
     with open_engine(
         bench, model_of(bench), adapters, device_backend(bench), device_weights(bench), dtype=engine_dtype(bench),
@@ -160,17 +162,18 @@ def _run_whole(bench: Bench, name: str, workload: Workload) -> tuple[list[Row], 
         for number, count in enumerate(workload.num_adapters):
             if bench.seconds_left <= 0:
                 left = [_case(name, other, pages) for other in workload.num_adapters[number:]]
-                rows += [Row(case, "engine", problem="left out: no time", is_failure=True) for case in left]
+                yield from bench.left_out(left, "engine")
                 break
             found = saturate(bench, engine, workload, digests[:count])
             fewest = fewest or found
             goals = (Goal("over_fewest", 0.98, is_upper=False),) if (name, count) == ("S1", 2000) else ()
-            rows.append(Row(_case(name, count, pages), "whole pool", found.figures(fewest), goals))
-            bench.say(f"  {rows[-1].case}: {found.tokens_s:.0f} tokens/s, {found.num_loads} loads")
-    return rows, fewest
+            case = _case(name, count, pages)
+            bench.say(f"  {case}: {found.tokens_s:.0f} tokens/s, {found.num_loads} loads")
+            yield Row(case, "whole pool", found.figures(fewest), goals)
+    return fewest
 
 
-def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput) -> list[Row]:
+def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput) -> Iterator[Row]:
     """The most adapters in a pool with room for `CAPPED_ADAPTERS` of them beside the sequences."""
     count = max(workload.num_adapters)
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
@@ -178,7 +181,8 @@ def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput)
     capped = 2 if bench.is_tiny else CAPPED_ADAPTERS
     num_pages = workload.kv_pages + sum(adapters.num_pages(digest) for digest in digests[:capped])
     if bench.seconds_left <= 0:
-        return [Row(_case(name, count, num_pages), "capped pool", problem="left out: no time", is_failure=True)]
+        yield from bench.left_out([_case(name, count, num_pages)], "capped pool")
+        return
     with open_engine(
         bench, model_of(bench), adapters, device_backend(bench), device_weights(bench), dtype=engine_dtype(bench),
         pool_bytes=num_pages * adapters.page_bytes, **_settings(workload),
@@ -189,7 +193,7 @@ def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput)
     way = f"pool capped at {capped} adapters and {workload.kv_pages} pages of K and V"
     row = Row(_case(name, count, num_pages), way, found.figures(fewest), goals)
     bench.say(f"  {row.case}, capped: {found.tokens_s:.0f} tokens/s, {found.num_loads} loads")
-    return [row]
+    yield row
 
 
 def _case(name: str, count: int, num_pages: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ from loramux.kernels.gpu_lora import supports_pdl
 
 RANK = 16
 PAGE_TOKENS = 16
+BATCH_TOKENS = 2048
+"""Most tokens of a step: what a server would use, so that activations take no more memory than a server's."""
+
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
 """Steps before those that are measured, and those: the first run of a shape compiles, the second is captured."""
@@ -32,6 +36,11 @@ class StepCase:
 
     batch: int
     context: int
+
+    @property
+    def num_skipped(self) -> int:
+        """Most steps until all prompts are taken in, while those that came first decode already."""
+        return -(-self.batch * self.context // (BATCH_TOKENS - self.batch)) + 1
 
     def __str__(self) -> str:
         return f"decode b={self.batch} ctx={self.context}"
@@ -68,14 +77,13 @@ def adapter_counts(bench: Bench, case: StepCase) -> list[int]:
     return [count for count in counts if count <= case.batch] or [case.batch]
 
 
-def run(bench: Bench) -> list[Row]:
-    rows = [gpu_check.require_right_engine(bench)]
+def run(bench: Bench) -> Iterator[Row]:
+    yield gpu_check.require_right_engine(bench)
     if bench.is_tiny and not bench.is_timed:
-        return rows
-    rows += _run_cases(bench, cases(bench), pdl=False)
+        return
+    yield from _run_cases(bench, cases(bench), pdl=False)
     if supports_pdl(bench.device) and bench.is_timed and bench.seconds_left > 0:
-        rows += _run_cases(bench, cases(bench)[:1], pdl=True)
-    return rows
+        yield from _run_cases(bench, cases(bench)[:1], pdl=True)
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
@@ -93,20 +101,18 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 
 def _settings(bench: Bench, wanted: list[StepCase]) -> dict[str, Any]:
-    num_tokens = max(case.context for case in wanted) + PAGE_TOKENS + NUM_WARM + NUM_MEASURED
-    max_batch = max(case.batch for case in wanted)
+    num_tokens = max(case.context + case.num_skipped for case in wanted) + PAGE_TOKENS + NUM_WARM + NUM_MEASURED
     return {
         "max_len": num_tokens,
-        # All prompts begin in one step.
-        "max_batch_tokens": max_batch * num_tokens,
-        "max_sequences": max_batch,
+        "max_batch_tokens": BATCH_TOKENS,
+        "max_sequences": max(case.batch for case in wanted),
         "max_resident_adapters": max(max(adapter_counts(bench, case)) for case in wanted),
     }
 
 
-def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> list[Row]:
+def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]:
     """All of them on one engine."""
-    model, rows = model_of(bench), []
+    model = model_of(bench)
     dtype = engine_dtype(bench)
     settings = _settings(bench, wanted)
     adapters = RandomAdapters(bench, model, dtype)
@@ -122,23 +128,22 @@ def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> list[Row]:
             part.normal_(0.0, POOL_STD)
         engine.load(digests)
         if not pdl:
-            rows.append(_check_full_size(model, engine, digests))
+            yield _check_full_size(model, engine, digests)
         if not bench.is_timed:
-            return rows
+            return
         for number, case in enumerate(wanted):
             if bench.seconds_left <= 0:
-                left = [str(case) for case in wanted[number:]]
-                return rows + [Row(case, "engine", problem="left out: no time", is_failure=True) for case in left]
-            rows += _run_case(bench, model, engine, case, digests, pdl)
-    return rows
+                yield from bench.left_out(wanted[number:], "engine")
+                return
+            yield from bench.guarded(str(case), "engine", _run_case(bench, model, engine, case, digests, pdl))
 
 
 def _run_case(
     bench: Bench, model: Model, engine: RunningEngine, case: StepCase, digests: list[str], pdl: bool
-) -> list[Row]:
+) -> Iterator[Row]:
     assert bench.ceilings is not None
     itemsize = engine.assembled.views.kv.element_size()
-    rows, base = [], 0.0
+    base = 0.0
     for count in (0, *adapter_counts(bench, case)):
         measured = _measure(bench, engine, case, digests[:count])
         num_bytes = model.weight_bytes(itemsize) + case.batch * measured.mean_context * model.kv_bytes(itemsize)
@@ -162,32 +167,36 @@ def _run_case(
             goals.append(Goal("over_floor", 1.25))
         if (case.batch, case.context, count) == (64, 1024, 16):
             goals.append(Goal("over_base", 1.15))
-        way = f"{count} adapters, rank {RANK}" if count else BASE
-        rows.append(Row(str(case), way + (", pdl" if pdl else ""), figures, tuple(goals)))
-    bench.say(f"  {case}: " + ", ".join(f"{row.way} {row.figures['wall_ms']:.2f} ms" for row in rows))
-    return rows
+        way = (f"{count} adapters, rank {RANK}" if count else BASE) + (", pdl" if pdl else "")
+        bench.say(f"  {case}: {way} {measured.wall_s * 1e3:.2f} ms")
+        yield Row(str(case), way, figures, tuple(goals))
 
 
 def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[str]) -> Measured:
     """Steady decode steps of sequences that use these adapters in turns, or none."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
-    # Half of the measured steps lie on either side of the case's context.
-    num_prompt = case.context - num_warm - num_measured // 2
-    # Those that others' pages pushed out come back before, not in between.
+    # Half of the measured steps, and of the sequences, lie on either side of the case's context.
+    num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
+    # An earlier case may have failed in the middle of its sequences.
+    engine.abort()
+    # Adapters that were evicted meanwhile are loaded outside the timed section.
     engine.load(digests)
     for row in range(case.batch):
         engine.add(
             Add(
                 sequence_id=str(row),
                 prompt=(0,) * num_prompt,
-                max_tokens=num_warm + num_measured + 4,
+                max_tokens=case.num_skipped + num_warm + num_measured + 4,
                 sampling=GREEDY,
                 digest=digests[row % len(digests)] if digests else None,
             )
         )
     observed = engine.observed
-    observed.skips = True
-    engine.step()
+    observed.skips, observed.num_decoding = True, 0
+    for _ in range(case.num_skipped + 2):
+        if observed.num_decoding == case.batch:
+            break
+        engine.step()
     observed.skips = False
     for _ in range(num_warm):
         engine.step()

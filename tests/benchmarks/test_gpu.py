@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import triton
 
 from benchmarks import gpu, gpu_report
-from benchmarks.gpu_bench import CheckError, Goal, require_close
+from benchmarks.gpu_bench import Bench, CheckError, Goal, Row, require_close
 from benchmarks.gpu_check import compare
 from benchmarks.gpu_engine import Answer
 from loramux.engine.messages import TokenLogprobs
@@ -51,6 +53,7 @@ sys.exit(0 if (right, wrong) == (0, 1) else 1)
 REHEARSAL = """
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -177,6 +180,36 @@ def test_every_part_can_be_timed_but_no_wrong_engine(tmp_path: Path) -> None:
         assert refused[name]["error"].startswith("CheckError: the log-probability of token 0 of r3-18 is")
         assert not refused[name]["rows"]
     assert rows_of(tmp_path / "wrong.json", "prefill")
+
+
+def test_a_case_that_fails_loses_its_own_rows_only(tmp_path: Path) -> None:
+    bench = Bench(
+        device=torch.device("cpu"), is_tiny=True, is_quick=False, is_full=False, is_timed=True, is_warming=False,
+        peers=tmp_path,
+    )  # fmt: skip
+
+    def second() -> Iterator[Row]:
+        yield Row("second", "one way")
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def run(bench: Bench) -> Iterator[Row]:
+        yield Row("first", "ours")
+        yield from bench.guarded("second", "ours", second())
+        yield Row("third", "ours")
+
+    kept: list[list[str]] = []
+    result = gpu.run_part(
+        gpu.Part("part", 1.0, run), bench, math.inf, lambda now: kept.append([row["case"] for row in now["rows"]])
+    )
+    assert [(row["case"], row["is_failure"]) for row in result["rows"]] == [
+        ("first", False),
+        ("second", False),
+        ("second", True),
+        ("third", False),
+    ]
+    assert result["rows"][2]["problem"] == "RuntimeError: operation not permitted when stream is capturing"
+    assert (result["is_failed"], result["error"]) == (True, "")
+    assert [len(cases) for cases in kept] == [1, 2, 3, 4], "each row is kept as it comes"
 
 
 def test_a_file_holds_one_card_and_one_commit(tmp_path: Path) -> None:
