@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -23,6 +24,9 @@ from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import Segments
 
+MAX_GRAPHS = 192
+"""Captured steps that are kept at a time. All decodes of 256 sequences, with and without adapters, are 76."""
+
 HEAD_SEGMENTS = (1, 4, 16, 64, 256)
 """Numbers of segments that the head's kernels are compiled for: their grids are as wide as the vocabulary."""
 
@@ -32,9 +36,9 @@ class GraphExecutor:
 
     A step is one copy of its metadata, the decoder up to the sample rows, the logits, and the choice of tokens. The
     decoder's part of up to MAX_GRAPH_TOKENS rows is captured the second time a shape occurs: the first run, which is
-    not captured, compiles and loads whatever kernels the shape needs. A shape whose capture fails runs uncaptured from
-    then on. Adapters that change the embedding or the head have shapes of their own, so that a step without them
-    launches nothing for them.
+    not captured, compiles and loads whatever kernels the shape needs. Beyond `max_graphs`, the graph that was replayed
+    longest ago is dropped. A shape whose capture fails runs uncaptured from then on. Adapters that change the embedding
+    or the head have shapes of their own, so that a step without them launches nothing for them.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class GraphExecutor:
         buffer: StepBuffer,
         sampler: DeviceSampler,
         max_sequences: int,
+        max_graphs: int = MAX_GRAPHS,
     ) -> None:
         self._decoder = decoder
         self._kernels = kernels
@@ -54,7 +59,9 @@ class GraphExecutor:
         self._buffer = buffer
         self._sampler = sampler
         self._max_sequences = max_sequences
-        self._graphs: dict[StepShape, Callable[[], None]] = {}
+        self._max_graphs = max_graphs
+        # The one that was replayed last is the last.
+        self._graphs: OrderedDict[StepShape, Callable[[], None]] = OrderedDict()
         self._has_run: set[StepShape] = set()
         # Those whose capture failed, which is not tried again.
         self._uncapturable: set[StepShape] = set()
@@ -68,12 +75,18 @@ class GraphExecutor:
 
     def warm_up(self, shapes: Iterable[StepShape]) -> None:
         """Run each shape with nothing but padding in it, so that no request waits for kernels to be compiled or loaded,
-        and so that whatever memory the largest takes is taken now. A captured step is captured when it first occurs."""
+        and so that whatever memory the largest takes is taken now.
+
+        Decodes without outer modules are captured now, other steps of up to MAX_GRAPH_TOKENS rows when they first
+        occur.
+        """
         for shape in shapes:
             layout = self._buffer.load(NO_ROWS, shape)
             self._forward(layout)
             if shape.is_captured:
                 self._has_run.add(shape)
+            if shape.is_decode:
+                self._capture(layout)
             if shape.max_rank:
                 self._warm_up_outer(replace(shape, has_outer=True))
             for params in (
@@ -131,6 +144,7 @@ class GraphExecutor:
         if replay is None and shape in self._has_run and shape not in self._uncapturable:
             replay = self._capture(layout)
         if replay is not None:
+            self._graphs.move_to_end(shape)
             replay()
             return
         self._forward(layout)
@@ -146,6 +160,10 @@ class GraphExecutor:
             self._uncapturable.add(layout.shape)
             return None
         self._graphs[layout.shape] = replay
+        if len(self._graphs) > self._max_graphs:
+            # A step that was submitted earlier may still be running as this graph.
+            self._accelerator.fence().wait()
+            self._graphs.popitem(last=False)
         return replay
 
     @torch.inference_mode()

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
-from loramux.engine.accelerator import HostAccelerator
+from loramux.engine.accelerator import Accelerator, HostAccelerator
 from loramux.engine.backend import Backend, DenseLinear
 from loramux.engine.engine import Engine
 from loramux.engine.graph_executor import GraphExecutor
 from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
+from loramux.engine.step_shape import reachable_shapes
 from loramux.kernels.reference import ReferenceKernels
 from loramux.kernels.tables import Segments
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
@@ -50,6 +52,18 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, tmp_path_factory.mktemp(request.param), PLANS, SMALL_SHAPE, SMALL_WINDOW)
+
+
+def plain_backend(accelerator: Accelerator, compiles: bool = False) -> Backend:
+    """The GPU's way of running steps, with the kernels' specification in place of the kernels."""
+    return Backend(
+        accelerator=accelerator,
+        make_kernels=lambda pool, shapes: ReferenceKernels(pool),
+        make_linear=DenseLinear,
+        activation_dtype=None,
+        sample_tokens=greedy,
+        compiles=compiles,
+    )
 
 
 def requests(
@@ -158,14 +172,7 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
             raise RuntimeError("operation not permitted when stream is capturing")
 
     accelerator = RefusingAccelerator()
-    backend = Backend(
-        accelerator=accelerator,
-        make_kernels=lambda pool, shapes: ReferenceKernels(pool),
-        make_linear=DenseLinear,
-        activation_dtype=None,
-        sample_tokens=greedy,
-    )
-    assembled = subject.assemble(backend, max_batch_tokens=16, max_sequences=4)
+    assembled = subject.assemble(plain_backend(accelerator), max_batch_tokens=16, max_sequences=4)
     recorder = Recorder(assembled.engine, monkeypatch)
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
@@ -180,24 +187,39 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
     assembled.loader.close()
 
 
+def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    assembled = subject.assemble(plain_backend(HostAccelerator()), max_batch_tokens=16, max_sequences=4)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    executor._max_graphs = 2
+    # One sequence ends after the other, so that decodes of several sizes occur; the adapter makes them differ again.
+    for name in ("r3", None, "r3"):
+        asked = requests_of(subject, [(name, 1), (None, 2), (None, 3), (None, 4)])
+        adds = [
+            (owner, structs.replace(add, max_tokens=3 + 2 * place)) for place, (owner, add) in enumerate(asked.values())
+        ]
+        recorder.by_sequence.clear()
+        tokens_of(assembled.engine, [add for _, add in adds])
+        for adapter, add in adds:
+            assert_parity(subject, adapter, add, recorder.by_sequence[add.sequence_id])
+        assert executor.num_graphs == 2
+    assert len(executor._has_run) > 2
+    assembled.loader.close()
+
+
 def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
     outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A first step that needs them finds them loaded, and is captured when it first occurs, as any other."""
-    backend = Backend(
-        accelerator=HostAccelerator(),
-        make_kernels=lambda pool, shapes: ReferenceKernels(pool),
-        make_linear=DenseLinear,
-        activation_dtype=None,
-        sample_tokens=greedy,
-        compiles=True,
-    )
+    backend = plain_backend(HostAccelerator(), compiles=True)
     launched: set[tuple[str, int, int]] = set()
     for name in ("lora_gather", "lora_shrink", "lora_expand"):
         monkeypatch.setattr(ReferenceKernels, name, noting(name, getattr(ReferenceKernels, name), launched))
     assembled = outer_subject.assemble(backend, max_batch_tokens=16, max_sequences=4)
     executor = assembled.engine._executor
     assert isinstance(executor, GraphExecutor)
+    assert set(executor._graphs) == {shape for shape in reachable_shapes(16, 4) if shape.is_decode}
     warmed = set(launched)
     asked = requests_of(outer_subject, [(None, 1), ("head", 1), ("both", 9), ("r3", 3)])
     recorder = Recorder(assembled.engine, monkeypatch)
