@@ -68,6 +68,7 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
             eviction_policy=settings.eviction_policy,
             disk_tier_bytes=int(settings.disk_tier_bytes),
             host_tier_bytes=int(settings.host_tier_bytes),
+            pdl=settings.pdl,
             traces=settings.trace_config,
         )
         if settings.num_threads is not None:

@@ -121,6 +121,8 @@ class Settings(DataSettings):
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
     num_threads: Annotated[int, Field(ge=1)] | None = None
+    pdl: bool = False
+    """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
     disk_tier_dir: Path | None = None
     """None: below the data directory. Servers on one host may name the same one, each with its own data directory."""
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)

@@ -37,8 +37,6 @@ from loramux.engine.messages import (
 )
 from loramux.engine.sampler import SampledToken
 from loramux.engine.weights import WeightSource
-from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
-from loramux.kernels.tables import PoolViews
 
 WAKE_S = 0.001
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -194,12 +192,7 @@ def device_backend(bench: Bench, pdl: bool = False) -> Backend:
     part needs a few of them.
     """
     if not bench.is_tiny:
-        backend = open_backend("cuda")
-
-        def make_kernels(pool: PoolViews, shapes: KernelShapes) -> Kernels:
-            return select_kernels(backend.device, pool, shapes, pdl=pdl)
-
-        return dataclasses.replace(backend, make_kernels=make_kernels, compiles=False)
+        return dataclasses.replace(open_backend("cuda", pdl), compiles=False)
     from loramux.kernels.gpu import GpuKernels
     from loramux.kernels.sampling import sample_tokens
 

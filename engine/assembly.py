@@ -113,7 +113,7 @@ def assemble_engine(
     benchmarks may bring their own adapters, weights and device.
     """
     set_num_threads(config.num_threads)
-    backend = backend or open_backend(config.device)
+    backend = backend or open_backend(config.device, config.pdl)
     model = ModelConfig.load(Path(config.model_dir))
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)

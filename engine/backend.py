@@ -63,8 +63,11 @@ class Backend:
         return self.sample_tokens is not None
 
 
-def open_backend(device: str) -> Backend:
-    """The parts for `cpu` or `cuda`; raises DeviceNotUsable when there is no such device."""
+def open_backend(device: str, pdl: bool = False) -> Backend:
+    """The parts for `cpu` or `cuda`; raises DeviceNotUsable when there is no such device.
+
+    `pdl` lets launches of LoRA kernels overlap on GPUs that can (compute capability 9.0 or later); others ignore it.
+    """
     # Loader threads hold the interpreter's lock for shorter stretches: the thread that submits steps waits for it.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
@@ -85,7 +88,7 @@ def open_backend(device: str) -> Backend:
     accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
     return Backend(
         accelerator=accelerator,
-        make_kernels=lambda pool, shapes: select_kernels(accelerator.device, pool, shapes),
+        make_kernels=lambda pool, shapes: select_kernels(accelerator.device, pool, shapes, pdl),
         make_linear=DenseLinear,
         activation_dtype=None,
         sample_tokens=sample_tokens,

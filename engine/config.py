@@ -59,6 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_tier_bytes: int = 16 << 30
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    pdl: bool = False
+    """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
     num_loaders: int = 4
     """Adapters that the staging process brings at a time, on a thread each."""
     ran_at_death: tuple[str, ...] = ()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+import torch
+
+from loramux.engine import backend as backend_module
 from loramux.engine import config as config_module
 from loramux.engine import cuda_driver
 from loramux.engine.backend import open_backend
@@ -42,6 +47,19 @@ def test_a_gpu_that_was_asked_for_and_is_missing_is_one_sentence(monkeypatch: py
 def test_without_a_gpu_the_backend_is_refused_with_the_remedy() -> None:
     with pytest.raises(DeviceNotUsable, match="use --device cpu"):
         open_backend("cuda")
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_setting_for_overlapping_launches_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch, pdl: bool) -> None:
+    asked: list[bool] = []
+    accelerator = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(backend_module, "missing_for_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend_module, "CudaAccelerator", lambda device: accelerator)
+    monkeypatch.setattr(backend_module, "select_kernels", lambda device, pool, shapes, pdl: asked.append(pdl))
+    open_backend("cuda", pdl).make_kernels(cast(Any, None), cast(Any, None))
+    assert asked == [pdl]
 
 
 def test_a_gpu_needs_a_torch_that_was_built_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
