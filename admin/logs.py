@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import structlog
@@ -13,6 +14,19 @@ import structlog
 LogFormat = Literal["console", "json"]
 
 _SECRET = re.compile(r"sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]+|(?i:bearer)\s+\S+")
+
+
+class _LossyLogger(structlog.PrintLogger):
+    """Prints to standard error. A line that cannot be written, as on a full disk, is lost: it must stop no request."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__(sys.stderr)
+
+    def msg(self, message: str) -> None:
+        with suppress(OSError):
+            super().msg(message)
+
+    log = debug = info = warn = warning = fatal = failure = err = error = critical = exception = msg
 
 
 def configure_logs(log_format: LogFormat = "console") -> None:
@@ -29,7 +43,7 @@ def configure_logs(log_format: LogFormat = "console") -> None:
         if log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
-    structlog.configure(processors=[*shared, renderer], logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    structlog.configure(processors=[*shared, renderer], logger_factory=_LossyLogger)
     # Libraries log through the standard module; their warnings belong to the same stream, in the same form.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

@@ -47,7 +47,9 @@ class DatabaseState:
             self.note_well()
 
     def note_failure(self, failure: Exception) -> None:
-        self._failure = type(failure).__name__
+        cause = getattr(failure, "orig", None) or failure
+        # SQLite's name of the error, such as SQLITE_FULL; PostgreSQL's driver has a class for each.
+        self._failure = getattr(cause, "sqlite_errorname", None) or type(cause).__name__
 
     def note_well(self) -> None:
         """It took a write."""

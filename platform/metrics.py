@@ -55,7 +55,7 @@ class GatewayMetrics:
             "loramux_commit_operations", "Reservations and settlements in one transaction", COMMIT_SIZES
         )
         self.commit_failures = self._counter("loramux_commit_failures", "Transactions that the database did not take")
-        self.settle_failures = self._counter("loramux_settle_failures", "Requests left to recovery")
+        self.settle_failures = self._counter("loramux_settle_failures", "Settlements given up")
         self.recovered = self._counter("loramux_recovered_requests", "Reservations recovered after their lease")
 
         self.overdrawn = self._counter(
@@ -66,6 +66,9 @@ class GatewayMetrics:
 
         self.database_trouble = self._gauge(
             "loramux_database_trouble", "1 while the database takes no reservations, or does not answer"
+        )
+        self.held_settlements = self._gauge(
+            "loramux_held_settlements", "Settlements that wait in memory: neither database nor spool takes them"
         )
         self.spooled_bytes = self._gauge("loramux_spooled_bytes", "Settlements that wait on the disk for the database")
 

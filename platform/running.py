@@ -98,7 +98,7 @@ class RunningRequests:
 
     async def reserve(self, plan: Plan) -> Reservation:
         """Hold what the request may cost; raises QuotaExceeded, RequestTooLarge, and what is in TROUBLE."""
-        self._state.check()
+        self._check()
         adapter = plan.model.adapter
         if adapter is None:
             return await self._reserve(plan, loads_adapter=False)
@@ -108,10 +108,17 @@ class RunningRequests:
                 asyncio.timeout(RESERVE_WAIT_S),
                 self._residents.admitting(plan.tenant_id, adapter.digest) as is_cold,
             ):
-                self._state.check()
+                self._check()
                 return await self._reserve(plan, loads_adapter=is_cold)
         except TimeoutError:
             raise DatabaseTrouble("the reservation takes too long") from None
+
+    def _check(self) -> None:
+        """Raise DatabaseTrouble where a reservation could not be taken now, or its settlement could not be kept."""
+        self._state.check()
+        trouble = self._settling.trouble
+        if trouble is not None:
+            raise DatabaseTrouble(trouble)
 
     async def _reserve(self, plan: Plan, *, loads_adapter: bool) -> Reservation:
         adapter = plan.model.adapter
@@ -195,33 +202,43 @@ class RunningRequests:
 
     def _may_recover(self) -> bool:
         """Not while gateways that are well may have been unable to say so."""
-        return not self._settling.has_spooled and self._state.well_for_s > RECOVERY_GRACE_S
+        return not self._settling.has_waiting and self._state.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:
-        """Find out when a database that failed takes writes again, and settle what was spooled meanwhile."""
+        """Find out when a database that failed takes writes again, and settle what has waited meanwhile."""
         while True:
             try:
+                await self._settling.spool_held()
                 if self._state.has_failed:
                     await self._call(self._admission.probe)
                     self._state.note_well()
                     log.info("the database takes writes again")
-                if self._settling.has_spooled and self._state.trouble is None:
+                if self._settling.has_waiting and self._state.trouble is None:
                     await self._settling.replay()
             except (SQLAlchemyError, OSError) as error:
                 log.warning("the database or the spool is in trouble; trying again", error=type(error).__name__)
             await asyncio.sleep(TEND_INTERVAL_S)
 
     async def checkpoint(self) -> None:
-        """Write down how far every running request is, extend its lease, and end those that are to be cancelled."""
+        """Write down how far every request is, extend its lease, and end those that are to be cancelled."""
         checkpoints = [Checkpoint(item.plan.request_id, item.num_received) for item in self._tasks.values()]
+        checkpoints += self._settling.checkpoints()
         if checkpoints:
             for request_id in await self._call(self._admission.checkpoint, checkpoints):
                 self.cancel(request_id)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every request is settled; False when some still run after `timeout_s`."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+        """Wait until every request is settled or on the disk; False when some are not after `timeout_s`.
+
+        `maintain` must run meanwhile: it settles what waits in memory.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._tasks:
+                    await asyncio.wait(set(self._tasks))
+                await self._settling.none_held()
+        except TimeoutError:
+            return False
         return not self._tasks
 
     async def _extend(self, request_id: str, tokens: int) -> bool:

@@ -107,7 +107,7 @@ class GatewayServices:
     ) -> GatewayServices:
         """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`.
 
-        Without a `spool`, what cannot be settled is left to recovery.
+        Without a `spool`, what cannot be settled waits in memory alone.
         """
         metrics = metrics if metrics is not None else GatewayMetrics()
         admission = Admission(database, metrics.overdrawn.inc)
@@ -118,6 +118,7 @@ class GatewayServices:
         running = RunningRequests(
             admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us, state, settling
         )
+        metrics.held_settlements.set_function(lambda: settling.num_held)
         if spool is not None:
             metrics.spooled_bytes.set_function(lambda: spool.num_bytes)
         metrics.database_trouble.set_function(lambda: state.trouble is not None)
@@ -165,9 +166,8 @@ class GatewayServices:
 
     def trouble(self) -> str | None:
         """Why a request sent now would be refused although the engine is ready; for operators."""
-        if self.spool is not None and self.spool.is_full:
-            return "the spool of settlements is full"
-        return self.state.trouble
+        troubles = [one for one in (self.state.trouble, self.settling.trouble) if one is not None]
+        return "; ".join(troubles) or None
 
     @property
     def max_model_len(self) -> int:

@@ -1,22 +1,19 @@
-"""Requests settled: in the database, or on the disk until the database takes them."""
+"""Requests settled: in the database, or on the disk or in memory until the database takes them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.platform.database_state import TROUBLE, DatabaseState
 from loramux.platform.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.metrics import GatewayMetrics
-from loramux.platform.reservations import Closing, Settlement
-from loramux.platform.settlement_spool import SettlementSpool, SpoolFull
-
-SETTLE_DELAYS_S = (0.2, 1.0, 3.0)
-"""Waits between attempts to settle where nothing is spooled; after the last, the reservation is left to recovery."""
+from loramux.platform.reservations import Checkpoint, Closing, Settlement
+from loramux.platform.settlement_spool import SettlementSpool, SpoolFull, record_of
 
 SETTLE_WAIT_S = 2.0
 """How long a settlement may be under way before it is spooled too."""
@@ -29,7 +26,12 @@ log = structlog.get_logger()
 
 
 class Settling:
-    """Closes reservations, whatever becomes of the database. Without a `spool`, some may be left to recovery."""
+    """Closes reservations, whatever becomes of the database.
+
+    A settlement that the database does not take waits in the spool. One that the spool does not take either waits in
+    memory, until the database or the spool is well again. While one waits in memory no request is admitted, so what
+    waits there never exceeds the reservations that were open or under way when the trouble began.
+    """
 
     def __init__(
         self, commit: GroupCommit, metrics: GatewayMetrics, state: DatabaseState, spool: SettlementSpool | None = None
@@ -41,18 +43,22 @@ class Settling:
         # One thread of its own: the others may all wait for the database.
         self._spooling = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._unrun: set[asyncio.Future[None]] = set()
+        self._held: dict[str, Closing] = {}
+        self._none_is_held = asyncio.Event()
+        self._none_is_held.set()
+        self._is_closed = False
 
     async def settle(self, request_id: str, settlement: Settlement) -> None:
-        """Settle in the database, or on the disk while the database is in trouble; twice changes nothing."""
+        """Settle in the database, else on the disk, else in memory until one of both is well; twice changes nothing."""
         closing = Closing(request_id=request_id, settlement=settlement)
-        is_settled = await self._settle_now(closing) or (self._spool is not None and await self._keep(closing))
-        if not is_settled:
-            is_settled = await self._settle_stubbornly(closing)
-        if is_settled:
-            self._metrics.count_settlement(settlement)
-            return
-        self._metrics.settle_failures.inc()
-        log.error("a request could not be settled; it will be recovered", request_id=request_id, spent=settlement)
+        is_kept = False
+        try:
+            is_kept = await self._settle_now(closing) or await self._spool_one(closing)
+        finally:
+            if is_kept:
+                self._count(settlement)
+            else:
+                self._hold(closing)
 
     def settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
         """Give back what `reserving`, which is done, may hold for a request that nobody waits for any more."""
@@ -63,78 +69,142 @@ class Settling:
         settling.add_done_callback(self._unrun.discard)
 
     async def spool_unrun(self, request_id: str) -> None:
-        """Have a request's reservation given back later, should there be one; nothing where nothing is spooled."""
-        if self._spool is not None:
-            await self._keep(Closing(request_id=request_id, settlement=NEVER_RAN))
+        """Have a request's reservation given back later, should there be one."""
+        closing = Closing(request_id=request_id, settlement=NEVER_RAN)
+        if not await self._spool_one(closing):
+            self._hold(closing)
 
     @property
-    def has_spooled(self) -> bool:
-        """Whether settlements wait on the disk."""
-        return self._spool is not None and self._spool.num_bytes > 0
+    def num_held(self) -> int:
+        """Settlements that wait in memory."""
+        return len(self._held)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether settlements wait on the disk or in memory."""
+        return bool(self._held) or (self._spool is not None and self._spool.num_bytes > 0)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no request can be admitted now, in a line for operators."""
+        if not self._held:
+            return None
+        return f"{len(self._held)} settlements wait in memory: neither the database nor the spool takes them"
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """What the settlements in memory amount to: their leases go on, should the database take only this."""
+        return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
+
+    async def none_held(self) -> None:
+        """Return once no settlement waits in memory."""
+        await self._none_is_held.wait()
+
+    async def spool_held(self) -> None:
+        """Move what waits in memory to the spool, as far as it takes it."""
+        for closing in tuple(self._held.values()):
+            if not await self._spool_one(closing):
+                return
+            self._release(closing)
 
     async def replay(self) -> None:
-        """Settle what was spooled; what cannot be settled now stays for the next time."""
-        assert self._spool is not None
+        """Settle what waits on the disk and in memory; what cannot be settled now stays for the next time.
+
+        Raises OSError where the disk does not take what the database refused.
+        """
+        held = tuple(self._held.values())
         loop = asyncio.get_running_loop()
-        contents = await loop.run_in_executor(self._spooling, self._spool.begin_replay)
-        refused = []
-        for start in range(0, len(contents.closings), REPLAY_AT_ONCE):
-            closings = contents.closings[start : start + REPLAY_AT_ONCE]
-            outcomes = await asyncio.gather(*map(self._commit.submit, closings), return_exceptions=True)
-            for closing, outcome in zip(closings, outcomes, strict=True):
-                if isinstance(outcome, (*TROUBLE, CommitterClosed)):
-                    return
-                # Nothing was reserved where only the answer seemed lost; any other exception is the record's own fault.
-                if isinstance(outcome, BaseException) and closing.settlement.has_run:
-                    log.error("a spooled settlement was refused", request_id=closing.request_id, error=repr(outcome))
-                    refused.append(closing)
-        await loop.run_in_executor(self._spooling, self._spool.end_replay, refused)
-        log.info("spooled settlements are in the ledger", count=len(contents.closings), refused=len(refused))
+        spooled: Sequence[Closing] = ()
+        if self._spool is not None:
+            spooled = (await loop.run_in_executor(self._spooling, self._spool.begin_replay)).closings
+        refused = await self._settle_all((*spooled, *held))
+        if refused is None:
+            return
+        if self._spool is not None:
+            await loop.run_in_executor(self._spooling, self._spool.end_replay, refused)
+        self._metrics.settle_failures.inc(len(refused))
+        for closing in held:
+            self._release(closing, is_settled=closing not in refused)
+        log.info("waiting settlements are in the ledger", count=len(spooled) + len(held), refused=len(refused))
 
     def close(self) -> None:
-        """End the thread of the spool, once nothing is settled any more."""
+        """End the thread of the spool; what still waits in memory goes to the log, in full."""
         self._spooling.shutdown()
+        self._is_closed = True
+        for closing in self._held.values():
+            self._give_up(closing)
+
+    async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
+        """Those that the database refused for a reason of their own; None where it is in trouble again."""
+        refused = []
+        for start in range(0, len(closings), REPLAY_AT_ONCE):
+            some = closings[start : start + REPLAY_AT_ONCE]
+            outcomes = await asyncio.gather(*map(self._commit.submit, some), return_exceptions=True)
+            for closing, outcome in zip(some, outcomes, strict=True):
+                if isinstance(outcome, (*TROUBLE, CommitterClosed)):
+                    return None
+                # Nothing was reserved where only the answer seemed lost.
+                if isinstance(outcome, BaseException) and closing.settlement.has_run:
+                    log.error("a settlement was refused", error=repr(outcome), **_in_full(closing))
+                    refused.append(closing)
+        return refused
 
     async def _settle_now(self, closing: Closing) -> bool:
         """Whether the database took it, or had it already."""
-        if self._state.trouble is not None and self._spool is not None:
+        if self._state.trouble is not None:
             return False
         settling = self._commit.submit(closing)
         try:
             # Shielded: what takes too long is spooled as well, and the second of the two changes nothing.
-            wait_s = SETTLE_WAIT_S if self._spool is not None else None
-            await asyncio.wait_for(asyncio.shield(settling), wait_s)
+            await asyncio.wait_for(asyncio.shield(settling), SETTLE_WAIT_S)
         except TimeoutError:
             settling.add_done_callback(_look_away)
             return False
-        except (SQLAlchemyError, CommitterClosed) as error:
+        except Exception as error:
+            # Whatever it was, the settlement is known and must not be lost; the replay tells what cannot be settled.
             log.warning("settling failed", request_id=closing.request_id, error=str(error))
             return False
         return True
 
-    async def _settle_stubbornly(self, closing: Closing) -> bool:
-        """Try again and again: there is no spool, or it takes no more."""
-        for delay_s in SETTLE_DELAYS_S:
-            await asyncio.sleep(delay_s)
-            try:
-                await self._commit.submit(closing)
-            except CommitterClosed:
-                return False
-            except SQLAlchemyError as error:
-                log.warning("settling failed", request_id=closing.request_id, error=str(error))
-            else:
-                return True
-        return False
-
-    async def _keep(self, closing: Closing) -> bool:
+    async def _spool_one(self, closing: Closing) -> bool:
         """Put a settlement on the disk; False where that failed as well."""
-        assert self._spool is not None
+        if self._spool is None:
+            return False
         try:
             await asyncio.get_running_loop().run_in_executor(self._spooling, self._spool.append, closing)
         except (SpoolFull, OSError) as error:
             log.error("THE SPOOL OF SETTLEMENTS TAKES NO MORE", request_id=closing.request_id, error=str(error))
             return False
         return True
+
+    def _hold(self, closing: Closing) -> None:
+        """Keep a settlement in memory."""
+        self._held[closing.request_id] = closing
+        self._none_is_held.clear()
+        if self._is_closed:
+            self._give_up(closing)
+
+    def _release(self, closing: Closing, *, is_settled: bool = True) -> None:
+        del self._held[closing.request_id]
+        if is_settled:
+            self._count(closing.settlement)
+        if not self._held:
+            self._none_is_held.set()
+
+    def _count(self, settlement: Settlement) -> None:
+        if settlement.has_begun:
+            self._metrics.count_settlement(settlement)
+
+    def _give_up(self, closing: Closing) -> None:
+        self._metrics.settle_failures.inc()
+        log.error(
+            "the gateway stops before this is settled: put the record into DATA_DIR/spool/replaying.jsonl",
+            **_in_full(closing),
+        )
+
+
+def _in_full(closing: Closing) -> dict[str, str]:
+    """What the log says of a settlement that somebody has to look after."""
+    return {"request_id": closing.request_id, "record": record_of(closing).decode().rstrip()}
 
 
 def _look_away(done: asyncio.Future[Any]) -> None:

@@ -15,7 +15,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from loramux.migrations import schema
-from loramux.platform import generation, settling
+from loramux.platform import generation, running
 from loramux.platform.ledger import Ledger
 from loramux.platform.reservations import Closing
 from loramux.platform.scripted_engine import Script
@@ -329,15 +329,24 @@ def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: in
     monkeypatch.setattr(admission, "commit", failing)
 
 
-@pytest.mark.parametrize("failures", [1, 3, 9], ids=["once", "thrice", "for good"])
+async def tended_until_settled(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "TEND_INTERVAL_S", 0.01)
+    maintaining = asyncio.create_task(gateway.services.running.maintain())
+    assert await gateway.services.running.drain(10)
+    maintaining.cancel()
+    await asyncio.wait({maintaining})
+
+
+@pytest.mark.parametrize("failures", [1, 3, 9], ids=["once", "thrice", "nine times"])
 async def test_a_settlement_that_fails_is_tried_again_and_the_answer_still_ends_well(
     gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    monkeypatch.setattr(settling, "SETTLE_DELAYS_S", (0, 0, 0))
     fail_settlements(gateway, monkeypatch, failures, is_answer_lost=False)
     answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
     assert answer.usage.completion_tokens == 2
-    assert [event.status for event in gateway.usage()] == (["completed"] if failures < 4 else [])
+    await tended_until_settled(gateway, monkeypatch)
+    assert [event.status for event in gateway.usage()] == ["completed"]
+    assert 'loramux_tokens_total{kind="completion"} 2.0' in gateway.services.metrics.render().decode()
 
 
 async def test_a_request_that_was_recovered_and_then_settled_is_charged_the_difference(
@@ -366,9 +375,9 @@ async def test_a_request_that_was_recovered_and_then_settled_is_charged_the_diff
 
 
 async def test_a_settlement_whose_answer_is_lost_is_counted_once(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling, "SETTLE_DELAYS_S", (0, 0, 0))
     fail_settlements(gateway, monkeypatch, 1, is_answer_lost=True)
     await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
+    await tended_until_settled(gateway, monkeypatch)
     assert [event.completion_tokens for event in gateway.usage()] == [2]
     assert 'loramux_tokens_total{kind="completion"} 2.0' in gateway.services.metrics.render().decode()
 
@@ -377,11 +386,15 @@ async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.
     def away(operations: Any) -> None:
         raise OperationalError("BEGIN", {}, Exception("connection refused"))
 
-    monkeypatch.setattr(gateway.services.commit._admission, "commit", away)
-    response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+    with monkeypatch.context() as patched:
+        patched.setattr(gateway.services.commit._admission, "commit", away)
+        response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
     assert response.headers["retry-after"] == "5"
     assert gateway.engine.adds == []
+    # Had it been reserved all the same, that would be given back.
+    await tended_until_settled(gateway, monkeypatch)
+    assert gateway.usage() == []
 
 
 async def test_an_unforeseen_error_is_a_plain_500_with_its_id(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
