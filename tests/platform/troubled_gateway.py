@@ -23,11 +23,14 @@ PATIENCE_S = 40
 
 
 @asynccontextmanager
-async def maintained(database: Database, tokenizer: ModelTokenizer, spool: Path) -> AsyncIterator[Gateway]:
+async def maintained(
+    database: Database, tokenizer: ModelTokenizer, spool: Path, spool_bytes: int = 1 << 20
+) -> AsyncIterator[Gateway]:
     with ThreadPoolExecutor(8) as threads:
-        async with open_gateway(database, tokenizer, threads, spool=SettlementSpool(spool, 1 << 20)) as gateway:
+        async with open_gateway(database, tokenizer, threads, spool=SettlementSpool(spool, spool_bytes)) as gateway:
             maintaining = asyncio.create_task(gateway.services.running.maintain())
             yield gateway
+            assert await gateway.services.running.drain(PATIENCE_S)
             maintaining.cancel()
             await asyncio.wait({maintaining})
 
