@@ -64,9 +64,15 @@ CREATE OR REPLACE TRIGGER see_reservation AFTER INSERT OR UPDATE OF reserved_tok
 
 
 class GatewayLab:
-    """Starts, kills and asks gateways; `truths` is what their engine says."""
+    """Starts, kills and asks gateways; `truths` is what their engine says.
 
-    def __init__(self, directory: Path, database_url: str, model: Path, num_gateways: int) -> None:
+    The gateways' data and logs are below `disk`, everything else is below `directory`.
+    """
+
+    def __init__(
+        self, directory: Path, database_url: str, model: Path, num_gateways: int, disk: Path | None = None
+    ) -> None:
+        disk = disk or directory
         self.database = Database(database_url)
         self.database.upgrade()
         self._ends = directory / "ends"
@@ -91,12 +97,12 @@ class GatewayLab:
                 {
                     "model": str(model),
                     "engine": str(socket),
-                    "data_dir": str(directory / f"gateway-{number}"),
+                    "data_dir": str(disk / f"gateway-{number}"),
                     "database_url": database_url,
                     "served_name": "base",
                     "port": free_port(),
                     "admin_port": free_port(),
-                    "log": str(directory / f"gateway-{number}.log"),
+                    "log": str(disk / f"gateway-{number}.log"),
                 }
             )
             for number in range(num_gateways)
@@ -187,9 +193,8 @@ class GatewayLab:
 
 async def ask(port: int, key: str, max_tokens: int, cut_after: int | None = None) -> tuple[int, bytes]:
     """A streamed completion over a socket of its own, left after so many bytes' reads where `cut_after` is given."""
-    body = json.dumps(
-        {"model": "base", "prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    ).encode()
+    asked = {"model": "base", "prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = b""
     try:
@@ -220,8 +225,10 @@ def _until(is_so: Any, why: Any = lambda: "", patience_s: float = PATIENCE_S) ->
 
 
 @contextmanager
-def gateway_lab(directory: Path, database_url: str, model: Path, num_gateways: int) -> Iterator[GatewayLab]:
-    lab = GatewayLab(directory, database_url, model, num_gateways)
+def gateway_lab(
+    directory: Path, database_url: str, model: Path, num_gateways: int, disk: Path | None = None
+) -> Iterator[GatewayLab]:
+    lab = GatewayLab(directory, database_url, model, num_gateways, disk)
     try:
         yield lab
     finally:

@@ -1,0 +1,138 @@
+"""Gateway processes on a disk that fills and empties under their streams: the ledger is what clients were told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from loramux.migrations import schema
+from loramux.platform.quotas import QuotaPolicies
+from tests.conformance.gateway_lab import PATIENCE_S, GatewayLab, Truth, ask, gateway_lab
+from tests.platform.small_disk import BALLAST, empty_log, fill, mounted
+
+NUM_RUNS = int(os.environ.get("LORAMUX_DISK_RUNS", "100"))
+SEED = int(os.environ.get("LORAMUX_DISK_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)
+DISK_MB = 32
+SPOOL_MB = 1
+
+pytestmark = pytest.mark.campaign
+
+Answers = list[tuple[int, bytes]]
+
+
+class FillingDisk:
+    """Holds the database, the gateways' data and their logs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.database = directory / "loramux.db"
+
+    def fill(self, *, is_log_empty: bool) -> None:
+        """Leave no room; SQLite's write-ahead log may have some of its own."""
+        if is_log_empty:
+            empty_log(self.database)
+        fill(self.directory)
+
+    def free(self) -> None:
+        with suppress(FileNotFoundError):
+            (self.directory / BALLAST).unlink()
+
+
+@pytest.fixture
+def disk() -> Iterator[FillingDisk]:
+    with tempfile.TemporaryDirectory(prefix="loramux-disk-") as name, mounted(name, DISK_MB):
+        yield FillingDisk(Path(name))
+
+
+@pytest.fixture
+def lab(disk: FillingDisk, demo_base: Path) -> Iterator[GatewayLab]:
+    """Two gateways. The second has a spool that never takes anything, so its settlements wait in memory."""
+    spool = disk.directory / "gateway-1" / "spool"
+    spool.mkdir(parents=True)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-lab-")))
+        stack.enter_context(mounted(spool, SPOOL_MB))
+        fill(spool)
+        yield stack.enter_context(gateway_lab(directory, f"sqlite:///{disk.database}", demo_base, 2, disk.directory))
+
+
+async def run_once(lab: GatewayLab, disk: FillingDisk, key: str, dice: random.Random) -> Answers:
+    """Streams that begin at random moments, while the disk fills and empties at others."""
+
+    async def stream(number: int) -> tuple[int, bytes]:
+        await asyncio.sleep(dice.uniform(0, 0.5))
+        return await ask(lab.gateways[number % 2].port, key, dice.randint(1, 80))
+
+    async def fill_and_free() -> None:
+        for _ in range(dice.randint(1, 3)):
+            await asyncio.sleep(dice.uniform(0, 0.5))
+            await asyncio.to_thread(disk.fill, is_log_empty=dice.random() < 0.7)
+            await asyncio.sleep(dice.uniform(0, 0.7))
+            disk.free()
+
+    streams = asyncio.gather(*(stream(number) for number in range(dice.randint(3, 8))))
+    await fill_and_free()
+    return await streams
+
+
+def held_most(lab: GatewayLab) -> int:
+    """How many settlements wait in the memories of gateways."""
+    text = [
+        httpx.get(f"http://127.0.0.1:{one.settings['admin_port']}/metrics", trust_env=False).text
+        for one in lab.gateways
+    ]
+    return sum(int(float(re.findall(r"^loramux_held_settlements (\S+)$", one, re.MULTILINE)[0])) for one in text)
+
+
+def test_a_disk_that_fills_and_empties_costs_no_token(lab: GatewayLab, disk: FillingDisk) -> None:
+    tenant, key = lab.account("disk")
+    QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 10**9)
+    print(f"\nLORAMUX_DISK_SEED={SEED}")
+    dice = random.Random(SEED)
+    told: dict[str, int] = {}
+    num_refused = num_held = num_spooled = 0
+    started_s = time.monotonic()
+    for number in range(NUM_RUNS):
+        answers = asyncio.run(run_once(lab, disk, key, dice))
+        num_held += held_most(lab)
+        num_spooled += (disk.directory / "gateway-0" / "spool" / "settlements.jsonl").read_bytes()[:1] != b"\0"
+        for gateway in lab.gateways:
+            lab.wait_ready(gateway)
+        lab.wait_settled()
+        truths = lab.truths()
+        with lab.database.read() as connection:
+            events = {row.request_id: row for row in connection.execute(select(schema.usage_events))}
+            assert connection.execute(select(schema.usage_adjustments)).all() == [], "nothing was recovered"
+        for status, answer in answers:
+            request_id = re.findall(rb"x-request-id: (\S+)", answer)[0].decode()
+            if status == 503:
+                assert b"quota_unavailable" in answer, (number, answer)
+                num_refused += 1
+                continue
+            assert status == 200, (number, answer)
+            assert b"[DONE]" in answer, (number, answer)
+            [usage] = re.findall(rb'"completion_tokens":(\d+)', answer)
+            told[request_id] = int(usage)
+        ran = {key: event for key, event in events.items() if event.status != "aborted"}
+        assert {key: event.completion_tokens for key, event in ran.items()} == told, number
+        for request_id, event in events.items():
+            assert Truth(event.prompt_tokens, event.completion_tokens) == truths[request_id], (number, request_id)
+        lab.check_nothing_held()
+    took_s = time.monotonic() - started_s
+    print(
+        f"{NUM_RUNS} runs, {len(told)} streams of {sum(told.values())} tokens all in the ledger, "
+        f"{num_refused} requests refused, {num_spooled} runs ended with settlements in the spool, "
+        f"{num_held} settlements waited in memory at the ends of runs, {took_s / NUM_RUNS:.1f} s a run"
+    )
+    assert took_s < NUM_RUNS * PATIENCE_S
