@@ -133,7 +133,7 @@ class SettlementSpool:
                 self._empty()
 
     def _empty(self) -> None:
-        """Begin at the start of the file again. Should this fail, settled records are replayed, which changes nothing."""
+        """Begin at the start of the file again. Where this fails, settled records may be replayed: no change."""
         num_bytes, self._settled, self._end = self._end, 0, 0
         if num_bytes == 0:
             return

@@ -107,24 +107,26 @@ class Settling:
             self._release(closing)
 
     async def replay(self) -> None:
-        """Settle what waits on the disk and in memory; what cannot be settled now stays for the next time.
+        """Settle what waits in memory and on the disk; what cannot be settled now stays for the next time.
 
-        Raises OSError where the disk does not take what the database refused.
+        Raises OSError where the disk fails, which holds up only what waits there.
         """
         held = tuple(self._held.values())
-        loop = asyncio.get_running_loop()
-        spooled: Sequence[Closing] = ()
-        if self._spool is not None:
-            spooled = (await loop.run_in_executor(self._spooling, self._spool.begin_replay)).closings
-        refused = await self._settle_all((*spooled, *held))
+        refused = await self._settle_all(held)
         if refused is None:
             return
-        if self._spool is not None:
-            await loop.run_in_executor(self._spooling, self._spool.end_replay, refused)
-        self._metrics.settle_failures.inc(len(refused))
         for closing in held:
             self._release(closing, is_settled=closing not in refused)
-        log.info("waiting settlements are in the ledger", count=len(spooled) + len(held), refused=len(refused))
+        self._note_settled(held, refused)
+        if self._spool is None or self._spool.num_bytes == 0:
+            return
+        loop = asyncio.get_running_loop()
+        contents = await loop.run_in_executor(self._spooling, self._spool.begin_replay)
+        refused = await self._settle_all(contents.closings)
+        if refused is None:
+            return
+        await loop.run_in_executor(self._spooling, self._spool.end_replay, refused)
+        self._note_settled(contents.closings, refused)
 
     def close(self) -> None:
         """End the thread of the spool; what still waits in memory goes to the log, in full."""
@@ -134,7 +136,7 @@ class Settling:
             self._give_up(closing)
 
     async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
-        """Those that the database refused for a reason of their own; None where it is in trouble again."""
+        """Those that the database refused for a reason of their own, which the log has; None where it is in trouble."""
         refused = []
         for start in range(0, len(closings), REPLAY_AT_ONCE):
             some = closings[start : start + REPLAY_AT_ONCE]
@@ -147,6 +149,11 @@ class Settling:
                     log.error("a settlement was refused", error=repr(outcome), **_in_full(closing))
                     refused.append(closing)
         return refused
+
+    def _note_settled(self, closings: Sequence[Closing], refused: Sequence[Closing]) -> None:
+        self._metrics.settle_failures.inc(len(refused))
+        if closings:
+            log.info("waiting settlements are in the ledger", count=len(closings), refused=len(refused))
 
     async def _settle_now(self, closing: Closing) -> bool:
         """Whether the database took it, or had it already."""

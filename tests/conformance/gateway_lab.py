@@ -91,7 +91,7 @@ class GatewayLab:
             text=True,
             env=environment,
         )
-        _until(socket.exists)
+        until(socket.exists)
         self.gateways = [
             LabGateway(
                 {
@@ -116,7 +116,7 @@ class GatewayLab:
         for gateway in self.gateways:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(gateway.pid, signal.SIGTERM)
-        _until(lambda: not any(Path(f"/proc/{gateway.pid}").exists() for gateway in self.gateways))
+        until(lambda: not any(Path(f"/proc/{gateway.pid}").exists() for gateway in self.gateways))
         for process in (self._maker, self._engine):
             assert process.stdin is not None
             process.stdin.close()
@@ -142,7 +142,7 @@ class GatewayLab:
             except httpx.TransportError:
                 return False
 
-        _until(is_ready, lambda: Path(gateway.settings["log"]).read_text()[-2000:])
+        until(is_ready, lambda: Path(gateway.settings["log"]).read_text()[-2000:])
 
     def stop(self, gateway: LabGateway) -> None:
         """Ask it to stop, and wait until it has."""
@@ -151,7 +151,7 @@ class GatewayLab:
 
     def kill(self, gateway: LabGateway) -> None:
         os.kill(gateway.pid, signal.SIGKILL)
-        _until(lambda: not Path(f"/proc/{gateway.pid}").exists())
+        until(lambda: not Path(f"/proc/{gateway.pid}").exists())
 
     def account(self, slug: str) -> tuple[Tenant, str]:
         tenant = Tenants(self.database).create(slug)
@@ -183,7 +183,7 @@ class GatewayLab:
             return int(connection.execute(query).scalar_one())
 
     def wait_settled(self, patience_s: float = PATIENCE_S) -> None:
-        _until(lambda: self.num_open() == 0, lambda: f"{self.num_open()} reservations are open", patience_s)
+        until(lambda: self.num_open() == 0, lambda: f"{self.num_open()} reservations are open", patience_s)
 
     def check_nothing_held(self) -> None:
         with self.database.read() as connection:
@@ -217,7 +217,7 @@ async def ask(port: int, key: str, max_tokens: int, cut_after: int | None = None
     return (int(received[9:12]) if received else 0), received
 
 
-def _until(is_so: Any, why: Any = lambda: "", patience_s: float = PATIENCE_S) -> None:
+def until(is_so: Any, why: Any = lambda: "", patience_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + patience_s
     while not is_so():
         assert time.monotonic() < deadline, why()

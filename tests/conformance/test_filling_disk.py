@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import re
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from sqlalchemy import select
 
 from loramux.migrations import schema
 from loramux.platform.quotas import QuotaPolicies
-from tests.conformance.gateway_lab import PATIENCE_S, GatewayLab, Truth, ask, gateway_lab
+from loramux.platform.settlement_spool import LEFT
+from tests.conformance.gateway_lab import PATIENCE_S, GatewayLab, Truth, ask, gateway_lab, until
 from tests.platform.small_disk import BALLAST, empty_log, fill, mounted
 
 NUM_RUNS = int(os.environ.get("LORAMUX_DISK_RUNS", "100"))
@@ -86,13 +88,11 @@ async def run_once(lab: GatewayLab, disk: FillingDisk, key: str, dice: random.Ra
     return await streams
 
 
-def held_most(lab: GatewayLab) -> int:
+def num_in_memory(lab: GatewayLab) -> int:
     """How many settlements wait in the memories of gateways."""
-    text = [
-        httpx.get(f"http://127.0.0.1:{one.settings['admin_port']}/metrics", trust_env=False).text
-        for one in lab.gateways
-    ]
-    return sum(int(float(re.findall(r"^loramux_held_settlements (\S+)$", one, re.MULTILINE)[0])) for one in text)
+    ports = [gateway.settings["admin_port"] for gateway in lab.gateways]
+    texts = [httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text for port in ports]
+    return sum(int(float(re.findall(r"^loramux_held_settlements (\S+)$", text, re.MULTILINE)[0])) for text in texts)
 
 
 def test_a_disk_that_fills_and_empties_costs_no_token(lab: GatewayLab, disk: FillingDisk) -> None:
@@ -105,7 +105,7 @@ def test_a_disk_that_fills_and_empties_costs_no_token(lab: GatewayLab, disk: Fil
     started_s = time.monotonic()
     for number in range(NUM_RUNS):
         answers = asyncio.run(run_once(lab, disk, key, dice))
-        num_held += held_most(lab)
+        num_held += num_in_memory(lab)
         num_spooled += (disk.directory / "gateway-0" / "spool" / "settlements.jsonl").read_bytes()[:1] != b"\0"
         for gateway in lab.gateways:
             lab.wait_ready(gateway)
@@ -136,3 +136,39 @@ def test_a_disk_that_fills_and_empties_costs_no_token(lab: GatewayLab, disk: Fil
         f"{num_held} settlements waited in memory at the ends of runs, {took_s / NUM_RUNS:.1f} s a run"
     )
     assert took_s < NUM_RUNS * PATIENCE_S
+
+
+def test_a_gateway_that_is_stopped_logs_what_it_cannot_settle_and_settles_it_from_there(
+    lab: GatewayLab, disk: FillingDisk, tmp_path: Path
+) -> None:
+    tenant, key = lab.account("stopped")
+    gateway = lab.gateways[1]
+    lab.kill(gateway)
+    log = tmp_path / "log"
+    gateway.settings["log"] = str(log)
+    lab.start(gateway)
+    lab.wait_ready(gateway)
+
+    async def stream_into_trouble() -> Answers:
+        streams = asyncio.gather(*(ask(gateway.port, key, 60) for _ in range(3)))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(disk.fill, is_log_empty=True)
+        return await streams
+
+    answers = asyncio.run(stream_into_trouble())
+    assert all(b"[DONE]" in answer for _, answer in answers)
+    os.kill(gateway.pid, signal.SIGTERM)
+    until(lambda: not Path(f"/proc/{gateway.pid}").exists(), log.read_text)
+    records = re.findall(r"record='([0-9a-f]{8} \{.*?\}\S*)'", log.read_text())
+    assert len(records) == 3
+    disk.free()
+    spool = disk.directory / "gateway-1" / "spool"
+    (spool / BALLAST).unlink()
+    (spool / LEFT).write_text("\n".join(records))
+    lab.start(gateway)
+    lab.wait_ready(gateway)
+    lab.wait_settled()
+    with lab.database.read() as connection:
+        events = connection.execute(select(schema.usage_events).where(schema.usage_events.c.tenant_id == tenant.id))
+        assert [event.completion_tokens for event in events] == [60] * 3
+    lab.check_nothing_held()
