@@ -49,7 +49,7 @@ class Settling:
         self._is_closed = False
 
     async def settle(self, request_id: str, settlement: Settlement) -> None:
-        """Settle in the database, else on the disk, else in memory until one of both is well; twice changes nothing."""
+        """Settle in the database, or keep the settlement on the disk or in memory; settling twice changes nothing."""
         closing = Closing(request_id=request_id, settlement=settlement)
         is_kept = False
         try:
@@ -62,17 +62,23 @@ class Settling:
 
     def settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
         """Give back what `reserving`, which is done, may hold for a request that nobody waits for any more."""
-        if reserving.cancelled() or reserving.exception() is not None:
+        error = None if reserving.cancelled() else reserving.exception()
+        if reserving.cancelled() or not (error is None or isinstance(error, TROUBLE)):
             return
-        settling = asyncio.ensure_future(self.settle(request_id, NEVER_RAN))
+        settle = self.settle(request_id, NEVER_RAN) if error is None else self.spool_unrun(request_id)
+        settling = asyncio.ensure_future(settle)
         self._unrun.add(settling)
         settling.add_done_callback(self._unrun.discard)
 
     async def spool_unrun(self, request_id: str) -> None:
-        """Have a request's reservation given back later, should there be one."""
+        """Have a request's reservation given back later, should there be one: only its answer may have been lost."""
         closing = Closing(request_id=request_id, settlement=NEVER_RAN)
-        if not await self._spool_one(closing):
-            self._hold(closing)
+        is_kept = False
+        try:
+            is_kept = await self._spool_one(closing)
+        finally:
+            if not is_kept:
+                self._hold(closing)
 
     @property
     def num_held(self) -> int:
@@ -92,7 +98,7 @@ class Settling:
         return f"{len(self._held)} settlements wait in memory: neither the database nor the spool takes them"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """What the settlements in memory amount to: their leases go on, should the database take only this."""
+        """The tokens of the settlements in memory, which also extend their leases if the database takes only those."""
         return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:
@@ -107,9 +113,9 @@ class Settling:
             self._release(closing)
 
     async def replay(self) -> None:
-        """Settle what waits in memory and on the disk; what cannot be settled now stays for the next time.
+        """Settle what waits in memory and on the disk; while the database is in trouble the rest goes on waiting.
 
-        Raises OSError where the disk fails, which holds up only what waits there.
+        Raises OSError where the disk fails, which holds up only the settlements there.
         """
         held = tuple(self._held.values())
         refused = await self._settle_all(held)
@@ -129,14 +135,14 @@ class Settling:
         self._note_settled(contents.closings, refused)
 
     def close(self) -> None:
-        """End the thread of the spool; what still waits in memory goes to the log, in full."""
-        self._spooling.shutdown()
+        """End the thread of the spool, and log in full every settlement that still waits in memory."""
         self._is_closed = True
-        for closing in self._held.values():
+        self._spooling.shutdown()
+        for closing in tuple(self._held.values()):
             self._give_up(closing)
 
     async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
-        """Those that the database refused for a reason of their own, which the log has; None where it is in trouble."""
+        """Log and return the settlements that the database refuses for good; None where it is in trouble."""
         refused = []
         for start in range(0, len(closings), REPLAY_AT_ONCE):
             some = closings[start : start + REPLAY_AT_ONCE]
@@ -167,7 +173,7 @@ class Settling:
             settling.add_done_callback(_look_away)
             return False
         except Exception as error:
-            # Whatever it was, the settlement is known and must not be lost; the replay tells what cannot be settled.
+            # The settlement is known and must not be lost; a replay finds out whether the database refuses it.
             log.warning("settling failed", request_id=closing.request_id, error=str(error))
             return False
         return True

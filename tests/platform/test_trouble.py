@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -428,6 +429,30 @@ async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.
     # Had it been reserved all the same, that would be given back.
     await tended_until_settled(gateway, monkeypatch)
     assert gateway.usage() == []
+
+
+async def test_a_reservation_whose_answer_is_lost_after_its_request_was_refused_is_given_back(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "RESERVE_WAIT_S", 0.05)
+    admission, is_refused = gateway.services.commit._admission, threading.Event()
+    commit = admission.commit
+
+    def lost(operations: Any) -> None:
+        commit(operations)
+        is_refused.wait(10)
+        raise OperationalError("COMMIT", {}, Exception("connection reset"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(admission, "commit", lost)
+        response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
+        is_refused.set()
+        async with asyncio.timeout(10):
+            while gateway.services.settling.num_held == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    await tended_until_settled(gateway, monkeypatch)
+    assert (await settled(gateway)).completion_tokens == 0
 
 
 async def test_an_unforeseen_error_is_a_plain_500_with_its_id(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
