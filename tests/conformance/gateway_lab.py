@@ -147,7 +147,7 @@ class GatewayLab:
     def stop(self, gateway: LabGateway) -> None:
         """Ask it to stop, and wait until it has."""
         os.kill(gateway.pid, signal.SIGTERM)
-        _until(lambda: not Path(f"/proc/{gateway.pid}").exists())
+        until(lambda: not Path(f"/proc/{gateway.pid}").exists())
 
     def kill(self, gateway: LabGateway) -> None:
         os.kill(gateway.pid, signal.SIGKILL)
