@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import String, bindparam, cast, func, select
@@ -24,8 +24,13 @@ class DigestOwner:
     version: int
 
 
-def owners_of(database: Database, digests: Sequence[str], tenant_id: str | None) -> Mapping[str, Sequence[DigestOwner]]:
-    """The versions that have each digest, the oldest first; with a tenant, only its own. Blocking."""
+def owners_of(
+    database: Database, digests: Sequence[str], tenant_id: str | None, only: Collection[str] | None = None
+) -> Mapping[str, Sequence[DigestOwner]]:
+    """The versions that have each digest, the oldest first; with a tenant, only its own. Blocking.
+
+    With `only`, versions of these adapters.
+    """
     columns = adapter_versions.c
     query = (
         select(
@@ -37,6 +42,8 @@ def owners_of(database: Database, digests: Sequence[str], tenant_id: str | None)
     )
     if tenant_id is not None:
         query = query.where(adapters.c.tenant_id == tenant_id)
+    if only is not None:
+        query = query.where(columns.adapter_id.in_(only))
     # One statement for any number of digests, which are one value of it.
     if database.is_sqlite:
         wanted = func.json_each(bindparam("digests")).table_valued("value")

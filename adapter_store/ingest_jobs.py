@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,8 +58,9 @@ class IngestJobs:
         limit: int,
         after: str | None = None,
         before: str | None = None,
+        only: Collection[str] | None = None,
     ) -> Page[IngestJob]:
-        """One tenant's jobs in these states, or every tenant's; newest first."""
+        """One tenant's jobs in these states, or every tenant's; newest first. With `only`, of these adapters."""
         columns = adapter_versions.c
         wanted = {name for state in states for name in _VERSION_STATES[state]}
         if "ready" in wanted:
@@ -70,6 +71,8 @@ class IngestJobs:
         if tenant_id is not None:
             own = select(adapters.c.id).where(adapters.c.tenant_id == tenant_id)
             query = query.where(columns.adapter_id.in_(own))
+        if only is not None:
+            query = query.where(columns.adapter_id.in_(only))
         with self._database.read() as connection:
             rows, has_more = keyset_rows(
                 connection, query, adapter_versions.c.id, limit, _version_id(after), _version_id(before)

@@ -7,7 +7,7 @@ import hmac
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, insert, select, update
@@ -110,12 +110,19 @@ class ApiKeys:
         return CreatedKey(key=key, secret=secret)
 
     def list(
-        self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
+        self,
+        tenant_id: str | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        only: Collection[str] | None = None,
     ) -> Page[ApiKey]:
-        """Keys of one tenant, or of the platform when `tenant_id` is None; revoked ones too."""
+        """Keys of one tenant, or of the platform when `tenant_id` is None; revoked ones too. With `only`, of these."""
         table = schema.api_keys
         # `== None` is SQL's IS NULL.
         query = select(table).where(table.c.tenant_id == tenant_id)
+        if only is not None:
+            query = query.where(table.c.id.in_(only))
         with self._database.read() as connection:
             rows, has_more = keyset_rows(connection, query, table.c.id, limit, after, before)
         return Page(tuple(key_of(row) for row in rows), has_more)

@@ -22,7 +22,7 @@ DEFAULT_TENANT_SCOPES = frozenset({"adapters", "base"})
 DEFAULT_PLATFORM_SCOPES = frozenset({"platform:admin"})
 
 LIMITABLE_SCOPES = frozenset({"adapters", "base", "tenant:develop"})
-"""What a key may do that is limited to some adapters: one that reads or administers the tenant would see the rest."""
+"""What a key may do that is limited to some adapters. All that such a key reads is narrowed to them and to itself."""
 
 
 def checked_scopes(tenant_id: str | None, scopes: Iterable[str] | None) -> frozenset[str]:

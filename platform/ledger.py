@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,22 +79,31 @@ class Ledger:
         before: str | None = None,
         start_us: int | None = None,
         end_us: int | None = None,
+        only: Collection[str] | None = None,
     ) -> Page[UsageEvent]:
-        """Settled requests with their adjustments, those that started last first; all tenants when it is None."""
-        query = _select_events(tenant_id, start_us, end_us)
+        """Settled requests with their adjustments, those that started last first; all tenants when it is None.
+
+        With `only`, requests of these adapters.
+        """
+        query = _select_events(tenant_id, start_us, end_us, only)
         with self._database.read() as connection:
             rows, has_more = keyset_rows(connection, query, schema.usage_events.c.request_id, limit, after, before)
         return Page(tuple(_event(row) for row in rows), has_more)
 
     def export(
-        self, tenant_id: str | None, start_us: int, end_us: int, after: UsageEvent | None = None
+        self,
+        tenant_id: str | None,
+        start_us: int,
+        end_us: int,
+        after: UsageEvent | None = None,
+        only: Collection[str] | None = None,
     ) -> Sequence[UsageEvent]:
         """The next part of a list that is as long as the ledger: at most EXPORT_ROWS, in the order they finished.
 
         Each part is a transaction of its own, so that a slow reader holds nothing back.
         """
         events = schema.usage_events.c
-        query = _select_events(tenant_id, start_us, end_us)
+        query = _select_events(tenant_id, start_us, end_us, only)
         if after is not None:
             place = (after.finished_us, after.request_id)
             # The first condition is what an index finds.
@@ -106,7 +115,9 @@ class Ledger:
             return [_event(row) for row in connection.execute(query)]
 
 
-def _select_events(tenant_id: str | None, start_us: int | None, end_us: int | None) -> Select[Any]:
+def _select_events(
+    tenant_id: str | None, start_us: int | None, end_us: int | None, only: Collection[str] | None
+) -> Select[Any]:
     events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
     rest = [column for column in events.c if column.name not in AMOUNTS]
     amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in AMOUNTS]
@@ -117,6 +128,8 @@ def _select_events(tenant_id: str | None, start_us: int | None, end_us: int | No
     query: Select[Any] = select(*rest, *amounts, tenants.c.slug).select_from(adjusted)
     if tenant_id is not None:
         query = query.where(events.c.tenant_id == tenant_id)
+    if only is not None:
+        query = query.where(events.c.adapter_id.in_(only))
     if start_us is not None:
         query = query.where(events.c.finished_us >= start_us)
     if end_us is not None:

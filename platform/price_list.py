@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select, text
@@ -13,7 +14,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
-from loramux.platform.prices import ADAPTERS, ALL, BASE, MAX_PRICE_NANOS, Price, PriceBook
+from loramux.platform.prices import GENERAL_SCOPES, MAX_PRICE_NANOS, Price, PriceBook
 
 NOTICE_US = 2_000_000
 """So long before it takes effect a price must be known, and can no longer be taken back."""
@@ -96,13 +97,23 @@ class PriceList:
         return price
 
     def list(
-        self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
+        self,
+        tenant_id: str | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        only: Collection[str] | None = None,
     ) -> Page[Price]:
-        """Prices, those announced last first: with a tenant, its own and the list's; else all."""
+        """Prices, those announced last first: with a tenant, its own and the list's; else all.
+
+        With `only`, of single adapters only these.
+        """
         prices = schema.prices
         query = select(prices)
         if tenant_id is not None:
             query = query.where(prices.c.tenant_id.is_(None) | (prices.c.tenant_id == tenant_id))
+        if only is not None:
+            query = query.where(prices.c.scope.in_((*GENERAL_SCOPES, *only)))
         with self._database.read() as connection:
             rows, has_more = keyset_rows(connection, query, prices.c.id, limit, after, before)
         return Page(tuple(_price(row) for row in rows), has_more)
@@ -165,7 +176,7 @@ class PriceReader:
 
 
 def _check(scope: str, prompt_nanos: int, cached_nanos: int, completion_nanos: int, currency: str) -> None:
-    if scope not in (ALL, BASE, ADAPTERS) and not _ADAPTER.fullmatch(scope):
+    if scope not in GENERAL_SCOPES and not _ADAPTER.fullmatch(scope):
         raise InvalidRequest("a scope is all, base, adapters or an adapter's identifier", param="scope")
     named = {"prompt": prompt_nanos, "cached": cached_nanos, "completion": completion_nanos}
     for name, nanos in named.items():

@@ -16,7 +16,8 @@ MILLION = 1_000_000
 MAX_PRICE_NANOS = 10_000 * 1_000_000_000
 """10,000 of the currency for a million tokens: the cost of 10^14 tokens still fits a 64-bit column."""
 
-ALL, BASE, ADAPTERS = "all", "base", "adapters"
+GENERAL_SCOPES = ALL, BASE, ADAPTERS = ("all", "base", "adapters")
+"""Those that name no single adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,11 @@ class Principal:
     adapter_ids: frozenset[str] | None = None
     """The adapters that the key may name; None: all that its tenant may call."""
 
-    def may_name(self, adapter_id: str) -> bool:
-        """Whether the key's own limit leaves it the adapter; its tenant's rights are another matter."""
+    def may_name(self, adapter_id: str | None) -> bool:
+        """Whether the key's own limit leaves it the adapter; its tenant's rights are another matter.
+
+        None is what has no adapter, such as a request of the base; a limited key is not left that.
+        """
         return self.adapter_ids is None or adapter_id in self.adapter_ids
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,12 +135,22 @@ class QuotaPolicies:
         return wanted
 
     def list(
-        self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
+        self,
+        tenant_id: str | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        only: Collection[str] | None = None,
     ) -> Page[QuotaPolicy]:
-        """Policies of one tenant, its keys and its adapters; of all and of the platform when `tenant_id` is None."""
+        """Policies of one tenant, its keys and its adapters; of all and of the platform when `tenant_id` is None.
+
+        With `only`, of these subjects.
+        """
         query = select(_policies)
         if tenant_id is not None:
             query = query.where(_policies.c.tenant_id == tenant_id)
+        if only is not None:
+            query = query.where(_policies.c.subject_id.in_(only))
         with self._database.read() as connection:
             rows, has_more = keyset_rows(connection, query, _policies.c.id, limit, after, before)
         return Page(tuple(policy_of(row) for row in rows), has_more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class RequestInFlight:
     tenant_id: str
     tenant_slug: str
     api_key_id: str
+    adapter_id: str | None
     model: str
     endpoint: str
     prompt_tokens: int
@@ -37,12 +39,19 @@ class RequestsInFlight:
         self._database = database
 
     def list(
-        self, tenant_id: str | None, limit: int, after: str | None = None, before: str | None = None
+        self,
+        tenant_id: str | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        only: Collection[str] | None = None,
     ) -> Page[RequestInFlight]:
-        """One tenant's requests, or every tenant's; newest first."""
+        """One tenant's requests, or every tenant's; newest first. With `only`, of these adapters."""
         query = _select_open()
         if tenant_id is not None:
             query = query.where(schema.reservations.c.tenant_id == tenant_id)
+        if only is not None:
+            query = query.where(schema.adapter_versions.c.adapter_id.in_(only))
         with self._database.read() as connection:
             rows, has_more = keyset_rows(connection, query, schema.reservations.c.id, limit, after, before)
         return Page(tuple(_request(row) for row in rows), has_more)
@@ -78,6 +87,7 @@ def _select_open() -> Select[*tuple[Any, ...]]:
         table.c.tenant_id,
         schema.tenants.c.slug,
         table.c.api_key_id,
+        schema.adapter_versions.c.adapter_id,
         table.c.model,
         table.c.endpoint,
         table.c.prompt_tokens,
@@ -86,7 +96,10 @@ def _select_open() -> Select[*tuple[Any, ...]]:
         table.c.created_us,
         table.c.cancel_requested_us,
     )
-    return select(*columns).join_from(table, schema.tenants).where(table.c.state == "open")
+    versions = schema.adapter_versions
+    # A request of the base has no version.
+    named = table.join(schema.tenants).outerjoin(versions, versions.c.id == table.c.adapter_version_id)
+    return select(*columns).select_from(named).where(table.c.state == "open")
 
 
 def _request(row: Row[Any]) -> RequestInFlight:
@@ -95,6 +108,7 @@ def _request(row: Row[Any]) -> RequestInFlight:
         tenant_id=row.tenant_id,
         tenant_slug=row.slug,
         api_key_id=row.api_key_id,
+        adapter_id=row.adapter_id,
         model=row.model,
         endpoint=row.endpoint,
         prompt_tokens=row.prompt_tokens,

@@ -37,8 +37,8 @@ GROUPS = tuple(GROUPED_BY)
 class UsageQuestion:
     """Sums of what finished in `[start_us, end_us)`, by bucket and groups; raises InvalidRequest with the field.
 
-    `tenant_id` None is all tenants. `bucket` is `1m`, `1h`, `1d` or None for the whole range; buckets are cut to the
-    range, and days begin at the midnights of `timezone`.
+    `tenant_id` None is all tenants; `adapter_ids` None is all adapters and the base. `bucket` is `1m`, `1h`, `1d` or
+    None for the whole range; buckets are cut to the range, and days begin at the midnights of `timezone`.
     """
 
     tenant_id: str | None
@@ -47,6 +47,7 @@ class UsageQuestion:
     bucket: str | None = None
     group_by: tuple[str, ...] = ()
     timezone: str = "UTC"
+    adapter_ids: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.start_us < 2**62:
@@ -85,4 +86,5 @@ class UsageQuestion:
     def grains(self) -> dict[int, Grain]:
         """What rollups answer it, by the length of their spans."""
         of_tenant = () if self.tenant_id is None else ("tenant_id",)
-        return grains_for([*of_tenant, *(GROUPED_BY[name] for name in self.group_by)])
+        of_adapters = () if self.adapter_ids is None else ("adapter_id",)
+        return grains_for([*of_tenant, *of_adapters, *(GROUPED_BY[name] for name in self.group_by)])

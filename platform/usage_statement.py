@@ -115,6 +115,8 @@ def _rollup_facts(
         if question.tenant_id is not None:
             # The sums of all tenants, which are many, make SQLite think that a tenant's are.
             arm = arm.where(rare(table.tenant_id == question.tenant_id))
+        if question.adapter_ids is not None:
+            arm = arm.where(table.series_id.in_(_series_of_adapters(question)))
         arms.append(arm)
     if not arms:
         return []
@@ -131,6 +133,13 @@ def _rollup_facts(
     if is_by_series:
         query = query.join_from(by_key, _series, _series.c.id == by_key.c.series_id)
     return [query]
+
+
+def _series_of_adapters(question: UsageQuestion) -> Select[tuple[int]]:
+    """The series of the adapters that the question is about, of every grain that keeps adapters apart."""
+    assert question.adapter_ids is not None
+    of_adapters = select(_series.c.id).where(_series.c.adapter_id.in_(question.adapter_ids))
+    return of_adapters if question.tenant_id is None else of_adapters.where(_series.c.tenant_id == question.tenant_id)
 
 
 def _arms(parts: Cut, days: Sequence[int]) -> Iterator[tuple[int, Sequence[Range]]]:
@@ -161,6 +170,8 @@ def _event_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> li
         query = select(*columns, *amounts)
         if question.tenant_id is not None:
             query = query.where(table.c.tenant_id == question.tenant_id)
+        if question.adapter_ids is not None:
+            query = query.where(_events.c.adapter_id.in_(question.adapter_ids))
         facts.append(query.select_from(tables).where(_within(time, parts.events, question.tenant_id)))
         if rolled_up:
             # The few times of batches that wait are what an index is asked for, never the long range itself.

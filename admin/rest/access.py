@@ -29,8 +29,26 @@ class Caller:
     def may_see(self, tenant_id: str | None) -> bool:
         return self.principal.tenant_id is None or self.principal.tenant_id == tenant_id
 
-    def may_see_adapter(self, tenant_id: str, adapter_id: str) -> bool:
+    def may_see_adapter(self, tenant_id: str, adapter_id: str | None) -> bool:
         return self.may_see(tenant_id) and self.principal.may_name(adapter_id)
+
+    def may_see_key(self, tenant_id: str | None, key_id: str) -> bool:
+        return self.may_see(tenant_id) and (self.adapter_ids is None or key_id == self.principal.key_id)
+
+    @property
+    def adapter_ids(self) -> frozenset[str] | None:
+        """What lists are narrowed to; None: every adapter of whatever tenant the caller may see."""
+        return self.principal.adapter_ids
+
+    @property
+    def key_ids(self) -> frozenset[str] | None:
+        """The keys that a limited key sees: itself. None: every key."""
+        return None if self.adapter_ids is None else frozenset({self.principal.key_id})
+
+    @property
+    def subject_ids(self) -> frozenset[str] | None:
+        """Whose quotas a limited key sees: its own and its adapters'. None: everybody's."""
+        return None if self.adapter_ids is None else self.adapter_ids | {self.principal.key_id}
 
     @property
     def is_administrator(self) -> bool:

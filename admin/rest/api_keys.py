@@ -82,9 +82,12 @@ async def list_keys(
     after: After = None,
     before: Before = None,
 ) -> ListDocument[KeyDocument]:
-    """List a tenant's keys, or the platform's own where no tenant is named; revoked ones too."""
+    """List a tenant's keys, or the platform's own where no tenant is named; revoked ones too.
+
+    A key that is limited to adapters sees itself alone.
+    """
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.api_keys.list, tenant_id, limit, after, before)
+    page = await services.call(services.api_keys.list, tenant_id, limit, after, before, caller.key_ids)
     return list_document(page, describe_key)
 
 
@@ -139,7 +142,7 @@ async def revoke_key(key_id: str, services: Services, caller: Writer) -> KeyDocu
 
 async def _find(services: AdminServices, caller: Caller, key_id: str) -> ApiKey:
     key = _found(await services.call(services.api_keys.get, check_identifier(key_id, "api_key")))
-    if not caller.may_see(key.tenant_id):
+    if not caller.may_see_key(key.tenant_id, key.id):
         raise _unknown()
     return key
 

@@ -55,7 +55,8 @@ async def list_jobs(
     """List validation jobs, newest first."""
     tenant_id = await tenant_filter(services, caller, tenant)
     states = UNFINISHED if state is None else (state,)
-    return list_document(await services.call(services.jobs.list, tenant_id, states, limit, after, before), describe_job)
+    page = await services.call(services.jobs.list, tenant_id, states, limit, after, before, caller.adapter_ids)
+    return list_document(page, describe_job)
 
 
 @router.get("/{job_id}")

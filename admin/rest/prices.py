@@ -7,7 +7,7 @@ from typing import Literal
 from fastapi import APIRouter, Request
 from typing_extensions import TypedDict
 
-from loramux.admin.rest.access import PlatformAdmin, Reader, Services, find_tenant, tenant_filter
+from loramux.admin.rest.access import Caller, PlatformAdmin, Reader, Services, find_tenant, tenant_filter
 from loramux.admin.rest.bodies import NewPrice, read_json
 from loramux.admin.rest.listing import (
     After,
@@ -22,7 +22,7 @@ from loramux.admin.rest.listing import (
 )
 from loramux.platform.errors import NotFound
 from loramux.platform.openapi import errors, takes
-from loramux.platform.prices import Price
+from loramux.platform.prices import GENERAL_SCOPES, Price
 
 router = APIRouter(prefix="/prices", tags=["prices"])
 
@@ -75,14 +75,15 @@ async def list_prices(
 ) -> ListDocument[PriceDocument]:
     """List prices, those announced last first: for a tenant, its own and the list's."""
     tenant_id = await tenant_filter(services, caller, tenant)
-    return list_document(await services.call(services.prices.list, tenant_id, limit, after, before), _describe)
+    page = await services.call(services.prices.list, tenant_id, limit, after, before, caller.adapter_ids)
+    return list_document(page, _describe)
 
 
 @router.get("/{price_id}")
 async def get_price(price_id: str, services: Services, caller: Reader) -> PriceDocument:
     """One price."""
     price = await services.call(services.prices.get, check_identifier(price_id, "price"))
-    if price is None or not (price.tenant_id is None or caller.may_see(price.tenant_id)):
+    if price is None or not _may_see(caller, price):
         raise NotFound("there is no such price", code="price_not_found")
     return _describe(price)
 
@@ -92,6 +93,11 @@ async def withdraw_price(price_id: str, services: Services, caller: PlatformAdmi
     """Take back a price that is still to come."""
     await services.call(services.prices.withdraw, check_identifier(price_id, "price"))
     return {"id": price_id, "object": "price", "deleted": True}
+
+
+def _may_see(caller: Caller, price: Price) -> bool:
+    is_left = price.scope in GENERAL_SCOPES or caller.principal.may_name(price.scope)
+    return is_left and (price.tenant_id is None or caller.may_see(price.tenant_id))
 
 
 def _describe(price: Price) -> PriceDocument:

@@ -58,7 +58,7 @@ async def caller_of(services: AdminServices, caller: Caller, body: QuotaSubject)
 async def _key(services: AdminServices, caller: Caller, tenant_id: str | None, key_id: str) -> tuple[str, str]:
     """The key and its tenant."""
     key = await services.call(services.api_keys.get, key_id) if key_id.isascii() and key_id.isprintable() else None
-    if key is None or key.tenant_id is None or not caller.may_see(key.tenant_id):
+    if key is None or key.tenant_id is None or not caller.may_see_key(key.tenant_id, key.id):
         raise NotFound("there is no such key", param="key", code="key_not_found")
     if tenant_id not in (None, key.tenant_id):
         raise InvalidRequest("the key is another tenant's", param="tenant")
@@ -72,7 +72,7 @@ async def _adapter(
     adapter = await services.call(services.registry.get_adapter, name)
     if adapter is None and tenant_id is not None:
         adapter = await services.call(services.registry.find_adapter, tenant_id, name)
-    if adapter is None or not caller.may_see(adapter.tenant_id):
+    if adapter is None or not caller.may_see_adapter(adapter.tenant_id, adapter.id):
         raise NotFound("there is no such adapter", param="adapter", code="adapter_not_found")
     if is_owners and tenant_id not in (None, adapter.tenant_id):
         raise InvalidRequest("the adapter is another tenant's", param="tenant")

@@ -24,7 +24,7 @@ from loramux.admin.rest.listing import (
 )
 from loramux.admin.rest.quota_subjects import caller_of, subject_of
 from loramux.admin.services import AdminServices
-from loramux.platform.errors import ApiError, InvalidRequest, NotFound
+from loramux.platform.errors import ApiError, InvalidRequest, NotFound, PermissionDenied
 from loramux.platform.openapi import takes
 from loramux.platform.quota_check import Verdict
 from loramux.platform.quota_metrics import METRICS
@@ -147,21 +147,29 @@ async def list_quotas(
     after: After = None,
     before: Before = None,
 ) -> ListDocument[QuotaDocument]:
-    """List limits: a tenant's with those of its keys and adapters, or all and the platform's."""
+    """List limits: a tenant's with those of its keys and adapters, or all and the platform's.
+
+    A key that is limited to adapters sees its own limits and theirs.
+    """
     tenant_id = await tenant_filter(services, caller, tenant)
-    return list_document(await services.call(services.quotas.list, tenant_id, limit, after, before), describe_quota)
+    page = await services.call(services.quotas.list, tenant_id, limit, after, before, caller.subject_ids)
+    return list_document(page, describe_quota)
 
 
 @router.get("/effective")
 async def effective_quotas(
     services: Services, caller: Reader, tenant: Named = None, key: Named = None, adapter: Named = None
 ) -> EffectiveLimits:
-    """What holds for a tenant, or for one of its keys or a call of an adapter, and how far it is used."""
+    """What holds for a tenant, or for one of its keys or a call of an adapter, and how far it is used.
+
+    A key that is limited to adapters sees its own limits and theirs: how far the tenant's are used is said to no such
+    key.
+    """
     asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
     who = await caller_of(services, caller, asked)
     limits = await services.call(services.quota_view.effective, who)
     return {
-        **whole_list([describe_limit(limit) for limit in limits]),
+        **whole_list([describe_limit(limit) for limit in limits if _may_see(caller, limit.policy)]),
         "tenant_id": who.tenant_id,
         "key_id": who.key_id,
         "adapter_id": who.adapter_id,
@@ -170,7 +178,12 @@ async def effective_quotas(
 
 @router.post("/check", openapi_extra=takes(QuotaQuestion))
 async def check_quotas(request: Request, services: Services, caller: Reader) -> QuotaCheckDocument:
-    """Say whether a request would be admitted now, and by `quota` whether it would be if that were set; a dry run."""
+    """Say whether a request would be admitted now, and by `quota` whether it would be if that were set; a dry run.
+
+    Not for a key that is limited to adapters: the answer depends on what the whole tenant has used.
+    """
+    if caller.adapter_ids is not None:
+        raise PermissionDenied("this key is limited to some adapters, and asks nothing about its tenant's limits")
     body = await read_json(request, QuotaQuestion)
     if body.tenant is None and caller.principal.tenant_id is not None:
         body = body.model_copy(update={"tenant": caller.principal.tenant_id})
@@ -294,9 +307,14 @@ async def _set(services: AdminServices, caller: Caller, body: QuotaLimit) -> Quo
 
 async def _find(services: AdminServices, caller: Caller, quota_id: str) -> QuotaPolicy:
     policy = await services.call(services.quotas.get, check_identifier(quota_id, "quota"))
-    if policy is None or not caller.may_see(policy.tenant_id):
+    if policy is None or not caller.may_see(policy.tenant_id) or not _may_see(caller, policy):
         raise NotFound("there is no such quota", code="quota_not_found")
     return policy
+
+
+def _may_see(caller: Caller, policy: QuotaPolicy) -> bool:
+    """Whether the caller's limit to some adapters, if it has one, leaves it the policy."""
+    return caller.subject_ids is None or policy.subject_id in caller.subject_ids
 
 
 def _refuse_others(body: QuotaSubject) -> None:

@@ -54,7 +54,7 @@ async def list_requests(
 ) -> ListDocument[RequestDocument]:
     """List the requests in flight, newest first."""
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.requests.list, tenant_id, limit, after, before)
+    page = await services.call(services.requests.list, tenant_id, limit, after, before, caller.adapter_ids)
     live, now_us = services.live.progress(), services.database.now_us()
     return list_document(page, lambda found: _describe(found, live.get(found.id), now_us))
 
@@ -82,7 +82,7 @@ async def cancel_request(request_id: str, services: Services, caller: Writer) ->
 
 async def _find(services: AdminServices, caller: Caller, request_id: str) -> RequestInFlight:
     found = await services.call(services.requests.get, check_identifier(request_id, "request"))
-    if found is None or not caller.may_see(found.tenant_id):
+    if found is None or not caller.may_see_adapter(found.tenant_id, found.adapter_id):
         raise NotFound("there is no such request", code="request_not_found")
     return found
 

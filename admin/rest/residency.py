@@ -98,14 +98,16 @@ async def get_residency(
     """The adapters of one tier, the one used last first, and the fill of all of them.
 
     A snapshot, which changes too fast to be walked: `has_more` says that there are others than the `limit` used last.
-    Of a digest that several versions have, all are named; a tenant sees its own.
+    Of a digest that several versions have, all are named; a tenant sees its own, and a
+    key that is limited to adapters sees those.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     stats = await engine_stats(services, with_tiers=True)
     held = _held(stats, tier)
     if tenant_id is None:
         held = held[:limit]
-    owners = await services.call(owners_of, services.database, [one["digest"] for one in held], tenant_id)
+    digests = [one["digest"] for one in held]
+    owners = await services.call(owners_of, services.database, digests, tenant_id, caller.adapter_ids)
     now_s = services.database.now_us() / 1e6
     data = [
         _describe(one, owners.get(one["digest"], ()), tier, now_s, caller)

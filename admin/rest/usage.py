@@ -63,7 +63,8 @@ async def list_events(
     tenant_id = await tenant_filter(services, caller, tenant)
     start_us = None if start is None else start * 1_000_000
     end_us = None if end is None else end * 1_000_000
-    page = await services.call(services.ledger.events, tenant_id, limit, after, before, start_us, end_us)
+    only = caller.adapter_ids
+    page = await services.call(services.ledger.events, tenant_id, limit, after, before, start_us, end_us, only)
     return list_document(page, _describe_event)
 
 
@@ -90,7 +91,7 @@ async def export_events(
         """A part of the export, and the event that it ends with."""
 
         def spelled() -> tuple[UsageEvent | None, str]:
-            events = services.ledger.export(tenant_id, start_us, end_us, after)
+            events = services.ledger.export(tenant_id, start_us, end_us, after, caller.adapter_ids)
             return (events[-1] if events else None), "".join(_lines(events, format))
 
         return await services.call(spelled)

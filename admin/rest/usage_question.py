@@ -84,6 +84,7 @@ async def rows_of(services: Services, caller: Caller, wanted: Asked) -> Answered
         bucket=wanted.bucket,
         group_by=wanted.group_by,
         timezone=wanted.timezone,
+        adapter_ids=caller.adapter_ids,
     )
     if wanted.top is None:
         return Answered(await services.call(answer, services.database, question))

@@ -33,9 +33,9 @@ from loramux.platform.usage_grains import (
     QUARTER_DAY_US,
     WEEK_US,
 )
-from loramux.platform.usage_question import GROUPS
+from loramux.platform.usage_question import GROUPS, UsageQuestion
 from loramux.platform.usage_ranges import cut
-from loramux.platform.usage_report import UsageRow
+from loramux.platform.usage_report import UsageRow, answer
 from loramux.platform.usage_rollups import UsageRollups
 from tests.platform.rollup_checks import all_rollups, num_waiting, roll_up_anew
 
@@ -58,10 +58,25 @@ class Ledgers:
         for slug in ("acme", "globex", "initech"):
             tenant = tenants.create(slug)
             self.keys += [(tenant, keys.create(tenant.id, "test").key.id) for _ in range(2)]
+        self.adapters = self._make_adapters()
         PriceList(database).add(
             tenant_id=None, scope="all", prompt_nanos=333_333_333, cached_nanos=7, completion_nanos=1_234_567_891
         )
         self.recovered: list[tuple[ReservationRequest, Settlement]] = []
+
+    def _make_adapters(self) -> dict[str, str]:
+        """Adapters by their versions: every tenant calls them, as if they were granted."""
+        found = {}
+        with self.database.write() as connection:
+            for name in ("support", "sales"):
+                adapter = {"id": new_id("ada"), "tenant_id": self.keys[0][0].id, "name": name, "created_us": 1}
+                version = {"id": new_id("adv"), "adapter_id": adapter["id"], "number": 1, "upload_id": new_id("upl")}
+                connection.execute(insert(schema.adapters).values(**adapter))
+                connection.execute(
+                    insert(schema.adapter_versions).values(**version, state="rejected", report={}, created_us=1)
+                )
+                found[version["id"]] = adapter["id"]
+        return found
 
     def settle(self, admission: Admission | None = None) -> None:
         """A few requests of one transaction; some are recovered first, and settled for good some time later."""
@@ -88,7 +103,7 @@ class Ledgers:
             tenant_id=tenant.id,
             api_key_id=key_id,
             model=self.random.choice(("base", "acme/support@1")),
-            adapter_version_id=None,
+            adapter_version_id=self.random.choice((None, *self.adapters)),
             endpoint=self.random.choice(("chat", "completions")),
             prompt_tokens=20,
             reserved_tokens=100,
@@ -144,6 +159,8 @@ def summed(facts: list[dict[str, Any]], asked: dict[str, Any]) -> dict[tuple[Any
             continue
         if asked["tenant_id"] not in (None, fact["tenant_id"]):
             continue
+        if (only := asked.get("adapter_ids")) is not None and fact["adapter"] not in only:
+            continue
         start_us = bucket_start(fact["at_us"], asked["bucket"], asked["timezone"], asked["start_us"])
         key = (start_us, *(fact[name] for name in asked["group_by"]))
         row = sums.setdefault(key, [0] * len(AMOUNTS))
@@ -175,6 +192,10 @@ def question(ledgers: Ledgers, first_us: int) -> dict[str, Any]:
         # Of everybody, minutes are rolled up too.
         tenant_id, bucket, group_by = None, "1m", tuple(choose.sample(("base", "endpoint", "status"), 2))
         start_us = max(start_us, end_us - 6 * DAY_US)
+    adapter_ids = choose.choice((None, frozenset(choose.sample(list(ledgers.adapters.values()), choose.randint(1, 2)))))
+    if adapter_ids is not None and bucket == "1m":
+        # Of single adapters they are not, and all tenants' single requests are those of a day.
+        start_us = max(start_us, end_us - DAY_US)
     if "end_user" in group_by:
         tenant_id = ledgers.keys[0][0].id
         start_us = max(start_us, end_us - 30 * DAY_US)
@@ -185,6 +206,7 @@ def question(ledgers: Ledgers, first_us: int) -> dict[str, Any]:
         "bucket": bucket,
         "group_by": group_by,
         "timezone": choose.choice(ZONES),
+        "adapter_ids": adapter_ids,
     }
 
 
@@ -207,12 +229,12 @@ def test_every_report_is_the_sum_of_the_ledger(
         facts = ledgers.facts()
         for _ in range(5):
             asked = question(ledgers, first_us)
-            rows = Ledger(clocked).report(**asked)
+            rows = answer(clocked, UsageQuestion(**asked))
             assert reported(rows, asked["group_by"]) == summed(facts, asked), asked
     ledgers.rollups.fold_all()
-    everything = {"tenant_id": None, "start_us": 0, "end_us": 2**61, "bucket": None, "timezone": "UTC"}
+    everything: dict[str, Any] = {"tenant_id": None, "start_us": 0, "end_us": 2**61, "bucket": None, "timezone": "UTC"}
     for group_by in ((), ("status",), ("tenant", "key")):
-        rows = Ledger(clocked).report(**everything, group_by=group_by)
+        rows = answer(clocked, UsageQuestion(**everything, group_by=group_by))
         assert reported(rows, group_by) == summed(facts, {**everything, "group_by": group_by})
     _check_rollups(clocked, facts)
 
