@@ -22,6 +22,10 @@ from loramux.admin.console.oidc_settings import OidcSettings, is_trusted_url
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """What an ID token may be signed with: keys that the provider alone has. Neither `none` nor a shared secret."""
 
+REQUIRED_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
+OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
+"""Codes, tokens and keys travel there, and roles come from there: each must be as trusted as the issuer."""
+
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0
 KEYS_AGE_S = 30.0
@@ -130,7 +134,7 @@ class OidcProvider:
         Raises SignInRefused where it says nothing any more, and ProviderUnavailable.
         """
         metadata = await self._described()
-        if "userinfo_endpoint" not in metadata:
+        if metadata.get("userinfo_endpoint") is None:
             raise SignInRefused("the provider has no userinfo")
         try:
             async with self._client(None) as client:
@@ -158,14 +162,14 @@ class OidcProvider:
     async def sign_out_url(self, id_token: str) -> str | None:
         """Where a browser ends its session at the provider too; None where the provider has no such place."""
         endpoint = (await self._described()).get("end_session_endpoint")
-        if not isinstance(endpoint, str) or not is_trusted_url(endpoint):
+        if endpoint is None:
             return None
         params = {"id_token_hint": id_token, "client_id": self._settings.client_id}
         return str(httpx.URL(endpoint).copy_merge_params(params))
 
     async def _about(self, client: AsyncOAuth2Client, metadata: dict[str, Any], subject: str) -> dict[str, Any]:
         """What the provider says of this person beside the ID token."""
-        if "userinfo_endpoint" not in metadata:
+        if metadata.get("userinfo_endpoint") is None:
             return {}
         answer = await client.get(metadata["userinfo_endpoint"])
         answer.raise_for_status()
@@ -198,7 +202,8 @@ class OidcProvider:
                 metadata = await _read(f"{self._settings.issuer.rstrip('/')}/.well-known/openid-configuration")
                 if metadata.get("issuer") != self._settings.issuer:
                     raise ProviderUnavailable("the provider calls itself by another name than the setting oidc_issuer")
-                for name in ("authorization_endpoint", "token_endpoint", "jwks_uri"):
+                given = [name for name in OPTIONAL_ENDPOINTS if metadata.get(name) is not None]
+                for name in (*REQUIRED_ENDPOINTS, *given):
                     if not is_trusted_url(str(metadata.get(name))):
                         raise ProviderUnavailable(f"the provider's {name} is no https URL")
                 self._metadata, self._metadata_s = metadata, self._clock()

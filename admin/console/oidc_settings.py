@@ -49,7 +49,10 @@ def parse_rule(text: str) -> RoleRule:
 
 def is_trusted_url(url: str) -> bool:
     """Whether keys and codes may travel there: over TLS, or on this machine."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
     if parts.scheme == "https":
         return bool(parts.hostname)
     if parts.scheme != "http" or not parts.hostname:

@@ -23,6 +23,7 @@ from loramux.admin.console.app import create_console
 from loramux.admin.console.oidc_attempt import ATTEMPT_S
 from loramux.admin.console.oidc_confirmation import ASK_EVERY_S, CONFIRMED_S, UNCONFIRMED_S
 from loramux.admin.console.oidc_login import MAX_UNDER_WAY
+from loramux.admin.console.oidc_provider import OPTIONAL_ENDPOINTS, REQUIRED_ENDPOINTS
 from loramux.admin.console.oidc_settings import OidcSettings, RoleRule, parse_rule
 from loramux.admin.services import AdminServices
 from loramux.platform.tenants import TenantChanges
@@ -364,8 +365,12 @@ async def test_a_provider_that_is_away_is_waited_for_and_then_no_more(
     "metadata",
     [
         pytest.param({"issuer": "https://evil.example"}, id="another issuer"),
-        pytest.param({"token_endpoint": "http://evil.example/token"}, id="an endpoint without TLS"),
+        *(
+            pytest.param({name: "http://evil.example/there"}, id=f"{name} without TLS")
+            for name in (*REQUIRED_ENDPOINTS, *OPTIONAL_ENDPOINTS)
+        ),
         pytest.param({"jwks_uri": 7}, id="an endpoint that is none"),
+        pytest.param({"jwks_uri": "https://[evil"}, id="an endpoint that cannot be read"),
     ],
 )
 async def test_a_provider_that_is_not_what_was_set_is_not_used(
