@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import signal
@@ -17,6 +18,8 @@ from loramux.adapter_store.seccomp import refuse_calls
 NETWORK, FILES, CALLS, PRIVILEGES = "network namespace", "landlock", "seccomp", "no_new_privs"
 MEASURES = (PRIVILEGES, NETWORK, FILES, CALLS)
 """What `confine` does, by name. Any of NETWORK and CALLS alone keeps the process off the network."""
+ESSENTIAL = (PRIVILEGES, FILES, CALLS)
+"""Without one of these the process can reach files, other processes or the network. They make NETWORK superfluous."""
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -68,3 +71,8 @@ def _code_directories() -> list[Path]:
     """Where Python finds what it loads late; real paths, since links are not followed into other places."""
     places = [sys.prefix, sys.base_prefix, *(path for path in sys.path if path)]
     return [Path(os.path.realpath(place)) for place in dict.fromkeys(places) if os.path.isdir(place)]
+
+
+if __name__ == "__main__":
+    # Confinement is for good, so that what a machine lacks is found out by a process of its own.
+    json.dump(confine(()), sys.stdout)

@@ -68,6 +68,8 @@ def main() -> int:
     limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
     with _own_status() as status:
         missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
+        if lacking := [name for name in request["required"] if name in missing]:
+            sys.exit(f"this machine has no {' and no '.join(lacking)}, which the sandbox is required to have")
         json.dump({**answer_to(job, target), "missing": missing, "usage": _usage(status)}, sys.stdout)
     return 0
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,8 @@ _VERDICT_SIGNALS = frozenset(
 """How a process ends by its limits, for want of memory, or by a crash: this adapter would end the next one too."""
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation_worker")
+_PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.sandbox")
+_PROBE_TIMEOUT_S = 30.0
 _MAX_ANSWER_BYTES = 4 << 20
 _log = structlog.get_logger(__name__)
 
@@ -66,7 +68,8 @@ class SubprocessValidator:
     """Validates in `python -m loramux.adapter_store.validation_worker`, which limits and confines itself.
 
     Its time is 10 s, or what `Limits.for_upload` derives from a large upload's size; `timeout_s` and `memory_bytes`
-    take the place of what is derived, `command` that of the process.
+    take the place of what is derived, `command` that of the process. Without one of the `required` measures of its
+    sandbox the process reads nothing, and ends.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class SubprocessValidator:
         memory_bytes: int | None = None,
         file_bytes: int | None = None,
         command: Sequence[str] = _WORKER,
+        required: Collection[str] = (),
     ) -> None:
         self._command = command
+        self._required = required
         self._file_bytes = file_bytes
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
@@ -91,6 +96,7 @@ class SubprocessValidator:
             "job": {name: str(path.absolute()) for name, path in asdict(job).items()},
             "target": target.document(),
             "limits": asdict(limits),
+            "required": list(self._required),
         }
         # Files, not pipes: what the process writes is then bounded by its own limit, and read here up to another.
         with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as errors:
@@ -179,6 +185,23 @@ class SubprocessValidator:
             self._missing = missing
             if missing:
                 _log.warning("validation_sandbox_incomplete", missing=missing)
+
+
+def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:
+    """Which measures of the sandbox this machine lacks; raises ValidationFailed where that cannot be found out."""
+    try:
+        done = subprocess.run(  # noqa: S603 - our own program
+            command,
+            env=worker_environment(),
+            cwd=os.path.sep,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=True,
+        )
+        return tuple(msgspec.json.decode(done.stdout, type=list[str]))
+    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
+        raise ValidationFailed(f"the sandbox of the validation process cannot be tried: {error}") from error
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -22,6 +22,7 @@ from loramux.adapter_store.ingest_jobs import IngestJobs
 from loramux.adapter_store.ingest_worker import IngestWorker
 from loramux.adapter_store.pins import AdapterPins
 from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.sandbox import ESSENTIAL
 from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.validator import SubprocessValidator
 from loramux.adapter_store.version_states import VersionStates
@@ -93,7 +94,7 @@ def assemble(
             blobs.check()
             tokenizer = ModelTokenizer.load(settings.model)
             registry = AdapterRegistry(database, reserved_names=(served_name,), limits=AdapterLimits())
-            validator = SubprocessValidator()
+            validator = SubprocessValidator(required=ESSENTIAL if settings.sandbox == "required" else ())
             metrics = GatewayMetrics()
             metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
             ingest = Ingest(
@@ -163,7 +164,12 @@ def assemble(
             engine=engine,
             metrics=metrics,
             self_check=SelfCheck(
-                database=database, blobs=blobs, engine=engine, data_dir=directory.root, served_name=served_name
+                database=database,
+                blobs=blobs,
+                engine=engine,
+                data_dir=directory.root,
+                served_name=served_name,
+                is_sandbox_required=settings.sandbox == "required",
             ),
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback,

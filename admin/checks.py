@@ -8,7 +8,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.blobs import BlobStore
 from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.sandbox import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
+from loramux.adapter_store.validator import ValidationFailed, missing_measures
 from loramux.admin.findings import Finding, Grade
 from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
@@ -29,6 +31,14 @@ SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
 SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
 """What the engine makes below the directory for temporary files."""
+
+SANDBOX_MENDS = {
+    PRIVILEGES: "run Linux 3.5 or later",
+    NETWORK: "allow user namespaces (sysctl user.max_user_namespaces)",
+    FILES: "boot Linux 5.13 or later with landlock in its list of modules (lsm=landlock,..., to be read in "
+    "/sys/kernel/security/lsm), and let a container's profile pass the three landlock_* calls",
+    CALLS: "run on x86-64 or 64-bit ARM, and let a container's profile pass prctl(PR_SET_SECCOMP)",
+}
 
 
 def check_python(running: tuple[int, int, int]) -> Finding:
@@ -173,6 +183,32 @@ def check_data_directory(directory: Path) -> Finding:
             mend=f"chmod 700 {directory}",
         )
     return Finding(check="data directory", grade=Grade.OK, message=f"{directory} is its owner's alone")
+
+
+def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]] = missing_measures) -> Finding:
+    """Which walls stand around the process that reads what tenants upload."""
+    check = "sandbox"
+    try:
+        missing = find_missing()
+    except ValidationFailed as error:
+        return Finding(
+            check=check,
+            grade=Grade.FAILED,
+            message=str(error),
+            mend="run 'python -m loramux.adapter_store.sandbox' as the server's user, and mend what it says",
+        )
+    standing = ", ".join(name for name in MEASURES if name not in missing) or "nothing but limits on memory and time"
+    lacking = [name for name in MEASURES if name in missing]
+    if not set(lacking) & set(ESSENTIAL):
+        note = f"; {NETWORK} is missing, for which {CALLS} stands in" if lacking else ""
+        return Finding(check=check, grade=Grade.OK, message=f"uploads are validated behind {standing}{note}")
+    return Finding(
+        check=check,
+        grade=Grade.FAILED if is_required else Grade.WARNING,
+        message=f"uploads are validated behind {standing}; missing: {', '.join(lacking)}",
+        mend="; ".join(f"{name}: {SANDBOX_MENDS[name]}" for name in lacking)
+        + ("" if is_required else ". LORAMUX_SANDBOX=required refuses to start without them"),
+    )
 
 
 def check_engine_socket(run: Path) -> Finding:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 from loramux.adapter_store.blob_url import open_blob_store
 from loramux.adapter_store.errors import StoreError
@@ -18,6 +19,7 @@ from loramux.admin.checks import (
     check_engine_socket,
     check_package,
     check_python,
+    check_sandbox,
     check_skew,
     check_store,
 )
@@ -35,6 +37,7 @@ class HostSettings(DataSettings):
 
     model: Path | None = None
     blob_url: str | None = None
+    sandbox: Literal["preferred", "required"] = "preferred"
 
 
 def check_here() -> Iterator[Finding]:
@@ -49,6 +52,7 @@ def check_host(settings: HostSettings) -> Iterator[Finding]:
     yield check_engine_socket(DataDirectory(settings.data_dir).run)
     yield check_data_directory(settings.data_dir)
     yield check_disk(settings.data_dir)
+    yield check_sandbox(settings.sandbox == "required")
     if settings.model is not None:
         yield _check_model(settings.model)
     if settings.is_database_embedded and not (settings.data_dir / "loramux.db").exists():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loramux.adapter_store.blobs import BlobStore
-from loramux.admin.checks import check_data_directory, check_database, check_disk, check_store
+from loramux.admin.checks import check_data_directory, check_database, check_disk, check_sandbox, check_store
 from loramux.admin.findings import Finding, Grade
 from loramux.migrations.database import Database
 from loramux.platform.engine_client import EngineClient
@@ -21,6 +21,7 @@ class SelfCheck:
     engine: EngineClient
     data_dir: Path
     served_name: str
+    is_sandbox_required: bool = False
 
     def findings(self) -> tuple[Finding, ...]:
         """Look at everything once; a part that fails is a finding, never an exception."""
@@ -30,6 +31,7 @@ class SelfCheck:
             check_store(self.blobs),
             check_data_directory(self.data_dir),
             check_disk(self.data_dir),
+            check_sandbox(self.is_sandbox_required),
         )
 
     def _engine(self) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from loramux.adapter_store.sandbox import ESSENTIAL
+from loramux.adapter_store.validator import ValidationFailed, missing_measures
 from loramux.admin.data_directory import DataDirectory, open_data_directory
 from loramux.admin.errors import StartRefused
 from loramux.admin.listeners import bind, is_loopback, url_of
@@ -37,6 +40,8 @@ SETTLE_S = 5.0
 def run(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM; raises StartRefused before anything listens."""
     configure_logs(settings.log_format)
+    if settings.sandbox == "required":
+        check_sandbox(missing_measures)
     model, config = read_model(settings)
     with ExitStack() as stack:
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
@@ -44,6 +49,19 @@ def run(settings: Settings) -> None:
         directory = stack.enter_context(open_data_directory(settings.data_dir))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, directory, model, config, gateway, admin))
+
+
+def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
+    """Raises StartRefused where what tenants upload could not be validated behind all walls."""
+    try:
+        missing = find_missing()
+    except ValidationFailed as error:
+        raise StartRefused(str(error)) from error
+    if lacking := [name for name in ESSENTIAL if name in missing]:
+        raise StartRefused(
+            f"the setting sandbox is 'required', and this machine's kernel or container has no "
+            f"{' and no '.join(lacking)}: 'loramux doctor --data-dir DIR' says how to mend it"
+        )
 
 
 def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:

@@ -111,6 +111,8 @@ class Settings(DataSettings):
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
     presigned_uploads: bool = True
+    sandbox: Literal["preferred", "required"] = "preferred"
+    """`required`: refuse to start where uploads cannot be validated behind landlock, seccomp and no_new_privs."""
     pool_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     max_batch_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store import sandbox
-from loramux.adapter_store.validator import worker_environment
+from loramux.adapter_store.validator import ValidationFailed, missing_measures, worker_environment
+from tests.adapter_store import lesser_kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the measures are Linux's")
 
@@ -91,11 +92,27 @@ def run_confined(
 @pytest.fixture(scope="module")
 def lacking() -> set[str]:
     """The measures that this machine lacks: what stands in for one of them is tested with the others."""
-    code = "import json; from loramux.adapter_store import sandbox; print(json.dumps(sandbox.confine([])))"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=worker_environment(), capture_output=True, text=True, check=True
-    )
-    return set(json.loads(done.stdout))
+    return set(missing_measures())
+
+
+@pytest.mark.parametrize(
+    "measures",
+    [(sandbox.FILES,), (sandbox.CALLS,), (sandbox.NETWORK,), (sandbox.NETWORK, sandbox.FILES, sandbox.CALLS)],
+    ids=",".join,
+)
+def test_a_machine_that_lacks_a_measure_is_found_out(lacking: set[str], measures: tuple[str, ...]) -> None:
+    if sandbox.CALLS in lacking:
+        pytest.skip("this machine cannot play a lesser one")
+    probe = (sys.executable, lesser_kernel.__file__, ",".join(measures), "-m", "loramux.adapter_store.sandbox")
+    assert set(missing_measures(probe)) == lacking | set(measures)
+
+
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(1)", "print('x')", "print([1])"], ids=["fails", "no JSON", "number"]
+)
+def test_a_sandbox_that_cannot_be_tried_is_no_sandbox(code: str) -> None:
+    with pytest.raises(ValidationFailed, match="cannot be tried"):
+        missing_measures((sys.executable, "-c", code))
 
 
 def test_a_connection_works_outside_and_fails_inside(scratch: Path, outside: Path, port: int) -> None:
@@ -143,6 +160,7 @@ def test_each_measure_alone_keeps_off_the_network(
         pytest.param(sandbox.CALLS, "os.symlink('/etc/passwd', scratch / 'link')", id="make a link"),
         pytest.param(sandbox.CALLS, "os.link(scratch / 'input', scratch / 'link')", id="make a hard link"),
         pytest.param(sandbox.CALLS, "os.mkfifo(scratch / 'pipe')", id="make a pipe"),
+        pytest.param(sandbox.CALLS, "os.truncate(scratch / 'input', 0)", id="cut a file by its name"),
         pytest.param(sandbox.CALLS, "os.fork()", id="start a process"),
         pytest.param(sandbox.CALLS, "os.execv(sys.executable, [sys.executable, '-V'])", id="run a program"),
         pytest.param(sandbox.CALLS, "os.kill(os.getppid(), 0)", id="signal the server"),

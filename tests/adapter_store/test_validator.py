@@ -23,15 +23,18 @@ from loramux.adapter_store import validation_worker
 from loramux.adapter_store.canonical import digest_of
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.packed_file import read_packed
+from loramux.adapter_store.sandbox import CALLS, ESSENTIAL, FILES
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import (
     Limits,
     SubprocessValidator,
     ValidationFailed,
     ValidationJob,
+    missing_measures,
     worker_environment,
 )
 from loramux.kernels.layout import LinearShape, PageGeometry
+from tests.adapter_store import lesser_kernel
 
 
 @pytest.fixture
@@ -234,6 +237,25 @@ def test_what_the_sandbox_lacks_is_logged_once(job: ValidationJob, target: PackT
     assert [(entry["event"], entry["missing"]) for entry in entries] == [
         ("validation_sandbox_incomplete", ["landlock"])
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the measures are Linux's")
+@pytest.mark.parametrize("measure", [FILES, CALLS])
+def test_a_required_sandbox_that_is_not_there_reads_nothing(
+    job: ValidationJob, target: PackTarget, measure: str
+) -> None:
+    if CALLS in missing_measures():
+        pytest.skip("this machine cannot play a lesser one")
+    worker = ("-m", "loramux.adapter_store.validation_worker")
+    command = (sys.executable, lesser_kernel.__file__, measure, *worker)
+    with structlog.testing.capture_logs() as entries:
+        SubprocessValidator(command=command).validate(job, target)
+    assert [entry["missing"] for entry in entries] == [[measure]]
+    for path in (job.canonical, job.packed):
+        path.unlink()
+    with pytest.raises(ValidationFailed, match=f"this machine has no {measure}"):
+        SubprocessValidator(command=command, required=ESSENTIAL).validate(job, target)
+    assert not job.canonical.exists()
 
 
 def test_a_process_that_cannot_work_says_nothing_about_the_adapter(job: ValidationJob, target: PackTarget) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loramux.adapter_store.sandbox import ESSENTIAL
 from loramux.admin.assembly import Assembled, assemble
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
@@ -54,6 +55,16 @@ def test_an_operator_and_an_engine_begin_with_the_same_defaults(demo_base: Path,
     plain = EngineConfig(model_dir="", blob_url="", cache_dir="")
     for name in ("max_waiting_tokens", "max_waiting_s", "max_pinned_share", "eviction_policy", "max_sequences"):
         assert getattr(config, name) == getattr(plain, name)
+
+
+@pytest.mark.parametrize(("sandbox", "required"), [("preferred", ()), ("required", ESSENTIAL)])
+def test_a_required_sandbox_is_required_of_every_validation(
+    demo_base: Path, tmp_path: Path, sandbox: str, required: tuple[str, ...]
+) -> None:
+    with assembling(demo_base, tmp_path, sandbox=sandbox) as assembled:
+        services = assembled.admin_app.state.services
+        assert services.ingest._processor._validator._validator._required == required
+        assert services.self_check.is_sandbox_required is bool(required)
 
 
 def test_an_empty_database_is_filled(demo_base: Path, tmp_path: Path, database_url: str) -> None:

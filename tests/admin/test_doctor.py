@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from loramux.adapter_store.sandbox import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK
+from loramux.adapter_store.validator import ValidationFailed, missing_measures
 from loramux.admin import checks, doctor
 from loramux.admin.cli import app
 from loramux.admin.client import AdminClient
@@ -37,6 +39,8 @@ def test_a_well_server_passes_every_check(loramux: Run, admin_side: AdminSide, m
     result = loramux("doctor", "--json")
     assert result.exit_code == 0, result.stdout
     checked = found(result)
+    # The walls are this machine's, whatever is right for a server.
+    assert checked.pop("sandbox")["grade"] in ("ok", "warning")
     assert {finding["grade"] for finding in checked.values()} == {"ok"}
     assert {"python", "torch", "server", "versions", "clock", "engine", "database", "object store", "disk"} <= set(
         checked
@@ -156,6 +160,41 @@ def test_a_full_disk_is_noticed_before_it_is_full(tmp_path: Path, free: int, gra
 )
 def test_a_python_that_is_not_supported_is_refused(running: tuple[int, int, int], grade: Grade) -> None:
     assert checks.check_python(running).grade is grade
+
+
+@pytest.mark.parametrize(
+    ("missing", "is_required", "grade", "said"),
+    [
+        ((), False, Grade.OK, "behind no_new_privs, network namespace, landlock, seccomp"),
+        ((NETWORK,), True, Grade.OK, "seccomp stands in"),
+        ((FILES,), False, Grade.WARNING, "missing: landlock"),
+        ((FILES, CALLS), True, Grade.FAILED, "missing: landlock, seccomp"),
+        (MEASURES, False, Grade.WARNING, "nothing but limits on memory and time"),
+    ],
+    ids=["all", "no network namespace", "no landlock", "neither, though required", "none"],
+)
+def test_the_walls_around_validation_are_said(
+    missing: tuple[str, ...], is_required: bool, grade: Grade, said: str
+) -> None:
+    finding = checks.check_sandbox(is_required, lambda: missing)
+    assert finding.grade is grade
+    assert said in finding.message
+    for measure in () if grade is Grade.OK else missing:
+        assert f"{measure}: {checks.SANDBOX_MENDS[measure]}" in str(finding.mend)
+    assert ("LORAMUX_SANDBOX=required" in str(finding.mend)) is (grade is Grade.WARNING)
+
+
+def test_the_walls_of_this_machine_are_looked_at(host: Path) -> None:
+    (finding,) = [finding for finding in check_host(HostSettings(data_dir=host)) if finding.check == "sandbox"]
+    assert finding == checks.check_sandbox(False)
+    assert finding.grade is (Grade.WARNING if set(missing_measures()) & set(ESSENTIAL) else Grade.OK)
+
+
+def test_walls_that_cannot_be_tried_are_said() -> None:
+    def failing() -> tuple[str, ...]:
+        raise ValidationFailed("the sandbox cannot be tried")
+
+    assert checks.check_sandbox(False, failing).grade is Grade.FAILED
 
 
 def test_a_machine_without_torch_can_call_but_not_serve() -> None:

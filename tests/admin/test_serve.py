@@ -15,7 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from loramux.adapter_store.sandbox import CALLS, FILES
+from loramux.adapter_store.validator import missing_measures
 from loramux.engine.cuda_driver import count_gpus
+from tests.adapter_store import lesser_kernel
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")} | {
     "PYTHONPATH": ".src",
@@ -24,9 +27,11 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 }
 
 
-def serve(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+def serve(*arguments: object, lacking: str = "", **variables: str) -> subprocess.Popen[str]:
+    """The command, as on a machine that lacks a measure of the sandbox where one is named."""
+    python = [sys.executable, lesser_kernel.__file__, lacking] if lacking else [sys.executable]
     return subprocess.Popen(
-        [sys.executable, "-m", "loramux.admin.cli", "serve", *(str(argument) for argument in arguments)],
+        [*python, "-m", "loramux.admin.cli", "serve", *(str(argument) for argument in arguments)],
         env={**ENVIRONMENT, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -120,13 +125,27 @@ def test_two_lives_of_a_server(start: Start, demo_base: Path, tmp_path: Path) ->
         assert "sk-lmx-" not in output, "the key is shown once"
 
 
-def refusal(*arguments: object, **variables: str) -> str:
-    process = serve(*arguments, **variables)
+def refusal(*arguments: object, lacking: str = "", **variables: str) -> str:
+    process = serve(*arguments, lacking=lacking, **variables)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 2, errors
     assert output == ""
     assert "Traceback" not in errors
     return errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the measures are Linux's")
+@pytest.mark.parametrize("measure", [FILES, CALLS])
+def test_a_required_sandbox_that_the_machine_lacks_is_refused(demo_base: Path, tmp_path: Path, measure: str) -> None:
+    if CALLS in missing_measures():
+        pytest.skip("this machine cannot play a lesser one")
+    arguments = ("--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0)
+    errors = refusal(*arguments, lacking=measure, LORAMUX_SANDBOX="required")
+    assert errors == (
+        f"loramux: the setting sandbox is 'required', and this machine's kernel or container has no {measure}: "
+        "'loramux doctor --data-dir DIR' says how to mend it\n"
+    )
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_port_in_use_is_refused(demo_base: Path, tmp_path: Path) -> None:
