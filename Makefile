@@ -1,12 +1,19 @@
 # Each target makes the virtual environment it needs; `make help` lists what there is.
 PYTHON ?= python3.11
 CONSTRAINTS ?= constraints.txt
+LOCK := constraints.lock
+BROWSER_LOCK := constraints-browser.lock
 VENV ?= .venv
 ARGS ?=
 READY := $(VENV)/.ready
 WARM := $(VENV)/.warm
 CLIENTS := .venv-clients
 S3_TESTS := $(addprefix tests/adapter_store/test_,blobs.py s3_blobs.py s3_faults.py store_faults.py tiers.py)
+HASHED := --require-hashes --no-deps --only-binary :all:
+BROWSER := greenlet|playwright
+# The wheels of the pins whose names fit, or with -v do not fit; no line says where they come from.
+hashes_of = grep == constraints.txt | grep -E $(1) '^($(2))==' | .venv-lock/bin/uv pip compile - --quiet --no-deps \
+	--generate-hashes --only-binary :all: --no-header --no-annotate --no-emit-index-url --python-version 3.11
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Idle OpenMP threads spin for a moment and then sleep, as in the engine process, since others use the cores too.
@@ -22,10 +29,19 @@ help: ## List the targets
 
 venv: $(WARM) ## Make the virtual environment (PYTHON=python3.11 CONSTRAINTS=constraints.txt)
 
-$(READY): pyproject.toml $(CONSTRAINTS)
+# First all that has a hash, as wheels alone, so that nothing runs before it is checked. What is left is torch with what
+# it brings, of which every machine has its own build, and this checkout: docs/security.md says why.
+$(READY): pyproject.toml $(CONSTRAINTS) $(LOCK)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[demo,dev]'
+	$(VENV)/bin/python -m pip install --quiet $(HASHED) -r $(LOCK)
+	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[demo,dev]'
 	@touch $@
+
+lock: ## Write the hashes of what constraints.txt pins, from the package index
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet uv==0.13.9
+	$(call hashes_of,-v,$(BROWSER)|torch|triton) > $(LOCK).new && mv $(LOCK).new $(LOCK)
+	$(call hashes_of,,$(BROWSER)) > $(BROWSER_LOCK).new && mv $(BROWSER_LOCK).new $(BROWSER_LOCK)
 
 # The CPU's kernels are compiled once, so that no server start has to wait for them.
 $(WARM): $(READY) $(wildcard kernels/*.py)
@@ -93,7 +109,7 @@ campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
 
 test-browser: $(WARM) ## The console in Debian's Chromium over a running demo (installed where root may)
-	$(VENV)/bin/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[demo,dev,browser]'
+	$(VENV)/bin/python -m pip install --quiet $(HASHED) -r $(BROWSER_LOCK)
 	$(VENV)/bin/python -m tests.browser.browser_tools
 	$(VENV)/bin/python -m pytest tests/browser tests/admin/test_console_sessions.py -m campaign $(ARGS)
 

@@ -62,13 +62,3 @@ def test_python_keeps_its_own_platform_module() -> None:
 
     assert platform.python_version().startswith("3.")
     assert "loramux" not in (platform.__file__ or "")
-
-
-def test_machines_with_a_gpu_get_the_same_versions_but_the_triton_that_torch_brings() -> None:
-    def pins(name: str) -> set[str]:
-        lines = (ROOT / name).read_text().splitlines()
-        return {line for line in lines if line and not line.startswith("#")}
-
-    dropped = pins("constraints.txt") - pins("constraints-cuda.txt")
-    assert [pin.split("==")[0] for pin in dropped] == ["triton"]
-    assert pins("constraints-cuda.txt") <= pins("constraints.txt")

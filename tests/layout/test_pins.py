@@ -1,0 +1,99 @@
+"""What `make venv` installs: pinned, and all but torch's builds by the hashes of the wheels."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+UNHASHED = {"torch", "triton"}
+"""Every machine has its own build of them."""
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(package): version for package, _, version in (line.partition("==") for line in lines)}
+
+
+def locked(name: str) -> dict[str, tuple[str, list[str]]]:
+    """Version and hashes by package; raises for a line of any other kind, such as one that names an index."""
+    found = {}
+    for entry in (ROOT / name).read_text().replace(" \\\n", "").splitlines():
+        pin, *hashes = entry.split("    --hash=sha256:")
+        match = re.fullmatch(r"([a-z0-9-]+)==([a-z0-9.]+)", pin)
+        assert match, pin
+        assert all(re.fullmatch("[0-9a-f]{64}", one) for one in hashes), pin
+        found[match[1]] = (match[2], hashes)
+    return found
+
+
+def test_machines_with_a_gpu_get_the_same_versions_but_the_triton_that_torch_brings() -> None:
+    everywhere, with_gpu = pins("constraints.txt"), pins("constraints-cuda.txt")
+    assert everywhere.keys() - with_gpu.keys() == {"triton"}
+    assert with_gpu.items() <= everywhere.items()
+
+
+def test_every_pin_but_torchs_has_hashes_of_that_version() -> None:
+    here, in_browser = locked("constraints.lock"), locked("constraints-browser.lock")
+    assert here.keys() & in_browser.keys() == set()
+    versions = {name: version for name, (version, _) in (here | in_browser).items()}
+    assert versions == {name: version for name, version in pins("constraints.txt").items() if name not in UNHASHED}
+    assert all(hashes for _, hashes in (here | in_browser).values())
+
+
+def test_nothing_else_is_installed() -> None:
+    """All that the project needs, whatever needs it, but for what torch alone does."""
+    seen: set[str] = set()
+    waiting = [("loramux", frozenset({"demo", "dev"}))]
+    while waiting:
+        name, extras = waiting.pop()
+        for text in distribution(name).requires or ():
+            needed = Requirement(text)
+            markers = [{"extra": extra} for extra in (*extras, "")]
+            is_needed = needed.marker is None or any(needed.marker.evaluate(marker) for marker in markers)
+            package = canonicalize_name(needed.name)
+            if is_needed and package not in seen | UNHASHED:
+                seen.add(package)
+                waiting.append((package, frozenset(needed.extras)))
+    assert seen <= locked("constraints.lock").keys()
+
+
+@pytest.mark.parametrize("target", ["venv", "test-browser"])
+def test_a_wheel_that_somebody_changed_is_refused(tmp_path: Path, target: str) -> None:
+    """By the flags that the Makefile gives and the hashes of the lock, whatever the index says."""
+    planned = subprocess.run(
+        ["make", "--dry-run", "--always-make", target, f"VENV={tmp_path}/venv"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    installs = [line.split("pip install", 1)[1].split() for line in planned.splitlines() if "pip install" in line]
+    flags = [install for install in installs if "--require-hashes" in install][-1]
+    lock = ROOT / flags[flags.index("-r") + 1]
+    name, (version, _) = next(iter(locked(lock.name).items()))
+    entry = tmp_path / "requirements.txt"
+    entry.write_text(re.search(rf"(?m)^{name}==.*(\n    --hash.*)+", lock.read_text())[0] + "\n")  # type: ignore[index]
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\n")
+    flags[flags.index("-r") + 1] = str(entry)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", *flags],
+        env={**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "DO NOT MATCH THE HASHES" in done.stderr, done.stderr
