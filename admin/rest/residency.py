@@ -99,7 +99,7 @@ async def get_residency(
 
     A snapshot, which changes too fast to be walked: `has_more` says that there are others than the `limit` used last.
     Of a digest that several versions have, all are named; a tenant sees its own, and a
-    key that is limited to adapters sees those.
+    key that is limited to adapters sees theirs alone.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     stats = await engine_stats(services, with_tiers=True)
