@@ -51,7 +51,6 @@ from loramux.engine.tier_loader import TierLoader
 from loramux.engine.weights import WeightSource, open_weights
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.tables import PoolViews
-from loramux.kernels.threads import set_num_threads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -112,8 +111,8 @@ def assemble_engine(
     calls this, tells `note_running` before each step which sequences run, and `spans` what traced ones did. Tests and
     benchmarks may bring their own adapters, weights and device.
     """
-    set_num_threads(config.num_threads)
     backend = backend or open_backend(config.device, config.pdl)
+    backend.set_num_threads(config.num_threads)
     model = ModelConfig.load(Path(config.model_dir))
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)

@@ -15,7 +15,6 @@ from loramux.engine.cuda import CudaAccelerator
 from loramux.engine.cuda_driver import missing_for_cuda
 from loramux.engine.device_sampler import SampleTokens
 from loramux.engine.errors import DeviceNotUsable
-from loramux.kernels.cpu_linear import PackedLinear
 from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
 from loramux.kernels.tables import PoolViews
 
@@ -43,6 +42,7 @@ class DenseLinear:
 class Backend:
     """One device's parts. `activation_dtype` None is that of the weights.
 
+    `set_num_threads` bounds what its kernels and torch use of the CPU.
     A device with `sample_tokens` chooses tokens itself; its steps are padded, captured as graphs, and submitted before
     the host knows the tokens of the step before. Where it also `compiles`, kernels are made for each shape.
     """
@@ -53,6 +53,7 @@ class Backend:
     activation_dtype: torch.dtype | None
     sample_tokens: SampleTokens | None = None
     compiles: bool = False
+    set_num_threads: Callable[[int], None] = torch.set_num_threads
 
     @property
     def device(self) -> torch.device:
@@ -71,11 +72,16 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
     # Loader threads hold the interpreter's lock for shorter stretches: the thread that submits steps waits for it.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
+        # A GPU needs no numba.
+        from loramux.kernels.cpu_linear import PackedLinear
+        from loramux.kernels.threads import set_num_threads
+
         return Backend(
             accelerator=HostAccelerator(),
             make_kernels=lambda pool, shapes: select_kernels(torch.device("cpu"), pool, shapes),
             make_linear=PackedLinear,
             activation_dtype=torch.float32,
+            set_num_threads=set_num_threads,
         )
     missing = missing_for_cuda()
     if missing is not None:

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
 
 MIN_CAPABILITY = (8, 0)
@@ -141,6 +140,9 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
     Raises ValueError, naming the limit, for a device that has no kernels and for what its kernels do not take.
     """
     if device.type == "cpu":
+        # A GPU needs no numba, which refuses a numpy that is newer than it knows.
+        from loramux.kernels.cpu import CpuKernels
+
         return CpuKernels(pool)
     if device.type != "cuda":
         raise ValueError(f"there are no kernels for device {device.type!r}; use --device cpu or cuda")

@@ -1,4 +1,7 @@
-"""Fixtures that every folder's tests share: a real database of each kind, and the demo base."""
+"""Fixtures that every folder's tests share: a real database of each kind, and the demo base.
+
+What a database needs is imported by its fixtures: kernels and engine are also tested where there is none of it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psycopg
 import pytest
 
-from loramux.migrations.database import Database
-from tests.migrated import migrate, migrated_sqlite
+if TYPE_CHECKING:
+    from loramux.migrations.database import Database
 
 # Before torch is imported: idle OpenMP threads sleep after a moment, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -65,6 +68,8 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture(scope="session")
 def postgres_template(postgres_server: str) -> str:
     """The name of a database with the current schema, for others to be copied from."""
+    from tests.migrated import migrate
+
     name = "migrated"
     _on_server(postgres_server, f"CREATE DATABASE {name}")
     migrate(_url_of(postgres_server, name))
@@ -82,6 +87,8 @@ def migrated_postgres_url(postgres_server: str, postgres_template: str) -> Itera
 def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a database with the current schema, once of each kind."""
     if request.param == "sqlite":
+        from tests.migrated import migrated_sqlite
+
         return migrated_sqlite(tmp_path / "loramux.db")
     return str(request.getfixturevalue("migrated_postgres_url"))
 
@@ -89,6 +96,8 @@ def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def database(migrated_url: str) -> Iterator[Database]:
     """The same, opened."""
+    from loramux.migrations.database import Database
+
     database = Database(migrated_url)
     yield database
     database.close()
@@ -107,6 +116,8 @@ def _url_of(server: str, name: str) -> str:
 
 
 def _on_server(server: str, statement: str) -> None:
+    import psycopg
+
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(statement.encode())
 

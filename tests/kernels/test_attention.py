@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 from tests.kernels.sequences import batch_of
@@ -122,6 +121,8 @@ def test_the_bits_of_a_row_do_not_depend_on_those_beside_it(
     dtype: torch.dtype,
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
+    from loramux.kernels.cpu import CpuKernels
+
     spec, length = AttentionSpec(num_heads, num_kv_heads, head_dim, 0.3, sliding_window), 45
     geometry = PageGeometry(NUM_LAYERS, num_kv_heads, head_dim, dtype.itemsize, dtype.itemsize)
     kernels = CpuKernels(make_poisoned_pool(4, geometry, dtype))

@@ -2,131 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.dispatch import Kernels
-from loramux.kernels.layout import LinearShape, PageGeometry
-from loramux.kernels.reference import ReferenceKernels
-from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, Segments
+from loramux.kernels.tables import AdapterTables, AttentionBatch, Segments
 from tests.kernels.interpreted import DEVICE, HAS_GPU, run_interpreted
-from tests.kernels.sequences import batch_of
-
-SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
-GEOMETRY = PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4)
-HIDDEN = 64
-QKV = ModuleGroup((0, 1, 2), HIDDEN, (64, 32, 32), (0, 64, 96))
-OUTPUT = ModuleGroup((3,), HIDDEN, (HIDDEN,), (0,))
-MODULES = [LinearShape(name, HIDDEN, width) for name, width in (("q", 64), ("k", 32), ("v", 32), ("o", HIDDEN))]
-LAYER = 1
-MAX_LEN = 32
-POISON = 1 << 30
-"""No row, no page and no segment has this number."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weights:
-    """The base of one layer."""
-
-    norm: torch.Tensor
-    qkv: torch.Tensor
-    output: torch.Tensor
-    cos: torch.Tensor  # [MAX_LEN, head_dim / 2]
-    sin: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """What a layer reads: `hidden` `[T, HIDDEN]`, the angles of its rows, where they lie and who adapts them."""
-
-    hidden: torch.Tensor
-    cos: torch.Tensor  # [T, head_dim / 2]
-    sin: torch.Tensor
-    batch: AttentionBatch
-    segments: Segments
-
-
-def run(kernels: Kernels, weights: Weights, tables: AdapterTables, step: Step) -> list[torch.Tensor]:
-    """One layer's kernels; returns the residual, and two gates of the normed sum."""
-    num_tokens = step.hidden.shape[0]
-
-    def adapted(x: torch.Tensor, y: torch.Tensor, group: ModuleGroup) -> torch.Tensor:
-        planes = kernels.lora_planes(group, num_tokens, step.segments)
-        kernels.lora_shrink(x, LAYER, group, tables, step.segments, planes)
-        kernels.lora_expand(planes, LAYER, group, tables, step.segments, y)
-        return y
-
-    residual = step.hidden.clone()
-    x = kernels.rms_norm(residual, weights.norm, 1e-5)
-    q, k, v = adapted(x, x @ weights.qkv, QKV).split((64, 32, 32), 1)
-    q, k, v = q.unflatten(1, (4, 16)), k.unflatten(1, (2, 16)), v.unflatten(1, (2, 16))
-    kernels.rotary(q, k, step.cos, step.sin)
-    kernels.kv_write(k, v, LAYER, step.batch)
-    attended = torch.zeros_like(step.hidden)
-    kernels.paged_attention(q, LAYER, step.batch, SPEC, attended.unflatten(1, (4, 16)))
-    x = kernels.add_rms_norm(adapted(attended, attended @ weights.output, OUTPUT), residual, weights.norm, 1e-5)
-    return [residual, kernels.silu_and_mul(x), kernels.gelu_and_mul(x)]
-
-
-def step_of(
-    contexts: Sequence[int], num_queries: Sequence[int], slots: Sequence[int], pages: torch.Tensor, weights: Weights
-) -> Step:
-    """A step of sequences that own two pages each, and use the adapters in `slots`."""
-    owned = [pages[2 * i : 2 * i + -(-length // 16)] for i, length in enumerate(contexts)]
-    positions = [torch.arange(length - rows, length) for length, rows in zip(contexts, num_queries, strict=True)]
-    position = torch.cat(positions)
-    return Step(
-        hidden=torch.randn(sum(num_queries), HIDDEN),
-        cos=weights.cos[position],
-        sin=weights.sin[position],
-        batch=batch_of(contexts, num_queries, torch.cat(owned), POISON),
-        segments=build_segments(np.repeat(np.array(slots, np.int32), num_queries), 16, max_rank=32),
-    )
-
-
-def padded(step: Step, num_tokens: int, num_segments: int, num_listed: int, max_q: int) -> Step:
-    """The same step with the shapes of a graph: what pads it is poison wherever nothing may be read."""
-
-    def to(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
-        tail = torch.full((length - tensor.shape[0], *tensor.shape[1:]), value, dtype=tensor.dtype)
-        return torch.cat([tensor, tail]).to(DEVICE)
-
-    batch, segments = step.batch, step.segments
-    return Step(
-        hidden=to(step.hidden, num_tokens, torch.nan),
-        cos=to(step.cos, num_tokens, torch.nan),
-        sin=to(step.sin, num_tokens, torch.nan),
-        batch=AttentionBatch(
-            cu_q=batch.cu_q.to(DEVICE),
-            seq_lens=batch.seq_lens.to(DEVICE),
-            pages=to(batch.pages, num_listed, POISON),
-            page_starts=batch.page_starts.to(DEVICE),
-            kv_slots=to(batch.kv_slots, num_tokens, -1),
-            max_q=max_q,
-        ),
-        segments=Segments(
-            rows=to(segments.rows, num_tokens, POISON),
-            starts=to(segments.starts, num_segments + 1, POISON),
-            slots=to(segments.slots, num_segments, -1),
-            max_rank=segments.max_rank,
-        ),
-    )
-
-
-def overwrite(old: Step, new: Step) -> None:
-    """Put `new` into the tensors of `old`."""
-    for a, b in ((old, new), (old.batch, new.batch), (old.segments, new.segments)):
-        for name in a.__slots__:
-            if isinstance(getattr(a, name), torch.Tensor):
-                getattr(a, name).copy_(getattr(b, name))
-
+from tests.kernels.layer_step import (
+    GEOMETRY,
+    HIDDEN,
+    Step,
+    Weights,
+    both_sides,
+    overwrite,
+    padded,
+    run,
+    step_of,
+)
 
 STEPS = {
     "mixed": (
@@ -156,7 +52,7 @@ STEPS = {
     ("num_tokens", "steps"),
     # Mixed steps take the interpreter a quarter of a minute.
     [
-        pytest.param(*step, id=name, marks=pytest.mark.campaign if name == "mixed" else ())
+        pytest.param(*step, id=name, marks=pytest.mark.campaign if name == "mixed" and not HAS_GPU else ())
         for name, step in STEPS.items()
     ],
 )
@@ -164,37 +60,22 @@ def test_a_replayed_step_follows_its_tensors(
     num_tokens: int,
     steps: list[tuple[list[int], list[int], list[int]]],
     gpu_module: ModuleType,
-    make_adapter_pool: Callable[..., Any],
-    make_poisoned_pool: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same objects, other content: fewer segments, other lengths, sequences that come and go."""
     if not HAS_GPU:
         run_interpreted(monkeypatch)
-    ranks = np.random.default_rng(0).choice([0, 1, 3, 16, 32], (4, 2, 4)).astype(np.int32)
-    adapters = make_adapter_pool(MODULES, ranks, GEOMETRY, torch.float32)
-    # Adapters as strong as the base: larger sums would only enlarge what rounding costs.
-    adapters.tables.scale.mul_(0.02)
-    kv = make_poisoned_pool(9, GEOMETRY, torch.float32).kv
-    reference = ReferenceKernels(replace(adapters.pool, kv=kv))
-    raw, gpu_kv = adapters.pool.raw.to(DEVICE), kv.clone().to(DEVICE)
-    pool = replace(adapters.pool, raw=raw, kv=gpu_kv, adapter=raw.view(torch.float32))
-    kernels = gpu_module.GpuKernels(pool, pdl=True)
-    names = ("page_table", "off", "rank", "scale")
-    tables = AdapterTables(**{name: getattr(adapters.tables, name).to(DEVICE) for name in names})
-    angle = torch.randn(MAX_LEN, 8)
-    weights = Weights(torch.randn(64), torch.randn(64, 128) / 8, torch.randn(64, 64) / 8, angle.cos(), angle.sin())
-    gpu_weights = Weights(*(getattr(weights, name).to(DEVICE) for name in weights.__slots__))
+    reference, gpu = both_sides(gpu_module)
     pages = torch.randperm(8, dtype=torch.int32)
 
     def graphed(step: Step) -> Step:
         return padded(step, num_tokens, num_segments=5, num_listed=24, max_q=1 if num_tokens == 4 else 12)
 
     results: list[torch.Tensor] = []
-    static = graphed(step_of(*steps[0], pages, weights))
+    static = graphed(step_of(*steps[0], pages, reference.weights))
 
     def launch() -> None:
-        results[:] = run(kernels, gpu_weights, tables, static)
+        results[:] = gpu.run(static)
 
     replay = launch
     if HAS_GPU:
@@ -204,10 +85,10 @@ def test_a_replayed_step_follows_its_tensors(
             launch()
         replay = graph.replay
     for contexts, num_queries, slots in steps:
-        step = step_of(contexts, num_queries, slots, pages, weights)
+        step = step_of(contexts, num_queries, slots, pages, reference.weights)
         overwrite(static, graphed(step))
         replay()
-        for result, expected in zip(results, run(reference, weights, adapters.tables, step), strict=True):
+        for result, expected in zip(results, reference.run(step), strict=True):
             torch.testing.assert_close(result[: sum(num_queries)].cpu(), expected, rtol=1e-4, atol=1e-4)
 
 

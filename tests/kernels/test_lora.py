@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.cpu import CpuKernels
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import ModuleGroup, Segments
@@ -195,6 +194,8 @@ def test_tables_may_be_rewritten_between_steps(
 def test_the_bits_of_a_row_do_not_depend_on_how_many_share_its_adapter(
     in_features: int, dtype: torch.dtype, make_adapter_pool: Callable[..., Any]
 ) -> None:
+    from loramux.kernels.cpu import CpuKernels
+
     group = group_of(in_features, (203,))
     modules = [LinearShape("other", 72, 72), LinearShape("m", in_features, 203)]
     adapters = make_adapter_pool(modules, np.full((1, 2, 2), 9, np.int32), GEOMETRY[dtype], dtype)
