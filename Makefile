@@ -56,7 +56,7 @@ test: $(WARM) ## Run the tests, under 10 minutes on two cores
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 campaign-kernels: $(WARM) ## The long kernel tests, real models' sizes (ARGS='-k NAME' for some)
-	$(VENV)/bin/python -m pytest tests/kernels -m campaign --timeout 3600 $(ARGS)
+	$(VENV)/bin/python -m pytest tests/kernels tests/gpu -m campaign --timeout 3600 $(ARGS)
 
 campaign-parity: $(WARM) ## Every architecture beside transformers and peft, on both paths (ARGS='-k NAME' for some)
 	$(VENV)/bin/python -m pytest tests/conformance/test_parity.py tests/conformance/test_gpu_engine.py \
@@ -107,6 +107,9 @@ bench-first-token: $(WARM) ## Measure what quotas add to the time to first token
 
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
+
+test-gpu: $(READY) ## All that needs a GPU, 9 minutes (CONSTRAINTS=constraints-cuda.txt ARGS='--only kernels' or '--interpret')
+	$(VENV)/bin/python -m tests.gpu $(ARGS)
 
 test-browser: $(WARM) ## The console in Debian's Chromium over a running demo (installed where root may)
 	$(VENV)/bin/python -m pip install --quiet $(HASHED) -r $(BROWSER_LOCK)

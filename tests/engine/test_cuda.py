@@ -1,17 +1,24 @@
-"""What the GPU's accelerator does when CUDA fails, on a CUDA that the test plays."""
+"""What the GPU's accelerator does when CUDA fails: on a CUDA that the test plays, and on a real one where it is."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from loramux.adapter_store.host_slab import mapped, shared_memory
 from loramux.engine import cuda
 from loramux.engine.cuda import CudaAccelerator, captured, loaded_runtimes
+from tests.kernels.interpreted import HAS_GPU
+
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")
+ROW_BYTES = 1 << 20
 
 
 class PlayedGraph:
@@ -83,3 +90,67 @@ def test_memory_that_the_driver_does_not_register_stays_pageable(
 
 def test_the_runtimes_of_this_process_are_found() -> None:
     assert all(isinstance(runtime, ctypes.CDLL) for runtime in loaded_runtimes())
+
+
+@pytest.fixture
+def accelerator() -> Iterator[CudaAccelerator]:
+    default = torch.cuda.current_stream()
+    yield CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
+    torch.cuda.set_stream(default)
+
+
+@pytest.fixture
+def host_tier() -> Iterator[torch.Tensor]:
+    """Shared memory as the staging process fills it, uint8 `[8, ROW_BYTES]`."""
+    descriptor = shared_memory(8 * ROW_BYTES)
+    memory = torch.from_numpy(mapped(descriptor))
+    os.close(descriptor)
+    memory.random_(256, generator=torch.Generator().manual_seed(1))
+    yield memory.view(8, ROW_BYTES)
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+@needs_gpu
+def test_shared_memory_is_registered(
+    accelerator: CudaAccelerator, host_tier: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerator.pin(host_tier.flatten())
+    assert host_tier.is_pinned()
+    assert not capsys.readouterr().err
+    require_working(accelerator, host_tier)
+
+
+@needs_gpu
+def test_a_refused_registration_harms_nothing_after_it(
+    accelerator: CudaAccelerator, host_tier: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerator.pin(host_tier.flatten())
+    # Whatever is registered is refused a second time, with an error that stays pending.
+    accelerator.pin(host_tier.flatten())
+    assert f"{host_tier.numel()} bytes stays pageable" in capsys.readouterr().err
+    require_working(accelerator, host_tier)
+
+
+@needs_gpu
+def test_memory_that_is_not_registered_is_copied_from(accelerator: CudaAccelerator) -> None:
+    require_working(accelerator, torch.arange(8 * ROW_BYTES).to(torch.uint8).view(8, ROW_BYTES))
+
+
+def require_working(accelerator: CudaAccelerator, host_tier: torch.Tensor) -> None:
+    """Upload rows, capture a step that reads them, and replay it."""
+    pool = torch.zeros(4, ROW_BYTES, dtype=torch.uint8, device=accelerator.device)
+    accelerator.upload(pool, [2, 0], host_tier[5:7], accelerator.fence())
+    sums = torch.zeros(4, dtype=torch.int64, device=accelerator.device)
+
+    def step() -> None:
+        sums.copy_(pool.sum(1))
+
+    # What a step launches is loaded before it is captured.
+    step()
+    replay = accelerator.capture(step)
+    sums.zero_()
+    replay()
+    found = accelerator.download(sums)
+    accelerator.fence().wait()
+    assert found.tolist() == [int(host_tier[6].sum()), 0, int(host_tier[5].sum()), 0]
+    assert torch.equal(pool[[2, 0]].cpu(), host_tier[5:7])

@@ -15,6 +15,7 @@ from tests.kernels.interpreted import DEVICE, HAS_GPU, run_interpreted
 from tests.kernels.layer_step import (
     GEOMETRY,
     HIDDEN,
+    STEPS,
     Step,
     Weights,
     both_sides,
@@ -23,29 +24,6 @@ from tests.kernels.layer_step import (
     run,
     step_of,
 )
-
-STEPS = {
-    "mixed": (
-        14,
-        [
-            ([7, 4, 1, 0], [7, 4, 1, 0], [0, 1, -1, -1]),
-            ([17, 5, 2, 2], [10, 1, 1, 2], [0, 1, -1, 2]),
-            ([18, 0, 0, 3], [1, 0, 0, 1], [0, -1, -1, 2]),
-            ([19, 6, 3, 13], [1, 1, 1, 10], [-1, -1, -1, -1]),
-            ([20, 0, 15, 14], [1, 0, 12, 1], [3, -1, 3, 0]),
-        ],
-    ),
-    "decode": (
-        4,
-        [
-            ([1, 1, 1, 1], [1, 1, 1, 1], [0, 1, -1, 2]),
-            ([2, 2, 2, 0], [1, 1, 1, 0], [0, -1, -1, -1]),
-            ([3, 3, 3, 2], [1, 1, 1, 1], [1, 1, 3, 3]),
-            ([0, 0, 4, 0], [0, 0, 1, 0], [-1, -1, 2, -1]),
-        ],
-    ),
-}
-"""Rows of the graph, then context lengths, query rows and slots of four sequences, step after step."""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""Run all that needs a GPU, within nine minutes: `python -m tests.gpu`, or `--interpret` to rehearse it on a CPU.
+
+Each stage runs in processes of its own, has a time limit, and writes a result file with what its processes printed; a
+stage that fails keeps none of those after it from running. The exit code is 1 if a stage failed, was stopped or was
+left out, and 2 if nothing can run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from loramux.engine.cuda_driver import missing_for_cuda
+from tests.gpu.processes import run_at_once
+from tests.gpu.reports import left_out, result_of, table
+from tests.gpu.stages import STAGES, Setting, Stage
+
+ROOT = Path(__file__).parents[2]
+TOTAL_S = 530.0
+MAX_PROCESSES = 12
+GOOD = ("passed", "tool absent")
+SHOWN_LINES = 12
+"""Lines of a process that failed which are printed at once; its result file has the others."""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    names = [stage.name for stage in STAGES]
+    parser = argparse.ArgumentParser(prog="tests.gpu", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE", help=", ".join(names))
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "gpu", help="the result files' folder (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL_S, help="time for all, of which each has a share (%(default)s)"
+    )
+    parser.add_argument("--processes", type=int, help="processes that share the tests of a stage")
+    parser.add_argument(
+        "--select", default="", help="run these tests of kernels and engine, an expression of pytest -k"
+    )
+    parser.add_argument("--campaign", action="store_true", help="run the long tests too")
+    parser.add_argument("--interpret", action="store_true", help="rehearse on the CPU, in Triton's interpreter")
+    return parser.parse_args(arguments)
+
+
+def environment_of(is_interpreted: bool, num_processes: int) -> dict[str, str]:
+    """What every stage sees: only this checkout's tests and warnings that are shown, whatever is installed here."""
+    paths = [str(ROOT / ".src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    configuration = [
+        "-c",
+        str(ROOT / "tests" / "gpu" / "any_versions.ini"),
+        "--rootdir",
+        str(ROOT),
+        "--confcutdir",
+        str(ROOT),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "PYTEST_ADDOPTS": shlex.join(configuration),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes)),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    if is_interpreted:
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return environment
+
+
+def run_stage(stage: Stage, arguments: argparse.Namespace, num_processes: int, limit_s: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="loramux-gpu-") as scratch:
+        setting = Setting(
+            is_interpreted=arguments.interpret,
+            num_processes=num_processes,
+            select=arguments.select,
+            marks="campaign or not campaign" if arguments.campaign else "not campaign",
+            scratch=Path(scratch),
+        )
+        plan = stage.plan(setting)
+        environment = environment_of(arguments.interpret, num_processes) | plan.environment
+        started = time.monotonic()
+        ended = run_at_once(plan.commands, setting.scratch, environment, ROOT, limit_s)
+        return result_of(stage.name, time.monotonic() - started, ended, plan.note, setting.scratch)
+
+
+def show(result: dict[str, Any]) -> None:
+    """One line, and of what went wrong the end of each output."""
+    print(f"{result['stage']}: {result['outcome']}, {result['seconds']} s, {result['summary']}", flush=True)
+    if result["outcome"] in GOOD:
+        return
+    for number, one in enumerate(result["processes"]):
+        if one["exit_code"] or one["was_stopped"]:
+            lines = one["output"].splitlines()[-SHOWN_LINES:]
+            print("\n".join(f"  {number}| {line}" for line in lines), flush=True)
+
+
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    missing = None if arguments.interpret else missing_for_cuda()
+    if missing is not None:
+        remedy = missing.replace("--device cpu", "--interpret to rehearse on the CPU")
+        print(f"tests.gpu: {remedy}", file=sys.stderr)
+        return 2
+    num_cores = len(os.sched_getaffinity(0))
+    num_processes = arguments.processes or max(1, min(MAX_PROCESSES, num_cores - (2 if num_cores > 2 else 0)))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    ends_at = time.monotonic() + arguments.seconds
+    results = []
+    for number, stage in enumerate(STAGES, 1):
+        if stage.name not in arguments.only:
+            continue
+        left_s = ends_at - time.monotonic()
+        result = (
+            run_stage(stage, arguments, num_processes, min(stage.limit_s, left_s))
+            if left_s > 0
+            else left_out(stage.name)
+        )
+        (arguments.out / f"{number}-{stage.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        show(result)
+        results.append(result)
+    print(f"\n{table(results)}\n\nresult files: {arguments.out}", flush=True)
+    return 0 if all(result["outcome"] in GOOD for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

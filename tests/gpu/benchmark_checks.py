@@ -1,0 +1,27 @@
+"""The benchmark's checks of its answers, compiled beforehand in many processes: `python -m tests.gpu.benchmark_checks`.
+
+`--interpret` checks the small model in Triton's interpreter; other arguments go to the benchmark.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from benchmarks import gpu
+
+
+def main() -> int:
+    arguments = ["--check-only", *(argument for argument in sys.argv[1:] if argument != "--interpret")]
+    if "--interpret" in sys.argv:
+        arguments.append("--tiny")
+    else:
+        arguments.append("--quick")
+        parsed = gpu.parse(arguments)
+        gpu.warm_up([part for part in gpu.PARTS if part.name in parsed.only], parsed)
+    return subprocess.run([sys.executable, "-m", "benchmarks.gpu", *arguments], env=os.environ, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Two steps of one layer, for a tool that watches each access: `compute-sanitizer python -m tests.gpu.mixed_step`.
+
+Rows of the base and of adapters of several ranks, prefills and decodes in one batch, launched without a graph: the
+tool sees each kernel, and with torch's cache of memory switched off it knows where each tensor ends.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tests.kernels.interpreted import DEVICE, import_kernels
+from tests.kernels.layer_step import STEPS, both_sides, padded, step_of
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    (gpu_module,) = import_kernels("gpu")
+    reference, gpu = both_sides(gpu_module)
+    pages = torch.randperm(8, dtype=torch.int32)
+    num_tokens, steps = STEPS["mixed"]
+    for contexts, num_queries, slots in steps[:2]:
+        step = step_of(contexts, num_queries, slots, pages, reference.weights)
+        results = gpu.run(padded(step, num_tokens, num_segments=5, num_listed=24, max_q=12))
+        for result, expected in zip(results, reference.run(step), strict=True):
+            torch.testing.assert_close(result[: sum(num_queries)].cpu(), expected, rtol=1e-4, atol=1e-4)
+    print(f"two mixed steps on {DEVICE} equal the specification")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Processes that run at once, print into files, and are stopped together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_S = 5.0
+"""Time in which an interrupted pytest writes its report."""
+
+MAX_OUTPUT = 40_000
+"""Characters that are kept of what a process printed: its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process that is over; `exit_code` is negative, minus the signal's number, where a signal ended it."""
+
+    command: list[str]
+    exit_code: int
+    seconds: float
+    was_stopped: bool
+    output: str
+
+
+def run_at_once(
+    commands: list[list[str]], folder: Path, environment: dict[str, str], cwd: Path, limit_s: float
+) -> list[Ended]:
+    """Run all commands, and stop those that have not ended after `limit_s`, with whatever they started."""
+    started = time.monotonic()
+    logs = [folder / f"{number}.log" for number in range(len(commands))]
+    running: list[subprocess.Popen[bytes]] = []
+    ends: list[tuple[float, bool]] = []
+    try:
+        for command, log in zip(commands, logs, strict=True):
+            with log.open("wb") as output:
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=cwd,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        for process in running:
+            was_stopped = not _wait(process, started + limit_s)
+            if was_stopped:
+                _signal(process, signal.SIGINT)
+                # The first takes all of the grace; the others were late as well.
+                _wait(process, started + limit_s + GRACE_S)
+            ends.append((time.monotonic() - started, was_stopped))
+    finally:
+        for process in running:
+            # Also what a process that is over left behind.
+            _signal(process, signal.SIGKILL)
+            process.wait()
+    return [
+        Ended(
+            command, process.returncode, round(seconds, 1), was_stopped, log.read_text(errors="replace")[-MAX_OUTPUT:]
+        )
+        for command, process, (seconds, was_stopped), log in zip(commands, running, ends, logs, strict=True)
+    ]
+
+
+def _wait(process: subprocess.Popen[bytes], until: float) -> bool:
+    """Whether the process has ended by then."""
+    try:
+        process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

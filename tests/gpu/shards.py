@@ -1,0 +1,17 @@
+"""A pytest plugin: `--shard 2/12` keeps every twelfth test from the third on, so that processes share the tests."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="0/1", help="which share of the tests, of how many")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """After `-k` and `-m` have chosen."""
+    shard, num_shards = (int(number) for number in config.getoption("shard").split("/"))
+    items[:], left = items[shard::num_shards], [item for i, item in enumerate(items) if i % num_shards != shard]
+    config.hook.pytest_deselected(items=left)

@@ -1,0 +1,120 @@
+"""What runs on a GPU that was never met before, in this order: the cheapest and most telling first."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+KERNEL_FILES = (
+    *(f"test_triton_{name}.py" for name in ("attention", "fused", "lora", "sampling")),
+    *(f"test_{name}.py" for name in ("gpu", "attention", "fused", "lora", "outer")),
+)
+ENGINE_FILES = ("engine/test_device_sampler.py", "conformance/test_gpu_engine.py")
+REGISTRATION_FILES = ("engine/test_cuda.py",)
+
+SANITIZER = "compute-sanitizer"
+TOOLKIT = "/usr/local/cuda/bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the stages run: `select` is a `-k` expression of pytest and `marks` a `-m` one; `scratch` is theirs alone."""
+
+    is_interpreted: bool
+    num_processes: int
+    select: str
+    marks: str
+    scratch: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The processes of a stage, which run at once. `note` is what the result has to say beside what they print."""
+
+    commands: list[list[str]]
+    environment: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One part of the run, which is stopped after `limit_s` of a whole run of nine minutes."""
+
+    name: str
+    limit_s: float
+    plan: Callable[[Setting], Plan]
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
+
+
+def shares(setting: Setting, files: tuple[str, ...], select: str = "", num_processes: int = 1) -> Plan:
+    """Shares of these files' tests, each in a process with a report of its own in the scratch folder."""
+    chosen = " and ".join(f"({one})" for one in (select, setting.select) if one)
+    options = ["-v", "-rfE", "--tb=short", "-p", "tests.gpu.shards", "-m", setting.marks]
+    options += ["-k", chosen] if chosen else []
+    paths = [f"tests/{file}" for file in files]
+    return Plan(
+        [
+            module(
+                "pytest",
+                *options,
+                f"--shard={shard}/{num_processes}",
+                f"--junitxml={setting.scratch / f'{shard}.xml'}",
+                *paths,
+            )
+            for shard in range(num_processes)
+        ]
+    )
+
+
+def versions(setting: Setting) -> Plan:
+    return Plan([module("tests.gpu.versions")])
+
+
+def kernels(setting: Setting) -> Plan:
+    files = tuple(f"kernels/{file}" for file in KERNEL_FILES)
+    # Of the files that all implementations share, only what runs on a GPU.
+    return shares(setting, files, "gpu or triton", setting.num_processes)
+
+
+def engine(setting: Setting) -> Plan:
+    return shares(setting, ENGINE_FILES, num_processes=setting.num_processes)
+
+
+def registration(setting: Setting) -> Plan:
+    return shares(setting, REGISTRATION_FILES)
+
+
+def sanitized(tool: str, environment: dict[str, str]) -> Callable[[Setting], Plan]:
+    """The mixed step under one tool of the sanitizer, or without it where it is not installed."""
+
+    def plan(setting: Setting) -> Plan:
+        step = module("tests.gpu.mixed_step")
+        sanitizer = shutil.which(SANITIZER) or shutil.which(SANITIZER, path=TOOLKIT)
+        if sanitizer is None:
+            return Plan([step], note=f"{SANITIZER} is not there: the step ran without it")
+        return Plan([[sanitizer, "--tool", tool, "--error-exitcode", "9", *step]], environment)
+
+    return plan
+
+
+def benchmark(setting: Setting) -> Plan:
+    small = ["--interpret"] if setting.is_interpreted else []
+    return Plan([module("tests.gpu.benchmark_checks", *small, "--out", str(setting.scratch / "benchmark.json"))])
+
+
+STAGES = (
+    Stage("versions", 40, versions),
+    Stage("kernels", 200, kernels),
+    Stage("engine", 120, engine),
+    Stage("registration", 40, registration),
+    # Each tensor then has memory of its own, whose end the tool knows.
+    Stage("memcheck", 60, sanitized("memcheck", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})),
+    Stage("racecheck", 60, sanitized("racecheck", {})),
+    Stage("benchmark", 180, benchmark),
+)

@@ -1,0 +1,149 @@
+"""The GPU run, rehearsed on the CPU: what it starts, what it stops, what it writes, and what it imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.engine import cuda_driver
+from tests.gpu import __main__ as program
+from tests.gpu import processes
+from tests.gpu.processes import run_at_once
+from tests.gpu.stages import STAGES, Plan, Stage
+
+# To these names nothing is installed: a machine with a GPU has what `tests.gpu.versions` needs, and maybe no more.
+REFUSE = """
+from functools import partial
+from importlib.machinery import PathFinder
+
+ABSENT = {
+    "alembic", "authlib", "boto3", "cryptography", "fastapi", "hypothesis", "joserfc", "moto", "numba", "openai",
+    "prometheus_client", "psycopg", "pydantic_settings", "pytest_timeout", "schemathesis", "sqlalchemy", "starlette",
+    "structlog", "uvicorn", "xdist", "zmq",
+}
+find_spec = PathFinder.find_spec
+# Pytest keeps it as an attribute of a class, where a function would become a method.
+PathFinder.find_spec = partial(lambda name, *rest: None if name.split(".")[0] in ABSENT else find_spec(name, *rest))
+"""
+
+# The sanitizer writes down how it was called, and runs the program.
+SANITIZER = """#!/bin/sh
+echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $@" >> "$0.calls"
+shift 4
+exec "$@"
+"""
+
+
+def rehearse(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run it without what the engine and the kernels do not need; gives the results by stage."""
+    (folder / "sitecustomize.py").write_text(REFUSE)
+    sanitizer = folder / "compute-sanitizer"
+    sanitizer.write_text(SANITIZER)
+    sanitizer.chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "tests.gpu", "--interpret", "--out", str(folder / "out"), *arguments]
+    done = subprocess.run(command, cwd=program.ROOT, env=environment, capture_output=True, text=True, check=False)
+    files = sorted((folder / "out").iterdir())
+    return done, {result["stage"]: result for result in (json.loads(file.read_text()) for file in files)}
+
+
+def test_tests_on_a_gpu_import_nothing_else(tmp_path: Path) -> None:
+    select = "no-rows or test_greedy_rows_and_log_probabilities"
+    done, results = rehearse(tmp_path, "--only", "kernels", "engine", "--select", select, "--processes", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert results["kernels"]["tests"]["num_passed"] >= 10
+    assert results["engine"]["tests"]["num_passed"] >= 1
+
+
+@pytest.mark.campaign
+def test_all_stages_in_triton_s_interpreter(tmp_path: Path) -> None:
+    done, results = rehearse(tmp_path, "--seconds", "3000")
+    assert done.returncode in (0, 1), done.stderr
+    # Numba alone is refused where it is asked for.
+    assert results["versions"]["outcome"] == "failed"
+    assert results["versions"]["processes"][0]["output"].splitlines()[-1].startswith("numba cannot be imported")
+    assert list(results) == [stage.name for stage in STAGES]
+    assert {name for name, one in results.items() if one["outcome"] != "passed"} == {"versions"}, done.stdout
+    calls = (tmp_path / "compute-sanitizer.calls").read_text().splitlines()
+    assert [call.split()[:3] for call in calls] == [
+        ["1", "--tool", "memcheck"],
+        ["--tool", "racecheck", "--error-exitcode"],
+    ]
+    assert results["kernels"]["tests"]["num_passed"] > 300
+    assert results["engine"]["tests"]["num_passed"] > 20
+    assert results["benchmark"]["benchmark"]["parts"].keys() >= {"lora", "attention", "step", "s_lora", "prefill"}
+
+
+def test_without_a_gpu_it_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cuda_driver, "DRIVER", "libno-such-driver.so.1")
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", "--out", str(tmp_path / "out")])
+    assert program.main() == 2
+    assert capsys.readouterr().err == (
+        "tests.gpu: the device 'cuda' needs an NVIDIA GPU and its driver, and none was found: "
+        "use --interpret to rehearse on the CPU\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def stage(name: str, *scripts: str, limit_s: float = 60, note: str = "") -> Stage:
+    return Stage(name, limit_s, lambda setting: Plan([[sys.executable, "-c", one] for one in scripts], note=note))
+
+
+def run_stages(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[Stage], *arguments: str
+) -> tuple[int, list[dict[str, Any]]]:
+    monkeypatch.setattr(program, "STAGES", stages)
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", "--interpret", "--out", str(folder), *arguments])
+    code = program.main()
+    return code, [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+
+
+def test_a_stage_that_fails_keeps_no_other_from_running(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 0.1)
+    hang = (
+        "import time, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
+    )
+    stages = [
+        stage("fails", "print('fine')", "import sys; print('an illegal access'); sys.exit(3)"),
+        stage("hangs", hang, limit_s=0.5),
+        stage("dies", "import os; os.abort()"),
+        stage("lacks", "pass", note="a tool is not there"),
+        stage("works", "import os; print(os.environ['TRITON_INTERPRET'])"),
+    ]
+    code, results = run_stages(monkeypatch, tmp_path, stages)
+    assert code == 1
+    assert [result["outcome"] for result in results] == ["failed", "stopped", "failed", "tool absent", "passed"]
+    assert [one["exit_code"] for result in results for one in result["processes"]] == [0, 3, -9, -6, 0, 0]
+    assert results[-1]["processes"][0]["output"] == "1\n"
+    printed = capsys.readouterr().out
+    assert "1| an illegal access" in printed
+    assert printed.rstrip().splitlines()[-8].startswith("stage")
+
+    assert run_stages(monkeypatch, tmp_path / "two", stages[3:])[0] == 0
+    assert run_stages(monkeypatch, tmp_path / "last", stages, "--only", "works")[0] == 0
+    code, results = run_stages(monkeypatch, tmp_path / "late", stages[3:], "--seconds", "0")
+    assert (code, [result["outcome"] for result in results]) == (1, ["left out", "left out"])
+
+
+def test_a_process_is_stopped_with_what_it_started(tmp_path: Path) -> None:
+    spawn = (
+        "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.exit(int(sys.argv[1]))"
+    )
+    done = run_at_once([[sys.executable, "-c", spawn, "4"]], tmp_path, dict(os.environ), tmp_path, 60)
+    assert (done[0].exit_code, done[0].was_stopped) == (4, False)
+    child = Path(f"/proc/{done[0].output.strip()}/stat")
+    ends_at = time.monotonic() + 30
+    while child.exists() and child.read_text().split()[2] != "Z":
+        assert time.monotonic() < ends_at, "the child lives on"
+        time.sleep(0.01)
