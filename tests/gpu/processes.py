@@ -23,7 +23,6 @@ class Ended:
 
     command: list[str]
     exit_code: int
-    seconds: float
     was_stopped: bool
     output: str
 
@@ -35,7 +34,7 @@ def run_at_once(
     started = time.monotonic()
     logs = [folder / f"{number}.log" for number in range(len(commands))]
     running: list[subprocess.Popen[bytes]] = []
-    ends: list[tuple[float, bool]] = []
+    late: list[subprocess.Popen[bytes]] = []
     try:
         for command, log in zip(commands, logs, strict=True):
             with log.open("wb") as output:
@@ -50,27 +49,23 @@ def run_at_once(
                         start_new_session=True,
                     )
                 )
-        for process in running:
-            was_stopped = not _wait(process, started + limit_s)
-            if was_stopped:
-                _signal(process, signal.SIGINT)
-                # The first takes all of the grace; the others were late as well.
-                _wait(process, started + limit_s + GRACE_S)
-            ends.append((time.monotonic() - started, was_stopped))
+        late = [process for process in running if not _has_ended(process, started + limit_s)]
+        for process in late:
+            _signal(process, signal.SIGINT)
+        for process in late:
+            _has_ended(process, started + limit_s + GRACE_S)
     finally:
         for process in running:
             # Also what a process that is over left behind.
             _signal(process, signal.SIGKILL)
             process.wait()
     return [
-        Ended(
-            command, process.returncode, round(seconds, 1), was_stopped, log.read_text(errors="replace")[-MAX_OUTPUT:]
-        )
-        for command, process, (seconds, was_stopped), log in zip(commands, running, ends, logs, strict=True)
+        Ended(command, process.returncode, process in late, log.read_text(errors="replace")[-MAX_OUTPUT:])
+        for command, process, log in zip(commands, running, logs, strict=True)
     ]
 
 
-def _wait(process: subprocess.Popen[bytes], until: float) -> bool:
+def _has_ended(process: subprocess.Popen[bytes], until: float) -> bool:
     """Whether the process has ended by then."""
     try:
         process.wait(max(0.0, until - time.monotonic()))

@@ -35,13 +35,13 @@ class Tests:
 
 def tests_of(scratch: Path) -> Tests | None:
     """The tests that the reports in `scratch` tell of; None where there is no report."""
-    paths = sorted(scratch.glob("*.xml"))
-    if not paths:
+    reports = [report for path in sorted(scratch.glob("*.xml")) if (report := _parsed(path)) is not None]
+    if not reports:
         return None
     found = Tests()
     seconds: list[tuple[float, str]] = []
-    for path in paths:
-        for case in ElementTree.parse(path).iter("testcase"):
+    for report in reports:
+        for case in report.iter("testcase"):
             name = f"{case.get('classname')}::{case.get('name')}"
             seconds.append((float(case.get("time", 0)), name))
             kinds = {child.tag for child in case}
@@ -55,10 +55,25 @@ def tests_of(scratch: Path) -> Tests | None:
     return found
 
 
+def _parsed(path: Path) -> ElementTree.ElementTree | None:
+    """The report, or None where its process was killed while it wrote."""
+    try:
+        return ElementTree.parse(path)
+    except ElementTree.ParseError:
+        return None
+
+
+def _benchmark_of(scratch: Path) -> Any:
+    """What the benchmark wrote, or None."""
+    try:
+        return json.loads((scratch / "benchmark.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def result_of(name: str, seconds: float, ended: list[Ended], note: str, scratch: Path) -> dict[str, Any]:
     """The outcome of a stage and everything it is told by."""
     tests = tests_of(scratch)
-    benchmark = scratch / "benchmark.json"
     allowed = (0,) if tests is None else (0, NO_TESTS)
     summary = [str(tests)] if tests else []
     if any(one.was_stopped for one in ended):
@@ -77,7 +92,7 @@ def result_of(name: str, seconds: float, ended: list[Ended], note: str, scratch:
         "seconds": round(seconds, 1),
         "summary": ", ".join([*summary, *([note] if note else [])]),
         "tests": None if tests is None else asdict(tests),
-        "benchmark": json.loads(benchmark.read_text()) if benchmark.exists() else None,
+        "benchmark": _benchmark_of(scratch),
         "processes": [asdict(one) for one in ended],
     }
 

@@ -41,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One part of the run, which is stopped after `limit_s` of a whole run of nine minutes."""
+    """One part of the run, which is stopped after `limit_s`, or later where few stages were chosen."""
 
     name: str
     limit_s: float

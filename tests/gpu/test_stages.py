@@ -121,7 +121,7 @@ def test_a_stage_that_fails_keeps_no_other_from_running(
         stage("lacks", "pass", note="a tool is not there"),
         stage("works", "import os; print(os.environ['TRITON_INTERPRET'])"),
     ]
-    code, results = run_stages(monkeypatch, tmp_path, stages)
+    code, results = run_stages(monkeypatch, tmp_path, stages, "--seconds", "60")
     assert code == 1
     assert [result["outcome"] for result in results] == ["failed", "stopped", "failed", "tool absent", "passed"]
     assert [one["exit_code"] for result in results for one in result["processes"]] == [0, 3, -9, -6, 0, 0]
