@@ -50,8 +50,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def environment_of(is_interpreted: bool, num_processes: int) -> dict[str, str]:
-    """What every stage sees: only this checkout's tests and warnings that are shown, whatever is installed here."""
+def environment_of(is_interpreted: bool) -> dict[str, str]:
+    """What every stage sees: this checkout, and a configuration of pytest that suits any versions and plugins."""
     paths = [str(ROOT / ".src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     configuration = [
         "-c",
@@ -66,7 +66,6 @@ def environment_of(is_interpreted: bool, num_processes: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTEST_ADDOPTS": shlex.join(configuration),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes)),
     }
     environment.pop("TRITON_INTERPRET", None)
     if is_interpreted:
@@ -84,7 +83,7 @@ def run_stage(stage: Stage, arguments: argparse.Namespace, num_processes: int, l
             scratch=Path(scratch),
         )
         plan = stage.plan(setting)
-        environment = environment_of(arguments.interpret, num_processes) | plan.environment
+        environment = environment_of(arguments.interpret) | plan.environment
         started = time.monotonic()
         ended = run_at_once(plan.commands, setting.scratch, environment, ROOT, limit_s)
         return result_of(stage.name, time.monotonic() - started, ended, plan.note, setting.scratch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -68,7 +69,9 @@ def shares(setting: Setting, files: tuple[str, ...], select: str = "", num_proce
                 *paths,
             )
             for shard in range(num_processes)
-        ]
+        ],
+        # The specification runs on the CPU.
+        {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes))},
     )
 
 
