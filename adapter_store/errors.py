@@ -42,6 +42,15 @@ class UploadRefused(Refused):
     """An upload's declaration or its bytes are wrong, or it came too late."""
 
 
+class LimitReached(StoreError):
+    """A tenant has as much on its way into the store as it may: `code` says what, and time may help."""
+
+    def __init__(self, code: str, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
 class InvalidName(Refused):
     """An adapter's or alias's name is malformed or reserved."""
 

@@ -7,13 +7,14 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from loramux.adapter_store.blobs import BlobStore, PresignedParts, PresignedPut, upload_key
 from loramux.adapter_store.canonical import digest_of
 from loramux.adapter_store.errors import BlobNotFound, BlobTooLarge, PartsMissing, UploadNotFound, UploadRefused
 from loramux.adapter_store.ingest_steps import AtStep, IngestStep, pass_by
+from loramux.adapter_store.ingest_turns import IngestTurns
 from loramux.adapter_store.intake import Intake
 from loramux.adapter_store.janitor import Janitor
 from loramux.adapter_store.peft_config import MAX_CONFIG_BYTES
@@ -28,14 +29,14 @@ from loramux.adapter_store.records import (
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.adapter_store.sources import AdapterSources
 from loramux.adapter_store.target import PackTarget
+from loramux.adapter_store.tenant_caps import MAX_OPEN_LARGEST, TenantCaps
 from loramux.adapter_store.validator import Validator
 from loramux.adapter_store.version_claims import LEASE_S, VersionClaims
 from loramux.adapter_store.version_processor import VersionProcessor
+from loramux.migrations.paging import Page
 
 SOURCE_LIFETIME_S = 3600
 """How long a source is asked for its files, where it cannot be reached."""
-MAX_WAITING = 100
-"""Versions that are looked for at once."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -65,7 +66,10 @@ class Ingest:
         is_presigning: bool = True,
         at_step: AtStep = pass_by,
     ) -> None:
-        self._intake = Intake(registry.database, registry.limits)
+        self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes}
+        caps = TenantCaps(max_open_bytes=MAX_OPEN_LARGEST * sum(self._max_bytes.values()))
+        self._intake = Intake(registry.database, registry.limits, caps)
+        self._turns = IngestTurns(registry.database)
         self._blobs = blobs
         self._scratch_dir = scratch_dir
         self._sources = sources or AdapterSources()
@@ -83,12 +87,14 @@ class Ingest:
         self._lifetime_s = upload_lifetime_s
         self._is_presigning = is_presigning
         self._at_step = at_step
-        self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes}
         self.has_pending = threading.Event()
         """Set whenever a version may wait for `process`; IngestWorker waits on it."""
 
     def create_upload(self, adapter_id: str, files: Sequence[UploadFile]) -> Upload:
-        """Announce the two files of a version. Raises AdapterNotFound or UploadRefused."""
+        """Announce the two files of a version: they count from now on.
+
+        Raises AdapterNotFound, UploadRefused, LimitReached, or what the registry's limits raise.
+        """
         if sorted(file.name for file in files) != sorted(UPLOAD_FILES):
             raise UploadRefused(
                 "invalid_files", f"an upload has exactly the files {' and '.join(UPLOAD_FILES)}", "files"
@@ -107,24 +113,39 @@ class Ingest:
         return upload
 
     def presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
-        """The requests by which the client puts files into the blob store itself; files that it sends us have none."""
+        """The requests by which the client puts files into the blob store itself; files that it sends us have none.
+
+        An upload whose requests cannot be signed is forgotten: its client never learns its name.
+        """
         if not self._is_presigning:
             return {}
-        requests: dict[str, PresignedPut | PresignedParts] = {}
-        for file in upload.files:
-            key = upload_key(upload.id, file.name)
-            request = self._blobs.presign_put(
-                key, file.size, file.sha256, self._lifetime_s
-            ) or self._blobs.presign_parts(key, file.size, self._lifetime_s)
-            if request is not None:
-                requests[file.name] = request
-        parts_ids = {name: found.upload_id for name, found in requests.items() if isinstance(found, PresignedParts)}
-        if parts_ids:
-            self._intake.note_parts(upload, parts_ids)
-        return requests
+        try:
+            return self._presign(upload)
+        except Exception:
+            self._intake.cancel_upload(upload.adapter_id, upload.id)
+            raise
 
     def get_upload(self, upload_id: str) -> Upload | None:
         return self._intake.get_upload(upload_id)
+
+    def list_open_uploads(
+        self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
+    ) -> Page[Upload]:
+        """An adapter's open uploads, newest first; `after` and `before` are identifiers of uploads."""
+        return self._intake.list_open(adapter_id, limit, after, before)
+
+    def cancel_upload(self, adapter_id: str, upload_id: str) -> None:
+        """Forget an open upload and what came of its files.
+
+        Raises AdapterNotFound, UploadNotFound, or UploadRefused for one that is used.
+        """
+        upload = self._intake.cancel_upload(adapter_id, upload_id)
+        # The janitor finds what is left where the store fails here.
+        for file in upload.files:
+            key = upload_key(upload_id, file.name)
+            if file.parts_id is not None:
+                self._blobs.abort_parts(key, file.parts_id)
+            self._blobs.delete(key)
 
     def put_file(self, upload_id: str, name: str, chunks: Iterable[bytes], num_bytes: int | None = None) -> None:
         """Take the bytes of one file; they must be what was announced, and may come again.
@@ -147,13 +168,18 @@ class Ingest:
             self._at_step(IngestStep.FILE_STORED)
         finally:
             scratch.unlink(missing_ok=True)
-        # A file that took longer than the upload's time is not wanted any more, and the janitor's.
-        self._intake.require_open(upload_id)
+        try:
+            # A file that took longer than the upload's time is not wanted any more, and the janitor's.
+            self._intake.require_open(upload_id)
+        except UploadNotFound:
+            # It was cancelled meanwhile, and its files were deleted before this one was put.
+            self._blobs.delete(upload_key(upload_id, name))
+            raise
 
     def create_version(self, adapter_id: str, upload_id: str) -> AdapterVersion:
         """Use an upload; quick, since `process` does the work. Identical bytes give the existing version.
 
-        Raises AdapterNotFound, UploadNotFound or UploadRefused.
+        Raises AdapterNotFound, UploadNotFound, UploadRefused or LimitReached.
         """
         upload = self._intake.get_upload(upload_id)
         if upload is not None and upload.adapter_id == adapter_id and upload.state == "open":
@@ -186,9 +212,9 @@ class Ingest:
         """
         return self._processor.process(version_id)
 
-    def waiting_versions(self) -> list[str]:
-        """The oldest versions that wait for `process`, MAX_WAITING at most."""
-        return self._intake.waiting_versions(MAX_WAITING)
+    def next_waiting(self, but: Collection[str] = ()) -> str | None:
+        """The version to `process` next, other than those in `but`; None where none waits. Tenants take turns."""
+        return self._turns.next(but)
 
     def recover(self) -> None:
         """Clear up after an earlier run, before anything else is done.
@@ -202,6 +228,20 @@ class Ingest:
     def remove_abandoned(self) -> None:
         """Delete what no version needs: see `Janitor`."""
         self._janitor.clear_up()
+
+    def _presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
+        requests: dict[str, PresignedPut | PresignedParts] = {}
+        for file in upload.files:
+            key = upload_key(upload.id, file.name)
+            request = self._blobs.presign_put(
+                key, file.size, file.sha256, self._lifetime_s
+            ) or self._blobs.presign_parts(key, file.size, self._lifetime_s)
+            if request is not None:
+                requests[file.name] = request
+        parts_ids = {name: found.upload_id for name, found in requests.items() if isinstance(found, PresignedParts)}
+        if parts_ids:
+            self._intake.note_parts(upload, parts_ids)
+        return requests
 
     def _keep(self, upload_id: str, file: UploadFile, scratch: Path) -> None:
         key = upload_key(upload_id, file.name)

@@ -7,7 +7,11 @@ import time
 
 import structlog
 
-from loramux.adapter_store.ingest import MAX_WAITING, Ingest
+from loramux.adapter_store.ingest import Ingest
+from loramux.adapter_store.records import UNFINISHED
+
+MAX_IN_A_ROW = 100
+"""Versions that are processed before abandoned uploads are looked for again."""
 
 _log = structlog.get_logger(__name__)
 
@@ -50,18 +54,24 @@ class IngestWorker:
                 _log.warning("ingest_postponed", error=str(error))
 
     def _process_waiting(self) -> None:
-        waiting = self._ingest.waiting_versions()
+        # What failed now is tried again when the others have been.
+        undecided: set[str] = set()
         num_done = 0
-        for version_id in waiting:
-            if self._is_stopping.is_set():
+        for _ in range(MAX_IN_A_ROW):
+            version_id = None if self._is_stopping.is_set() else self._ingest.next_waiting(undecided)
+            if version_id is None:
                 return
             try:
                 version = self._ingest.process(version_id)
             except Exception as error:
+                undecided.add(version_id)
                 _log.warning("validation_postponed", version_id=version_id, error=str(error))
-            else:
-                num_done += 1
-                _log.info("version_processed", version_id=version_id, state=version.state)
-        if num_done and len(waiting) == MAX_WAITING:
-            # There are more of them.
+                continue
+            if version.state in UNFINISHED:
+                # Another server was quicker, or its source cannot be read.
+                undecided.add(version_id)
+            num_done += 1
+            _log.info("version_processed", version_id=version_id, state=version.state)
+        if num_done:
+            # There may be more of them.
             self._ingest.has_pending.set()

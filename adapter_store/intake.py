@@ -7,24 +7,26 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
-from loramux.adapter_store.records import UPLOAD_FILES, AdapterVersion, Upload, UploadFile
+from loramux.adapter_store.records import UNFINISHED, UPLOAD_FILES, AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry import (
     StockLimits,
     is_identifier,
     lock_adapter,
+    lock_tenant,
     owner_of,
     select_versions,
     version_of,
 )
+from loramux.adapter_store.tenant_caps import TenantCaps
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import adapter_versions, adapters, uploads
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.schema import adapter_versions, uploads
 
-UNFINISHED = ("pending", "validating")
 _MAX_NAMES = 500
 """Identifiers in one query."""
 
@@ -40,15 +42,45 @@ class AddedVersion:
 class Intake:
     """Every change of an upload's state is one transaction here, and so is a version's coming into being."""
 
-    def __init__(self, database: Database, limits: StockLimits | None = None) -> None:
+    def __init__(self, database: Database, limits: StockLimits | None = None, caps: TenantCaps | None = None) -> None:
         self._database = database
         self._limits = limits
+        self._caps = caps
 
     def open_upload(self, adapter_id: str, files: Sequence[UploadFile], lifetime_us: int) -> Upload:
-        """Raises AdapterNotFound."""
+        """Raises AdapterNotFound, LimitReached, or what `limits` raise where the tenant may not keep these bytes."""
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
+            tenant_id = _lock_owner(connection, adapter_id)
+            num_bytes, now_us = sum(file.size for file in files), self._database.now_us(connection)
+            if self._caps is not None:
+                self._caps.check_upload(connection, tenant_id, num_bytes, now_us)
+            if self._limits is not None:
+                self._limits.admit(connection, tenant_id, "adapter_bytes", num_bytes, now_us)
             return self._insert_upload(connection, adapter_id, files, "open", None, lifetime_us)
+
+    def cancel_upload(self, adapter_id: str, upload_id: str) -> Upload:
+        """Forget an upload that no version was made of; returns it as it was.
+
+        Raises AdapterNotFound, UploadNotFound, or UploadRefused for one that is used.
+        """
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            upload = _own_upload(connection, adapter_id, upload_id)
+            if upload.state != "open":
+                raise _already_used()
+            connection.execute(delete(uploads).where(uploads.c.id == upload_id))
+        return upload
+
+    def list_open(
+        self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
+    ) -> Page[Upload]:
+        """An adapter's open uploads, newest first; `after` and `before` are identifiers of uploads."""
+        with self._database.read() as connection:
+            is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
+            query = select(uploads).where(uploads.c.adapter_id == adapter_id, is_open)
+            rows, has_more = keyset_rows(connection, query, uploads.c.id, limit, after, before)
+        return Page(tuple(upload_of(row) for row in rows), has_more)
 
     def note_parts(self, upload: Upload, parts_ids: Mapping[str, str]) -> None:
         """Keep what the blob store calls the uploads in parts of an open upload's files."""
@@ -80,24 +112,19 @@ class Intake:
 
         The upload may have been used already, or its files may be those of another version that was not rejected;
         that version is then returned, in whatever state it is: what was taken out of service does not come back
-        under a new number. Raises AdapterNotFound, UploadNotFound, or UploadRefused for an expired upload.
+        under a new number. Its bytes were admitted when it was opened. Raises AdapterNotFound, UploadNotFound,
+        UploadRefused for an expired upload, or LimitReached.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
-            row = None
-            if is_identifier(upload_id):
-                row = connection.execute(select(uploads).where(uploads.c.id == upload_id)).first()
-            if row is None or row.adapter_id != adapter_id:
-                raise UploadNotFound("the adapter has no such upload")
-            upload = upload_of(row)
+            upload = _own_upload(connection, adapter_id, upload_id)
             added = _existing_version(connection, upload)
             if added is None:
+                tenant_id = _lock_owner(connection, adapter_id)
                 now_us = self._database.now_us(connection)
                 _check_open(upload, now_us)
-                if self._limits is not None:
-                    owner = select(adapters.c.tenant_id).where(adapters.c.id == adapter_id)
-                    num_bytes = sum(file.size for file in upload.files)
-                    self._limits.admit(connection, connection.execute(owner).scalar_one(), "adapter_bytes", num_bytes)
+                if self._caps is not None:
+                    self._caps.check_version(connection, tenant_id)
                 added = _insert_version(connection, upload, now_us)
             if upload.state == "open":
                 connection.execute(update(uploads).where(uploads.c.id == upload_id).values(state="used"))
@@ -147,17 +174,6 @@ class Intake:
         if row is None:
             raise VersionNotFound("there is no such version")
         return upload_of(row)
-
-    def waiting_versions(self, limit: int) -> list[str]:
-        """Identifiers of versions that wait for a server, or whose server is silent; the oldest, at most `limit`."""
-        columns = adapter_versions.c
-        with self._database.read() as connection:
-            now_us = self._database.now_us(connection)
-            query = select(columns.id).where(
-                columns.state.in_(UNFINISHED),
-                or_(columns.claim_expires_us.is_(None), columns.claim_expires_us <= now_us),
-            )
-            return [row.id for row in connection.execute(query.order_by(columns.id).limit(limit))]
 
     def uploads_in_use(self, upload_ids: Collection[str]) -> set[str]:
         """Those of the uploads whose files are still wanted: open and not expired, or of an unfinished version."""
@@ -234,9 +250,30 @@ def upload_of(row: Row[*tuple[Any, ...]]) -> Upload:
     return Upload(row.id, row.adapter_id, files, row.state, row.created_us, row.expires_us, row.source_url)
 
 
+def _lock_owner(connection: Connection, adapter_id: str) -> str:
+    """Hold the row of an adapter's tenant; its identifier."""
+    tenant_id: str = connection.execute(select(owner_of(adapter_id))).scalar_one()
+    lock_tenant(connection, tenant_id)
+    return tenant_id
+
+
+def _own_upload(connection: Connection, adapter_id: str, upload_id: str) -> Upload:
+    """Raises UploadNotFound."""
+    row = None
+    if is_identifier(upload_id):
+        row = connection.execute(select(uploads).where(uploads.c.id == upload_id)).first()
+    if row is None or row.adapter_id != adapter_id:
+        raise UploadNotFound("the adapter has no such upload")
+    return upload_of(row)
+
+
+def _already_used() -> UploadRefused:
+    return UploadRefused("upload_used", "the upload has been used for a version")
+
+
 def _check_open(upload: Upload, now_us: int) -> None:
     if upload.state != "open":
-        raise UploadRefused("upload_used", "the upload has been used for a version")
+        raise _already_used()
     if upload.expires_us <= now_us:
         raise UploadRefused("upload_expired", "the upload has expired: make a new one")
 

@@ -10,6 +10,9 @@ VersionState = Literal["pending", "validating", "ready", "rejected", "quarantine
 UploadState = Literal["open", "used"]
 AliasAction = Literal["set", "rollback"]
 
+UNFINISHED: tuple[VersionState, ...] = ("pending", "validating")
+"""States of a version that has no verdict yet."""
+
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)

@@ -38,8 +38,8 @@ class StockLimits(Protocol):
     def refusal(self) -> type[Exception]:
         """What `admit` raises."""
 
-    def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int) -> None:
-        """Raise where so many more `adapters` or `adapter_bytes` are too many."""
+    def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int, now_us: int) -> None:
+        """Raise where `amount` more `adapters` or `adapter_bytes` are too many."""
 
 
 class AdapterRegistry:
@@ -70,7 +70,7 @@ class AdapterRegistry:
                     raise TenantNotFound(f"no tenant {tenant_id!r}")
                 created_us = self.database.now_us(connection)
                 if self.limits is not None:
-                    self.limits.admit(connection, tenant_id, "adapters", 1)
+                    self.limits.admit(connection, tenant_id, "adapters", 1, created_us)
                 connection.execute(
                     insert(adapters).values(id=adapter_id, tenant_id=tenant_id, name=name, created_us=created_us)
                 )
@@ -225,6 +225,16 @@ def lock_adapter(connection: Connection, adapter_id: str) -> None:
         found = connection.execute(query).scalar()
     if found is None:
         raise AdapterNotFound(f"no adapter {adapter_id!r}")
+
+
+def lock_tenant(connection: Connection, tenant_id: str) -> None:
+    """Hold a tenant's row until the transaction ends: what it has under way is counted and added to in turns.
+
+    An adapter's row is locked before its tenant's.
+    """
+    # Not against those that only refer to the tenant: its requests go on.
+    query = select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True)
+    connection.execute(query).scalar_one()
 
 
 def select_versions() -> Select[*tuple[Any, ...]]:

@@ -18,6 +18,10 @@ BYTES_PER_S = 20 << 20
 a core was measured to do: see the figures in README.md."""
 
 
+WALL_PER_TIME = 10.0
+"""How much longer than its processor time a validation may last: where others want the processor it gives way."""
+
+
 @dataclass(frozen=True, slots=True)
 class ValidationJob:
     """Files of one upload, and where to put what becomes of them."""
@@ -45,6 +49,11 @@ class Limits:
     memory_bytes: int
     file_bytes: int
     time_s: float
+    """Of the processor."""
+
+    @property
+    def wall_s(self) -> float:
+        return WALL_PER_TIME * self.time_s
 
     @classmethod
     def for_upload(cls, target: PackTarget, tensors_bytes: int) -> Limits:

@@ -35,6 +35,10 @@ _WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation_worker"
 _PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.sandbox")
 _PROBE_TIMEOUT_S = 30.0
 _MAX_ANSWER_BYTES = 4 << 20
+
+NICENESS = 10
+"""How far a validation stands back for the engine and the gateway: it gets about a tenth of a core that they want."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -67,9 +71,10 @@ class Validator(Protocol):
 class SubprocessValidator:
     """Validates in `python -m loramux.adapter_store.validation_worker`, which limits and confines itself.
 
-    Its time is 10 s, or what `Limits.for_upload` derives from a large upload's size; `timeout_s` and `memory_bytes`
-    take the place of what is derived, `command` that of the process. Without one of the `required` measures of its
-    sandbox the process reads nothing, and ends.
+    Its processor time is 10 s, or what `Limits.for_upload` derives from a large upload's size. Its time on the wall is
+    ten times that, since it gives way to everything else on the machine. `timeout_s`, on the wall, and `memory_bytes`
+    take the place of what is derived, `command` that of the process. `niceness` says how far it gives way. Without one
+    of the `required` measures of its sandbox the process reads nothing, and ends.
     """
 
     def __init__(
@@ -79,7 +84,9 @@ class SubprocessValidator:
         file_bytes: int | None = None,
         command: Sequence[str] = _WORKER,
         required: Collection[str] = (),
+        niceness: int = NICENESS,
     ) -> None:
+        self._niceness = niceness
         self._command = command
         self._required = required
         self._file_bytes = file_bytes
@@ -101,10 +108,11 @@ class SubprocessValidator:
         # Files, not pipes: what the process writes is then bounded by its own limit, and read here up to another.
         with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as errors:
             process = self._start(answer.fileno(), errors.fileno())
+            wall_s = limits.wall_s if self._timeout_s is None else self._timeout_s
             try:
-                process.communicate(json.dumps(request).encode(), timeout=limits.time_s)
+                process.communicate(json.dumps(request).encode(), timeout=wall_s)
             except subprocess.TimeoutExpired:
-                message = f"validation took longer than {limits.time_s:g} s"
+                message = f"validation took longer than {wall_s:g} s"
                 raise AdapterRejected("validation_timeout", message) from None
             finally:
                 # Whatever ended the wait, nobody is left to run on.
@@ -157,6 +165,7 @@ class SubprocessValidator:
             except OSError as error:
                 raise ValidationFailed(f"the validation process cannot be started: {error}") from error
             self._running.add(process)
+        _give_way(process.pid, self._niceness)
         return process
 
     def _verdict(self, answer: bytes, job: ValidationJob) -> Accepted:
@@ -202,6 +211,15 @@ def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:
         return tuple(msgspec.json.decode(done.stdout, type=list[str]))
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         raise ValidationFailed(f"the sandbox of the validation process cannot be tried: {error}") from error
+
+
+def _give_way(pid: int, niceness: int) -> None:
+    """Let the engine and the gateway have the processor first."""
+    # Where there is no such process any more, or the machine does not take it, nothing is lost.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, niceness)
+        # Linux may share the processor out among sessions, of which this process has its own: see sched(7).
+        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -10,8 +10,8 @@ from sqlalchemy import Connection, or_, select, update
 
 from loramux.adapter_store.aliases import DEFAULT_WEIGHT, SYSTEM, change_alias
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
-from loramux.adapter_store.intake import UNFINISHED, files_sha256, identical_version, upload_of
-from loramux.adapter_store.records import DEFAULT_ALIAS, AdapterVersion, AliasTarget, Upload, UploadFile
+from loramux.adapter_store.intake import files_sha256, identical_version, upload_of
+from loramux.adapter_store.records import DEFAULT_ALIAS, UNFINISHED, AdapterVersion, AliasTarget, Upload, UploadFile
 from loramux.adapter_store.registry import StockLimits, lock_adapter, select_versions, version_of
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -108,7 +108,8 @@ class VersionClaims:
             if self._limits is not None:
                 owner = connection.execute(select(adapters.c.tenant_id).where(adapters.c.id == adapter_id)).scalar_one()
                 try:
-                    self._limits.admit(connection, owner, "adapter_bytes", sum(num_bytes.values()))
+                    total, now_us = sum(num_bytes.values()), self._database.now_us(connection)
+                    self._limits.admit(connection, owner, "adapter_bytes", total, now_us)
                 except self._limits.refusal as refusal:
                     raise AdapterRejected("insufficient_quota", str(refusal), "source") from None
             announced = [asdict(UploadFile(name, size, sha256="")) for name, size in num_bytes.items()]

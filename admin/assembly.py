@@ -162,6 +162,7 @@ def assemble(
             audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
+            loads=gateway.loads,
             metrics=metrics,
             self_check=SelfCheck(
                 database=database,

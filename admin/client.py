@@ -21,12 +21,15 @@ PAGE_SIZE = 100
 class AdminError(Exception):
     """The server refused; carries the fields of its error envelope."""
 
-    def __init__(self, status: int, message: str, code: str | None, param: str | None) -> None:
+    def __init__(
+        self, status: int, message: str, code: str | None, param: str | None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
         self.param = param
+        self.retry_after_s = retry_after_s
 
     def envelope(self) -> Document:
         return {"error": {"message": self.message, "code": self.code, "param": self.param}}
@@ -193,11 +196,14 @@ def _given(params: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _refusal(response: httpx.Response) -> AdminError:
+    retry_after = response.headers.get("retry-after", "")
+    retry_after_s = int(retry_after) if retry_after.isascii() and retry_after.isdecimal() else None
     try:
         error = response.json()["error"]
-        return AdminError(response.status_code, str(error["message"]), error.get("code"), error.get("param"))
+        message, code, param = str(error["message"]), error.get("code"), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
-        return AdminError(response.status_code, f"the server answered {response.status_code}", None, None)
+        message, code, param = f"the server answered {response.status_code}", None, None
+    return AdminError(response.status_code, message, code, param, retry_after_s)
 
 
 def _is_loopback(url: str) -> bool:

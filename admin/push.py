@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,9 @@ from loramux.admin.client import AdminClient, AdminError, Document, ServerUnreac
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 CHUNK_BYTES = 1 << 20
+
+_CAPS = ("too_many_open_uploads", "too_many_pending_versions")
+"""Refusals that pass once other pushes of the tenant have gone on."""
 
 Progress = Callable[[str, int], None]
 """Told what is being done and how many bytes of it were just done."""
@@ -52,16 +56,20 @@ def push_adapter(
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
     `tenant` is a slug or an identifier.
-    Raises PushRefused when the directory is no adapter, the server rejects it or `timeout_s` passes.
+    Raises PushRefused when the directory is no adapter, the server rejects it or `timeout_s` passes. A push that fails
+    or is interrupted cancels its upload.
     """
     paths = [_file_of(directory, file_name) for file_name in FILE_NAMES]
     files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
     adapter = _adapter(client, tenant, name)
-    upload = client.post(f"adapters/{adapter['id']}/uploads", {"files": files})
+    path_of_uploads = f"adapters/{adapter['id']}/uploads"
+    upload = _await_room(lambda: client.post(path_of_uploads, {"files": files}), timeout_s)
     ways = {file["name"]: file for file in upload["files"]}
-    for path in paths:
-        _send(client, path, ways[path.name], progress)
-    return _make_version(client, adapter, {"upload_id": upload["id"]}, timeout_s)
+    with _cancelled_on_failure(client, f"{path_of_uploads}/{upload['id']}"):
+        for path in paths:
+            _send(client, path, ways[path.name], progress)
+        version = _make_version(client, adapter, {"upload_id": upload["id"]}, timeout_s)
+    return _ready(client, adapter, version, timeout_s)
 
 
 def register_source(
@@ -71,12 +79,42 @@ def register_source(
 
     Only a platform administrator may, and only where the operator allows it. Raises PushRefused and AdminError.
     """
-    return _make_version(client, _adapter(client, tenant, name), {"source": source}, timeout_s)
+    adapter = _adapter(client, tenant, name)
+    version = _make_version(client, adapter, {"source": source}, timeout_s)
+    return _ready(client, adapter, version, timeout_s)
 
 
-def _make_version(client: AdminClient, adapter: Document, files: Document, timeout_s: float) -> PushedVersion:
-    """Make a version of what was uploaded or lies at a source, and wait until it is ready."""
-    version = client.post(f"adapters/{adapter['id']}/versions", files)
+def _make_version(client: AdminClient, adapter: Document, files: Document, timeout_s: float) -> Document:
+    """Make a version of what was uploaded or lies at a source."""
+    return _await_room(lambda: client.post(f"adapters/{adapter['id']}/versions", files), timeout_s)
+
+
+def _await_room(call: Callable[[], Document], timeout_s: float) -> Document:
+    """Call again, for `timeout_s` at most, while the tenant has as much under way as the server lets it."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call()
+        except AdminError as error:
+            pause_s = error.retry_after_s or 1
+            if error.code not in _CAPS or time.monotonic() + pause_s > deadline_s:
+                raise
+        time.sleep(pause_s)
+
+
+@contextmanager
+def _cancelled_on_failure(client: AdminClient, path: str) -> Iterator[None]:
+    """Cancel an upload where what is done with it fails or is interrupted: it would count until it expires."""
+    try:
+        yield
+    except BaseException:
+        with suppress(AdminError, ServerUnreachable):
+            client.delete(path)
+        raise
+
+
+def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s: float) -> PushedVersion:
+    """Wait until a version is ready. Raises PushRefused."""
     version = _settled(client, f"adapters/{adapter['id']}/versions/{version['number']}", timeout_s)
     _check_ready(version)
     # The tenant may have been given by its identifier, but a model is named by its slug.

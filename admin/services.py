@@ -22,6 +22,7 @@ from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.places import Places
 from loramux.admin.self_check import SelfCheck
 from loramux.migrations.database import Database
+from loramux.platform.adapter_loads import AdapterLoads
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.audit_log import AuditLog
 from loramux.platform.engine_client import EngineClient
@@ -71,6 +72,7 @@ class AdminServices:
     audit_log: AuditLog
     ledger: Ledger
     engine: EngineClient
+    loads: AdapterLoads
     metrics: GatewayMetrics
     self_check: SelfCheck
     metrics_token: str | None

@@ -14,6 +14,7 @@ from loramux.adapter_store.errors import (
     BlobStoreUnavailable,
     FileNotFound,
     GrantNotFound,
+    LimitReached,
     NothingToRollBack,
     OriginalNotKept,
     Refused,
@@ -23,7 +24,15 @@ from loramux.adapter_store.errors import (
     VersionNotFound,
     VersionNotReady,
 )
-from loramux.platform.errors import ApiError, Conflict, InvalidRequest, NotFound, PreconditionFailed, Unavailable
+from loramux.platform.errors import (
+    ApiError,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    PreconditionFailed,
+    RateLimited,
+    Unavailable,
+)
 
 _NOT_FOUND: Mapping[type[Exception], str] = {
     TenantNotFound: "tenant_not_found",
@@ -42,6 +51,8 @@ def api_error(error: Exception) -> ApiError:
     """The error with the status, code and parameter that its cause deserves."""
     if isinstance(error, Refused):
         return InvalidRequest(error.message, code=error.code, param=error.param)
+    if isinstance(error, LimitReached):
+        return RateLimited(str(error), code=error.code, retry_after_s=error.retry_after_s)
     if isinstance(error, AdapterExists):
         return Conflict(str(error), code="adapter_exists", param="name")
     if isinstance(error, AdapterInUse):

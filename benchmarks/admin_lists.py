@@ -50,14 +50,19 @@ from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import api_keys, reservations
+from loramux.platform.adapter_loads import AdapterLoads
+from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.audit_log import AuditLog
+from loramux.platform.database_state import DatabaseState
+from loramux.platform.group_commit import GroupCommit
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.price_list import PriceList
 from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
+from loramux.platform.resident_adapters import ResidentAdapters
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.tenants import Tenants
 
@@ -82,6 +87,7 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(16) as executor:
         root = Path(directory)
         blobs = LocalBlobStore(root / "blobs")
+        commit = GroupCommit(Admission(database))
         yield AdminServices(
             database=database,
             tenants=Tenants(database),
@@ -102,12 +108,14 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
             audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
+            loads=AdapterLoads(engine, ResidentAdapters(engine), commit, DatabaseState()),
             metrics=GatewayMetrics(),
             self_check=SelfCheck(database=database, blobs=blobs, engine=engine, data_dir=root, served_name="base"),
             metrics_token=None,
             is_loopback=True,
             executor=executor,
         )
+        commit.close()
 
 
 def add_keys_and_requests(database: Database, filled: Filled) -> None:

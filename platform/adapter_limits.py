@@ -16,8 +16,8 @@ class AdapterLimits:
 
     refusal = QuotaExceeded
 
-    def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int) -> None:
-        """Let a tenant add so many adapters or bytes, or raise QuotaExceeded.
+    def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int, now_us: int) -> None:
+        """Let a tenant add `amount` adapters or bytes, or raise QuotaExceeded.
 
         The counters stay locked until the transaction ends, so that two that add at once take turns.
         """
@@ -29,12 +29,14 @@ class AdapterLimits:
         state = QuotaState(connection)
         state.make(bindings)
         state.read([binding.key for binding in bindings])
-        used = stock_of(connection, tenant_id, metric)
+        stock = stock_of(connection, tenant_id, metric, now_us)
+        standing = Counter(0, stock.reserved, stock.used, 0, 0)
         for binding in bindings:
-            if used + amount <= binding.policy.limit:
+            wait_us = binding.wait_us(standing, amount, now_us)
+            if not wait_us:
                 continue
             if binding.is_hard:
-                raise QuotaExceeded(binding.policy, binding.wait_us(Counter(0, 0, used, 0, 0), amount, 0))
+                raise QuotaExceeded(binding.policy, wait_us)
             counter = state.counters.get(binding.key) or Counter.fresh(0, 0)
             state.change(binding.key, counter.changed(exceeded=1))
         state.write()

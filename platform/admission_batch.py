@@ -15,12 +15,14 @@ from loramux.platform.price_list import PriceReader
 from loramux.platform.prices import Price, PriceBook, cost_of
 from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, decide, extend
 from loramux.platform.quota_counters import CounterKey
+from loramux.platform.quota_metrics import Unit
 from loramux.platform.quota_rules import Binding, Demand, Spent
 from loramux.platform.quota_state import QuotaState
 from loramux.platform.reservation_rows import ReservationRows
 from loramux.platform.reservations import (
     Closing,
     Extension,
+    LoadCharge,
     Operation,
     Outcome,
     Reservation,
@@ -28,6 +30,8 @@ from loramux.platform.reservations import (
     Settlement,
 )
 from loramux.platform.row_documents import POSTGRESQL, write_together
+
+_Asking = ReservationRequest | LoadCharge
 
 MAX_ATTEMPTS = 20
 """How often the rules may change under a transaction before it is given up."""
@@ -69,27 +73,27 @@ class AdmissionBatch:
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """The outcome of each; a refused one changes nothing. Raises Uncounted and SQLAlchemyError, and then nothing
         is changed."""
-        requests = [operation for operation in operations if isinstance(operation, ReservationRequest)]
-        others = [operation for operation in operations if not isinstance(operation, ReservationRequest)]
+        asking = [operation for operation in operations if isinstance(operation, ReservationRequest | LoadCharge)]
+        others = [operation for operation in operations if isinstance(operation, Extension | Closing)]
         if others:
             self._reservations.read({operation.request_id for operation in others})
-        self._lock_counters(requests, others)
+        self._lock_counters(asking, others)
         if self._rules.has_costs:
-            self._read_prices(requests)
+            self._read_prices([one for one in asking if isinstance(one, ReservationRequest)])
         outcomes = [self._judge(operation) for operation in operations]
         self._write()
         return outcomes
 
-    def _lock_counters(self, requests: Sequence[ReservationRequest], others: Sequence[Extension | Closing]) -> None:
+    def _lock_counters(self, asking: Sequence[_Asking], others: Sequence[Extension | Closing]) -> None:
         """Lock what the rules name, and see that they still do."""
-        self._read_rules(requests)
-        wanted = self._wanted(requests, self._policies.latest_us)
+        self._read_rules(asking)
+        wanted = self._wanted(asking, self._policies.latest_us)
         moment = self._read_counters({binding.key for binding in wanted}.union(self._held_keys(others)))
         self._now_us = moment.now_us
         if moment.epoch != self._rules.epoch:
             self._rules = self._policies.renewed(moment.epoch)
-            self._read_rules(requests)
-        uncounted = [one for one in self._wanted(requests, self._now_us) if one.key not in self._quotas.counters]
+            self._read_rules(asking)
+        uncounted = [one for one in self._wanted(asking, self._now_us) if one.key not in self._quotas.counters]
         if uncounted:
             raise Uncounted(uncounted)
 
@@ -105,20 +109,20 @@ class AdmissionBatch:
             self._quotas.take(counters.fetchall())
         return self._policies.take_moment(moment.fetchall()[0])
 
-    def _read_rules(self, requests: Sequence[ReservationRequest]) -> None:
+    def _read_rules(self, asking: Sequence[_Asking]) -> None:
         subjects: set[str] = set()
-        for request in requests:
+        for request in asking:
             subjects.add(request.tenant_id)
             subjects.add(request.api_key_id)
             if request.adapter_id is not None:
                 subjects.add(request.adapter_id)
         charged = {charge.policy_id for reservation in self._reservations.held() for charge in reservation["charges"]}
-        self._rules.read(self._connection, subjects, {request.tenant_id for request in requests}, charged)
+        self._rules.read(self._connection, subjects, {request.tenant_id for request in asking}, charged)
 
-    def _wanted(self, requests: Sequence[ReservationRequest], now_us: int) -> list[Binding]:
+    def _wanted(self, asking: Sequence[_Asking], now_us: int) -> list[Binding]:
         return [
             binding
-            for request in requests
+            for request in asking
             for binding in self._rules.bindings(request.tenant_id, request.api_key_id, request.adapter_id, now_us)
         ]
 
@@ -150,7 +154,7 @@ class AdmissionBatch:
     def _price_of(self, reservation: Mapping[str, Any]) -> Price | None:
         return self._price(reservation["tenant_id"], reservation["adapter_version_id"], reservation["created_us"])
 
-    def _bindings(self, request: ReservationRequest) -> Sequence[Binding]:
+    def _bindings(self, request: _Asking) -> Sequence[Binding]:
         return self._rules.bindings(request.tenant_id, request.api_key_id, request.adapter_id, self._now_us)
 
     def _judge(self, operation: Operation) -> Outcome:
@@ -159,7 +163,7 @@ class AdmissionBatch:
         if isinstance(operation, Extension):
             return self._extend(operation)
         try:
-            return self._reserve(operation)
+            return self._load(operation) if isinstance(operation, LoadCharge) else self._reserve(operation)
         except (QuotaExceeded, RequestTooLarge) as refusal:
             return refusal
 
@@ -178,6 +182,13 @@ class AdmissionBatch:
         return Reservation(
             request.request_id, request.reserved_tokens, self._now_us, decision.limits, decision.exceeded
         )
+
+    def _load(self, charge: LoadCharge) -> bool:
+        bindings = [binding for binding in self._bindings(charge) if binding.metric.unit is Unit.LOADS]
+        decision = decide(bindings, self._quotas.counters, Demand(tokens=0, loads=1), self._now_us)
+        for key, counter in decision.counters.items():
+            self._quotas.change(key, counter)
+        return True
 
     def _extend(self, extension: Extension) -> bool | LookupError:
         reservation = self._reservations.open.get(extension.request_id)

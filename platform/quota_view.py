@@ -40,6 +40,7 @@ class EffectiveLimit:
     used: int
     """Of a budget's window; of a bucket what has not come back yet; of a stock all there is."""
     reserved: int
+    """By requests that run; of a stock by uploads that are open."""
     remaining: int
     num_exceeded: int
     """How often a soft or shadow policy admitted what a hard one would have refused: in this window, or ever."""
@@ -71,8 +72,8 @@ class QuotaView:
             standing = [(binding, binding.current(counters.get(binding.key), now_us)) for binding in bindings]
             for binding in book.stock_bindings(caller.tenant_id):
                 counter = counters.get(binding.key) or Counter.fresh(0, now_us)
-                used = stock_of(connection, caller.tenant_id, binding.policy.metric)
-                standing.append((binding, counter._replace(used=used)))
+                stock = stock_of(connection, caller.tenant_id, binding.policy.metric, now_us)
+                standing.append((binding, counter._replace(used=stock.used, reserved=stock.reserved)))
         limits = [_effective(binding, counter, now_us) for binding, counter in standing]
         return tuple(sorted(limits, key=lambda limit: limit.policy.metric))
 

@@ -31,6 +31,15 @@ class ReservationRequest:
     """Whether the engine does not hold the adapter."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCharge:
+    """One load of an adapter that a key asks for ahead of requests. It is used up at once and never given back."""
+
+    tenant_id: str
+    api_key_id: str
+    adapter_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class RateLimit:
     """How much of one rate is left. `kind` is `requests` or `tokens`, as in the response headers."""
@@ -116,9 +125,9 @@ class Extension:
     tokens: int
 
 
-Operation = ReservationRequest | Extension | Closing
-"""What a commit takes: a reservation to open, to extend or to close."""
+Operation = ReservationRequest | LoadCharge | Extension | Closing
+"""What a commit takes: a reservation to open, to extend or to close, or a load to count."""
 
 Outcome = Reservation | bool | Exception
-"""A Reservation, or the refusal; of an Extension whether it was granted; of a Closing whether it was this one that
-closed or corrected it. A LookupError where there is no such reservation."""
+"""A Reservation, or the refusal; of a LoadCharge True, or the refusal; of an Extension whether it was granted; of a
+Closing whether it was this one that closed or corrected it. A LookupError where there is no such reservation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -79,13 +80,14 @@ class RunningRequests:
         clock: Callable[[], int],
         state: DatabaseState,
         settling: Settling,
+        residents: ResidentAdapters,
     ) -> None:
         self._state = state
         self._settling = settling
         self._admission = admission
         self._commit = commit
         self._engine = engine
-        self._residents = ResidentAdapters(engine)
+        self._residents = residents
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._call = call
@@ -104,12 +106,8 @@ class RunningRequests:
             return await self._reserve(plan, loads_adapter=False)
         try:
             # Whoever waits for its turn waits no longer than one that has it.
-            async with (
-                asyncio.timeout(RESERVE_WAIT_S),
-                self._residents.admitting(plan.tenant_id, adapter.digest) as is_cold,
-            ):
-                self._check()
-                return await self._reserve(plan, loads_adapter=is_cold)
+            async with asyncio.timeout(RESERVE_WAIT_S):
+                return await self._residents.admit(plan.tenant_id, adapter.digest, partial(self._reserve, plan))
         except TimeoutError:
             raise DatabaseTrouble("the reservation takes too long") from None
 
@@ -120,7 +118,8 @@ class RunningRequests:
         if trouble is not None:
             raise DatabaseTrouble(trouble)
 
-    async def _reserve(self, plan: Plan, *, loads_adapter: bool) -> Reservation:
+    async def _reserve(self, plan: Plan, loads_adapter: bool) -> Reservation:
+        self._check()
         adapter = plan.model.adapter
         request = ReservationRequest(
             request_id=plan.request_id,

@@ -64,6 +64,7 @@ class ScriptedEngine:
         self.aborts: list[Abort] = []
         self.resident: dict[str, int] = {}
         self.pinned: set[str] = set()
+        self.unloadable: set[str] = set()
         self._info = EngineReady(
             max_model_len=max_model_len, num_pages=64, page_tokens=16, device="cpu", dtype="float32"
         )
@@ -116,6 +117,10 @@ class ScriptedEngine:
             self._running[sequence_id].extend(max_tokens)
 
     async def load(self, digest: str, timeout_s: float) -> AdapterState:
+        if not self._is_ready:
+            raise EngineUnavailable("the engine is not running")
+        if digest in self.unloadable:
+            return AdapterState(call_id="load", digest=digest, state="failed", code="adapter_unavailable")
         self.resident[digest] = 1
         return AdapterState(call_id="load", digest=digest, state="resident", num_pages=1)
 

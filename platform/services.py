@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from loramux.adapter_store.registry import AdapterRegistry
 from loramux.migrations.database import Database
+from loramux.platform.adapter_loads import AdapterLoads
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.cache_watch import CacheWatch
@@ -20,6 +21,7 @@ from loramux.platform.group_commit import GroupCommit
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_names import ModelResolver
 from loramux.platform.model_tokenizer import ModelTokenizer
+from loramux.platform.resident_adapters import ResidentAdapters
 from loramux.platform.running import RunningRequests
 from loramux.platform.settlement_spool import SettlementSpool
 from loramux.platform.settling import Settling
@@ -75,6 +77,7 @@ class GatewayServices:
     api_keys: ApiKeys
     resolver: ModelResolver
     running: RunningRequests
+    loads: AdapterLoads
     settling: Settling
     commit: GroupCommit
     cache_watch: CacheWatch
@@ -115,8 +118,10 @@ class GatewayServices:
         commit = GroupCommit(admission, metrics.note_commit, state, admission.num_writers)
         metrics.database_connections.set_function(lambda: database.num_connections)
         settling = Settling(commit, metrics, state, spool)
+        residents = ResidentAdapters(engine)
+        call = partial(call_on, executor)
         running = RunningRequests(
-            admission, commit, engine, tokenizer, metrics, partial(call_on, executor), database.now_us, state, settling
+            admission, commit, engine, tokenizer, metrics, call, database.now_us, state, settling, residents
         )
         metrics.held_settlements.set_function(lambda: settling.num_held)
         if spool is not None:
@@ -128,6 +133,7 @@ class GatewayServices:
             api_keys=api_keys,
             resolver=ModelResolver(registry, model.served_name),
             running=running,
+            loads=AdapterLoads(engine, residents, commit, state),
             settling=settling,
             commit=commit,
             cache_watch=CacheWatch(database, (api_keys.forget_recent, tenants.forget_recent), state.note_heard),

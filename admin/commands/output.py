@@ -32,7 +32,9 @@ def connected(as_json: bool) -> Iterator[AdminClient]:
         with AdminClient.from_environment(chosen_profile.get()) as client:
             yield client
     except AdminError as error:
-        fail(error.message, REFUSED, error.envelope() if as_json else None)
+        is_limit = error.status == 429 and error.retry_after_s is not None
+        again = f": try again in {error.retry_after_s} s" if is_limit else ""
+        fail(error.message + again, REFUSED, error.envelope() if as_json else None)
     except ServerUnreachable as error:
         fail(str(error), UNREACHABLE, error_document(str(error), "server_unreachable") if as_json else None)
 

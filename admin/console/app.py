@@ -93,6 +93,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
             shows("/adapters/{adapter_id}/grants/remove", adapters.confirm_remove_grant),
             does("/adapters/{adapter_id}/grants/remove", adapters.remove_grant),
             carries("/adapters/{adapter_id}/uploads", versions.declare_upload, "POST"),
+            carries("/adapters/{adapter_id}/uploads/{upload_id}", versions.cancel_upload, "DELETE"),
             carries("/adapters/{adapter_id}/uploads/{upload_id}/files/{name}", versions.put_file, "PUT"),
             carries("/adapters/{adapter_id}/versions", versions.create, "POST"),
             shows("/adapters/{adapter_id}/versions/{number:int}", versions.show),

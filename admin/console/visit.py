@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -220,11 +221,12 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
             told = "your sign-in has to be confirmed: open this page again"
             return _to_provider(request) if reads_form else _json_refusal(401, told)
         except (RestError, ApiError) as error:
+            message = _with_wait(error)
             if not reads_form:
-                return _json_refusal(error.status, error.message)
+                return _json_refusal(error.status, message)
             if visit is None or visit.is_partial:
-                return problem(site, request, visit, error.status, error.message)
-            return await _refused(visit, error.message)
+                return problem(site, request, visit, error.status, message)
+            return await _refused(visit, message)
         except DATABASE_TROUBLE as error:
             log.warning("action refused", error=repr(error))
             return problem(site, request, visit, 503, "the database cannot be reached; nothing was changed")
@@ -274,6 +276,13 @@ async def _kept(visit: Visit, response: Response) -> Response:
 async def _refused(visit: Visit, message: str) -> Response:
     visit.session.say("error", message)
     return await _kept(visit, visit.back())
+
+
+def _with_wait(error: RestError | ApiError) -> str:
+    """What a refusal says, and for a limit when it may be over."""
+    if error.status != 429 or error.retry_after_s is None:
+        return error.message
+    return f"{error.message}: try again in {math.ceil(error.retry_after_s)} s"
 
 
 def _json_refusal(status: int, message: str) -> Response:

@@ -64,7 +64,7 @@ async def get_alias(
     return _answer(response, adapter.id, await services.call(services.aliases.get, adapter.id, name))
 
 
-@router.put("/{name}", openapi_extra=takes(AliasTargets), responses=errors(409, 412))
+@router.put("/{name}", openapi_extra=takes(AliasTargets), responses=errors(409, 412, 429))
 async def set_alias(
     adapter_id: str,
     name: str,
@@ -76,7 +76,8 @@ async def set_alias(
 ) -> AliasDocument:
     """Point an alias at one ready version, or share it out among several by weight.
 
-    The versions are loaded into the engine first, unless `warm` is false; running requests finish on the old ones.
+    The versions are loaded into the engine first, unless `warm` is false; running requests finish on the old ones. A
+    tenant's loads count against `cold_loads_per_minute`, and where that refuses one, the alias stays where it is.
     `default`, which a bare name means, is an administrator's to move. The call says the whole alias, which may be a
     new one, so that If-Match is optional here.
     """
@@ -86,12 +87,12 @@ async def set_alias(
     weights = body.weights()
     revision = _revision(if_match)
     if body.warm:
-        await warm(services, adapter.id, weights)
+        await warm(services, caller, adapter.id, weights)
     alias = await services.call(services.aliases.set, adapter.id, name, weights, caller.principal.key_id, revision)
     return _answer(response, adapter.id, alias)
 
 
-@router.post("/{name}/rollback", openapi_extra=takes(Rollback), responses=errors(412))
+@router.post("/{name}/rollback", openapi_extra=takes(Rollback), responses=errors(412, 429))
 async def roll_back(
     adapter_id: str,
     name: str,
@@ -103,7 +104,8 @@ async def roll_back(
 ) -> AliasDocument:
     """Go back to what the alias named before, or at `revision`; the next rollback undoes it. No body is needed.
 
-    With If-Match, only from where the caller saw the alias: of two who go back at once, one is refused.
+    With If-Match, only from where the caller saw the alias: of two who go back at once, one is refused. Loads count as
+    they do when an alias is set.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     _check_may_move(caller, name)
@@ -111,7 +113,7 @@ async def roll_back(
     expected = _revision(if_match)
     if body.warm:
         targets = await services.call(services.aliases.targets_at, adapter.id, name, body.revision)
-        await warm(services, adapter.id, [target.number for target in targets])
+        await warm(services, caller, adapter.id, [target.number for target in targets])
     actor = caller.principal.key_id
     alias = await services.call(services.aliases.rollback, adapter.id, name, actor, body.revision, expected)
     return _answer(response, adapter.id, alias)

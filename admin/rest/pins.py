@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Literal
 
@@ -12,11 +13,12 @@ from loramux.adapter_store.records import AdapterVersion
 from loramux.admin.rest.access import Caller, Developer, PlatformAdmin, Services
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.versions import Number
-from loramux.admin.rest.warm_and_drain import WARM_TIMEOUT_S
+from loramux.admin.rest.warm_and_drain import WARM_TIMEOUT_S, load_charge
 from loramux.admin.services import AdminServices
 from loramux.engine.messages import AdapterState
 from loramux.platform.engine_client import EngineUnavailable
 from loramux.platform.errors import Conflict, NotFound, Unavailable
+from loramux.platform.openapi import errors
 
 router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["residency"])
 
@@ -42,7 +44,7 @@ async def pin_version(adapter_id: str, number: Number, services: Services, calle
     """
     version = await _find_ready(services, caller, adapter_id, number)
     assert version.digest is not None
-    answer = await _asked(services, version, is_pinned=True)
+    answer = await _told(services.loads.pin(version.digest, True, WARM_TIMEOUT_S))
     if answer is not None and answer.state == "failed":
         raise _failure(answer)
     version = await services.call(services.pins.set_pinned, version.adapter_id, number, True)
@@ -63,27 +65,29 @@ async def unpin_version(
     if version.digest not in await services.call(services.pins.digests):
         # An engine that is not running has no pin.
         with suppress(Unavailable):
-            answer = await _asked(services, version, is_pinned=False)
+            answer = await _told(services.loads.pin(version.digest, False, WARM_TIMEOUT_S))
     return _describe(version, answer)
 
 
-@router.post("/preload")
+@router.post("/preload", responses=errors(429))
 async def preload_version(adapter_id: str, number: Number, services: Services, caller: Developer) -> PlacementDocument:
-    """Load a ready version into the page pool, so that its first request need not wait; it may be evicted again."""
+    """Load a ready version into the page pool, so that its first request need not wait; it may be evicted again.
+
+    What a tenant's key has loaded counts against `cold_loads_per_minute`, as what its requests load.
+    """
     version = await _find_ready(services, caller, adapter_id, number)
-    answer = await _asked(services, version, is_pinned=None)
+    assert version.digest is not None
+    charge = load_charge(caller, version.adapter_id)
+    answer = await _told(services.loads.load(version.digest, charge, WARM_TIMEOUT_S))
     if answer is not None and answer.state == "failed":
         raise _failure(answer)
     return _describe(version, answer)
 
 
-async def _asked(services: AdminServices, version: AdapterVersion, is_pinned: bool | None) -> AdapterState | None:
+async def _told(answer: Awaitable[AdapterState]) -> AdapterState | None:
     """What the engine says; None where it is still at it after WARM_TIMEOUT_S. Raises Unavailable."""
-    assert version.digest is not None
     try:
-        if is_pinned is None:
-            return await services.engine.load(version.digest, WARM_TIMEOUT_S)
-        return await services.engine.pin(version.digest, is_pinned, WARM_TIMEOUT_S)
+        return await answer
     except TimeoutError:
         return None
     except EngineUnavailable:

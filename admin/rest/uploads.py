@@ -15,11 +15,11 @@ from typing_extensions import TypedDict
 
 from loramux.adapter_store.blobs import PresignedParts, PresignedPut
 from loramux.adapter_store.records import Adapter, Upload, UploadFile
-from loramux.admin.rest.access import Developer, Services
+from loramux.admin.rest.access import Developer, Reader, Services
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewUpload, read_json
 from loramux.admin.rest.idempotency import keep_answer_until
-from loramux.admin.rest.listing import seconds
+from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.openapi import errors, takes, takes_bytes
@@ -65,12 +65,13 @@ class UploadDocument(TypedDict):
     expires_at: int
 
 
-@router.post("", status_code=201, openapi_extra=takes(NewUpload))
+@router.post("", status_code=201, openapi_extra=takes(NewUpload), responses=errors(429))
 async def create_upload(adapter_id: str, request: Request, services: Services, caller: Developer) -> UploadDocument:
     """Declare name, size and SHA-256 of both files; answers how to PUT each of them.
 
     A `url` alone is ours. One with `method` and `headers` is the blob store's, which wants exactly these headers and
-    no key; `parts` of `part_size` bytes each, the last fewer, are the same for a large file.
+    no key; `parts` of `part_size` bytes each, the last fewer, are the same for a large file. The declared bytes count
+    against `adapter_bytes` until the upload is used, cancelled or expired.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewUpload)
@@ -97,6 +98,29 @@ async def put_file(
         # The place is what bounds the threads: waiting for it ends, as waiting for a thread would not.
         thread = anyio.CapacityLimiter(1)
         await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread)
+    return Response(status_code=204)
+
+
+@router.get("")
+async def list_uploads(
+    adapter_id: str,
+    services: Services,
+    caller: Reader,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> ListDocument[UploadDocument]:
+    """List an adapter's open uploads."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    page = await services.call(services.ingest.list_open_uploads, adapter.id, limit, after, before)
+    return list_document(page, lambda upload: _describe_upload(upload, {}))
+
+
+@router.delete("/{upload_id}", status_code=204)
+async def cancel_upload(adapter_id: str, upload_id: str, services: Services, caller: Developer) -> Response:
+    """Cancel an open upload: its files are deleted, and it no longer counts. A used one is refused."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    await services.call(services.ingest.cancel_upload, adapter.id, upload_id)
     return Response(status_code=204)
 
 

@@ -17,7 +17,7 @@ from loramux.admin.rest.uploads import find_upload
 from loramux.admin.rest.warm_and_drain import drain
 from loramux.admin.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
-from loramux.platform.openapi import takes
+from loramux.platform.openapi import errors, takes
 
 router = APIRouter(prefix="/adapters/{adapter_id}/versions", tags=["versions"])
 
@@ -52,7 +52,7 @@ class WithdrawnVersion(VersionDocument):
     drained: bool
 
 
-@router.post("", status_code=202, openapi_extra=takes(NewVersion))
+@router.post("", status_code=202, openapi_extra=takes(NewVersion), responses=errors(429))
 async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
     """Turn an upload into a version; poll it until it is `ready` or `rejected`. Identical bytes answer the old one.
 

@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterable
 
 import structlog
 
+from loramux.admin.rest.access import Caller
 from loramux.admin.services import AdminServices
 from loramux.platform.engine_client import EngineUnavailable
 from loramux.platform.errors import Unavailable
+from loramux.platform.reservations import LoadCharge
 
 WARM_TIMEOUT_S = 30.0
 """How long an alias waits for its versions to be loaded before it is left where it is."""
@@ -18,14 +20,26 @@ DRAIN_TIMEOUT_S = 2.0
 _log = structlog.get_logger(__name__)
 
 
-async def warm(services: AdminServices, adapter_id: str, numbers: Collection[int]) -> None:
-    """Load versions into the engine; raises Unavailable where that fails. Unknown versions are left to the caller."""
+def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
+    """Who pays for a load that the caller asks for. None for an operator, whose loads are no tenant's."""
+    tenant_id = caller.principal.tenant_id
+    if tenant_id is None:
+        return None
+    return LoadCharge(tenant_id=tenant_id, api_key_id=caller.principal.key_id, adapter_id=adapter_id)
+
+
+async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers: Collection[int]) -> None:
+    """Load versions into the engine, which the caller pays for. Unknown versions are left to the route.
+
+    Raises QuotaExceeded, and Unavailable where a load fails; versions before that one may have been loaded.
+    """
+    charge = load_charge(caller, adapter_id)
     for number in numbers:
         version = await services.call(services.registry.get_version, adapter_id, number)
         if version is None or version.state != "ready" or version.digest is None:
             continue
         try:
-            state = await services.engine.load(version.digest, WARM_TIMEOUT_S)
+            state = await services.loads.load(version.digest, charge, WARM_TIMEOUT_S)
         except TimeoutError:
             raise Unavailable(
                 f"version {number} could not be loaded within {WARM_TIMEOUT_S:g} s; nothing was changed",

@@ -92,7 +92,7 @@ class Server:
     def _recover(self) -> None:
         """What a server does when it starts, and after a while."""
         self._ingest.recover()
-        for version_id in self._ingest.waiting_versions():
+        while (version_id := self._ingest.next_waiting()) is not None:
             self._ingest.process(version_id)
         self._ingest.remove_abandoned()
 

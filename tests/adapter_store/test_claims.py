@@ -63,10 +63,10 @@ def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
     other = house.another(tmp_path / "other")
     other.recover()
     clock.advance(LEASE_S - 1)
-    assert other.waiting_versions() == []
+    assert other.next_waiting() is None
     assert other.process(version.id).state == "validating", "another server has it"
     clock.advance(1)
-    assert other.waiting_versions() == [version.id]
+    assert other.next_waiting() == version.id
     ready = other.process(version.id)
     assert ready.state == "ready"
     house.assert_nothing_left_over(ready)
@@ -123,13 +123,13 @@ def test_a_version_that_is_given_back_for_a_while_waits_that_long(
     claims = VersionClaims(database)
     assert claims.take(version.id) is not None
     claims.give_back(version.id, delay_s=60)
-    assert house.ingest.waiting_versions() == []
+    assert house.ingest.next_waiting() is None
     assert claims.take(version.id) is None
     clock.advance(60)
-    assert house.ingest.waiting_versions() == [version.id]
+    assert house.ingest.next_waiting() == version.id
     assert claims.take(version.id) is not None
     claims.give_back(version.id)
-    assert house.ingest.waiting_versions() == [version.id], "and at once where nothing is said"
+    assert house.ingest.next_waiting() == version.id, "and at once where nothing is said"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
@@ -176,10 +176,10 @@ def test_a_version_that_could_not_be_given_back_waits_for_its_claim_to_expire(
     with pytest.raises(OperationalError):
         house.ingest.process(version.id)
     database.is_down = False
-    assert house.ingest.waiting_versions() == []
+    assert house.ingest.next_waiting() is None
     assert house.ingest.process(version.id).state == "validating"
     clock.advance(LEASE_S)
-    assert house.ingest.waiting_versions() == [version.id]
+    assert house.ingest.next_waiting() == version.id
     assert house.ingest.process(version.id).state == "ready"
     assert validator.num_calls == 2
 

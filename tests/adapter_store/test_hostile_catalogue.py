@@ -60,7 +60,7 @@ def refuse_in_a_process(hostile: Hostile, directory: Path) -> dict[str, Any]:
     job = ValidationJob(config, tensors, directory / "canonical", directory / "packed")
     start = time.monotonic()
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator().validate(job, TARGET)
+        SubprocessValidator(niceness=0).validate(job, TARGET)
     assert time.monotonic() - start < 10
     assert refused.value.code == hostile.code
     assert hostile.param is None or refused.value.param == hostile.param

@@ -256,7 +256,7 @@ def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
     blobs.num_calls = 1_000_000
     (house.scratch / "left by a crash").mkdir(parents=True)
     house.restart().recover()
-    for version_id in house.ingest.waiting_versions():
+    while (version_id := house.ingest.next_waiting()) is not None:
         house.ingest.process(version_id)
     found = house.registry.get_version(house.adapter_id, 1)
     assert found is not None
@@ -370,7 +370,8 @@ def test_a_validator_that_cannot_run_refuses_nobody(house: House, make_adapter: 
     house.validator.is_broken = True
     with pytest.raises(ValidationFailed):
         house.push(make_adapter())
-    (version_id,) = house.ingest.waiting_versions()
+    version_id = house.ingest.next_waiting()
+    assert version_id is not None
     house.validator.is_broken = False
     assert house.ingest.process(version_id).state == "ready"
 

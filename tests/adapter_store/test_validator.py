@@ -26,6 +26,7 @@ from loramux.adapter_store.packed_file import read_packed
 from loramux.adapter_store.sandbox import CALLS, ESSENTIAL, FILES
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validator import (
+    NICENESS,
     Limits,
     SubprocessValidator,
     ValidationFailed,
@@ -119,7 +120,7 @@ def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) 
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + (1 << 40))
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator(timeout_s=10).validate(job, target)
+        SubprocessValidator().validate(job, target)
     assert (refused.value.code, refused.value.param) == ("unexpected_tensor", "kilroy")
     assert refused.value.report["usage"]["max_address_bytes"] < 256 << 20
 
@@ -212,7 +213,7 @@ def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarge
         "while True: pass"
     ).format(path=worker_environment()["PYTHONPATH"].split(os.pathsep))
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator(timeout_s=30, command=(sys.executable, "-c", code)).validate(job, target)
+        SubprocessValidator(timeout_s=300, command=(sys.executable, "-c", code)).validate(job, target)
     assert refused.value.code == "validation_killed"
 
 
@@ -334,3 +335,11 @@ def test_heavy_libraries_are_not_imported(module: str, banned: tuple[str, ...]) 
         [sys.executable, "-c", code], env=worker_environment(), capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
+
+
+def test_a_validation_stands_back_for_everything_else(job: ValidationJob, target: PackTarget) -> None:
+    wait = f"import os, time\nwhile os.nice(0) != {NICENESS}: time.sleep(0.01)\n"
+    code = wait + answering(missing=[], rejected={"code": "nice", "message": "x", "param": None, "report": {}})
+    with pytest.raises(AdapterRejected) as refused:
+        SubprocessValidator(timeout_s=30, command=(sys.executable, "-S", "-c", code)).validate(job, target)
+    assert refused.value.code == "nice"

@@ -49,9 +49,12 @@ from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.adapter_limits import AdapterLimits
+from loramux.platform.adapter_loads import AdapterLoads
 from loramux.platform.admission import Admission
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.audit_log import AuditLog
+from loramux.platform.database_state import DatabaseState
+from loramux.platform.group_commit import GroupCommit
 from loramux.platform.ledger import Ledger
 from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.price_list import PriceList
@@ -59,6 +62,7 @@ from loramux.platform.quota_view import QuotaView
 from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.requests_in_flight import RequestsInFlight
 from loramux.platform.reservations import ReservationRequest, Settlement
+from loramux.platform.resident_adapters import ResidentAdapters
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.tenants import Tenants
 from tests.migrated import migrated_sqlite
@@ -120,11 +124,12 @@ def open_admin_side(
     database = Database(migrated_sqlite(directory / "loramux.db"))
     registry = AdapterRegistry(database, reserved_names=("the-base",), limits=AdapterLimits())
     blobs = blobs or LocalBlobStore(directory / "blobs")
-    ingest = Ingest(
-        registry, blobs, target, directory / "scratch", SubprocessValidator(), sources=sources or AdapterSources()
-    )
+    # Not behind everything else on a machine that many tests keep busy.
+    validator = SubprocessValidator(niceness=0)
+    ingest = Ingest(registry, blobs, target, directory / "scratch", validator, sources=sources or AdapterSources())
     worker = IngestWorker(ingest)
     engine = ScriptedEngine()
+    commit = GroupCommit(Admission(database))
     with ThreadPoolExecutor(4) as executor:
         services = AdminServices(
             database=database,
@@ -146,6 +151,7 @@ def open_admin_side(
             audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
+            loads=AdapterLoads(engine, ResidentAdapters(engine), commit, DatabaseState()),
             metrics=GatewayMetrics(),
             self_check=SelfCheck(
                 database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
@@ -157,6 +163,7 @@ def open_admin_side(
         worker.start()
         yield AdminSide(services, blobs, engine)
         worker.stop()
+    commit.close()
     database.close()
 
 

@@ -57,6 +57,7 @@ ELSEWHERE = {
 CHANGES_NOTHING = {
     # Bytes on their way to a version, whose creation is what counts; a hint to a cache; a question.
     ("POST", f"{_ADAPTER}/uploads"),
+    ("DELETE", f"{_ADAPTER}/uploads/{{upload_id}}"),
     ("PUT", f"{_ADAPTER}/uploads/{{upload_id}}/files/{{name}}"),
     ("POST", f"{_ADAPTER}/versions/{{number}}/preload"),
     ("POST", "/admin/v1/quotas/check"),

@@ -256,3 +256,19 @@ def test_a_store_that_refuses_or_is_away_is_told_apart(client: AdminClient, make
     with pytest.raises(AdminError) as refused:
         client.put_presigned(way, [b"x"])
     assert (refused.value.status, refused.value.code) == (404, "blob_store_refused")
+
+
+def test_a_cancelled_upload_leaves_no_parts(client: AdminClient, make_wide: Callable[[int], Path], bucket: str) -> None:
+    directory = make_wide(200)
+    upload = declare(client, directory)
+    way = next(file for file in upload["files"] if file["name"] == FILES[1])
+    client.put_presigned(way["parts"][0], [(directory / FILES[1]).read_bytes()[: way["part_size"]]])
+    with closing(boto3.client("s3")) as s3:
+
+        def has_parts() -> bool:
+            found = s3.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+            return any(upload["id"] in item["Key"] for item in found)
+
+        assert has_parts()
+        client.delete(f"adapters/{upload['adapter_id']}/uploads/{upload['id']}")
+        assert not has_parts()

@@ -68,8 +68,9 @@ def test_a_file_that_is_refused_is_not_sent_again(
     def refuse(self: AdminClient, url: str, size: int, chunks: Iterable[bytes]) -> None:
         raise AdminError(400, "the bytes have another SHA-256", "checksum_mismatch", "sha256")
 
+    clock = SimpleNamespace(sleep=lambda _: pytest.fail("it was sent again"), monotonic=time.monotonic)
     monkeypatch.setattr(AdminClient, "put_bytes", refuse)
-    monkeypatch.setattr("loramux.admin.push.time", SimpleNamespace(sleep=lambda _: pytest.fail("it was sent again")))
+    monkeypatch.setattr("loramux.admin.push.time", clock)
     with AdminClient(admin_server.url, ADMIN_KEY) as client:
         client.post("tenants", {"slug": "acme"})
         with pytest.raises(AdminError) as refused:

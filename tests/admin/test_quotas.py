@@ -255,13 +255,16 @@ async def test_adapters_and_their_bytes_are_limited_where_they_are_added(http: h
         for name, content in contents.items()
     ]
     path = f"/admin/v1/adapters/{acme.adapter_id}"
+    refused = await http.post(f"{path}/uploads", json={"files": files})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (429, "adapter_bytes")
+    await made(http, tenant="acme", metric="adapter_bytes", limit=100)
     upload = (await http.post(f"{path}/uploads", json={"files": files})).json()
+    limits = (await http.get(f"{PATH}/effective", params={"tenant": "acme"})).json()["data"]
+    held = next(limit for limit in limits if limit["metric"] == "adapter_bytes")
+    assert (held["used"], held["reserved"], held["remaining"]) == (0, 100, 0)
     for name, content in contents.items():
         url = next(file["url"] for file in upload["files"] if file["name"] == name)
         assert (await http.put(url, content=content)).status_code < 300
-    refused = await http.post(f"{path}/versions", json={"upload_id": upload["id"]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (429, "adapter_bytes")
-    await made(http, tenant="acme", metric="adapter_bytes", limit=100)
     assert (await http.post(f"{path}/versions", json={"upload_id": upload["id"]})).status_code == 202
 
 

@@ -13,11 +13,12 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission import Admission
+from loramux.platform.engine_client import EngineUnavailable
 from loramux.platform.quota_check import QuotaExceeded
 from loramux.platform.quota_counters import UNITS
 from loramux.platform.quotas import QuotaPolicies
-from loramux.platform.reservations import ReservationRequest, Settlement
-from loramux.platform.resident_adapters import LOAD_S, ResidentAdapters
+from loramux.platform.reservations import LoadCharge, ReservationRequest, Settlement
+from loramux.platform.resident_adapters import LOAD_S, STALE_S, ResidentAdapters
 from loramux.platform.scripted_engine import ScriptedEngine
 from loramux.platform.tenants import Tenant
 from tests.platform.conftest import Gateway
@@ -157,3 +158,100 @@ def test_a_load_is_given_back_where_the_engine_was_never_asked(
     admission.reserve(request(False))
     with pytest.raises(QuotaExceeded, match=METRIC):
         admission.reserve(request(True))
+
+
+def ahead(gateway: Gateway, adapter_id: str) -> LoadCharge:
+    return LoadCharge(tenant_id=gateway.tenant.id, api_key_id=new_id("key"), adapter_id=adapter_id)
+
+
+@pytest.mark.anyio
+async def test_a_load_ahead_of_requests_is_charged_and_the_request_after_it_is_not(gateway: Gateway) -> None:
+    adapter_ids = {name: gateway.add_adapter("acme", name) for name in ("first", "second", "third")}
+    gateway.limit(METRIC, 2)
+    loads = gateway.services.loads
+    # So that what the engine holds was reported before the second is loaded.
+    assert (await ask(gateway, "first")).status_code == 200
+    answer = await loads.load(digest("second"), ahead(gateway, adapter_ids["second"]), 1.0)
+    assert answer.state == "resident"
+    assert (await ask(gateway, "second")).status_code == 200
+    with pytest.raises(QuotaExceeded, match=METRIC) as refused:
+        await loads.load(digest("third"), ahead(gateway, adapter_ids["third"]), 1.0)
+    assert 0 < (refused.value.retry_after_s or 0) <= 60
+    assert digest("third") not in gateway.engine.resident
+    assert (await loads.load(digest("second"), ahead(gateway, adapter_ids["second"]), 1.0)).state == "resident"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("subject", ["key", "adapter", "platform"])
+async def test_a_load_ahead_counts_for_key_adapter_and_platform_policies(
+    gateway_on_each: Gateway, subject: str
+) -> None:
+    gateway = gateway_on_each
+    adapter_ids = [gateway.add_adapter("acme", name) for name in ("first", "second")]
+    key = gateway.services.api_keys.create(gateway.tenant.id, "pusher").key
+    subjects = {"key": key.id, "adapter": adapter_ids[1], "platform": "platform"}
+    QuotaPolicies(gateway.database).set(subjects[subject], METRIC, 1)
+    charge = LoadCharge(tenant_id=gateway.tenant.id, api_key_id=key.id, adapter_id=adapter_ids[1])
+    # Nothing is cold before the engine has said what it holds.
+    await gateway.services.loads.load(digest("first"), charge, 1.0)
+    with pytest.raises(QuotaExceeded, match=METRIC):
+        await gateway.services.loads.load(digest("second"), charge, 1.0)
+
+
+@pytest.mark.anyio
+async def test_loads_ahead_of_one_adapter_that_come_together_pay_once(gateway: Gateway) -> None:
+    adapter_id = gateway.add_adapter("acme", "hot")
+    gateway.limit(METRIC, 1)
+    charge = ahead(gateway, adapter_id)
+    answers = await asyncio.gather(*(gateway.services.loads.load(digest("hot"), charge, 1.0) for _ in range(5)))
+    assert [answer.state for answer in answers] == ["resident"] * 5
+    assert (await ask(gateway, "hot")).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_an_operators_load_charges_nobody_and_is_known(gateway: Gateway) -> None:
+    for name in ("first", "second"):
+        gateway.add_adapter("acme", name)
+    gateway.limit(METRIC, 1)
+    assert (await ask(gateway, "first")).status_code == 200
+    await gateway.services.loads.load(digest("second"), None, 1.0)
+    assert (await ask(gateway, "second")).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_what_another_gateway_had_loaded_is_not_refused(gateway: Gateway) -> None:
+    for name in ("first", "second"):
+        gateway.add_adapter("acme", name)
+    gateway.limit(METRIC, 1)
+    assert (await ask(gateway, "first")).status_code == 200
+    # Behind this gateway's back, and after its last report.
+    await gateway.engine.load(digest("second"), 1.0)
+    assert (await ask(gateway, "second")).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_a_load_that_failed_or_was_never_begun_leaves_the_next_one_cold(gateway: Gateway) -> None:
+    adapter_id = gateway.add_adapter("acme", "broken")
+    gateway.limit(METRIC, 1)
+    loads, charge = gateway.services.loads, ahead(gateway, adapter_id)
+    gateway.engine.die()
+    with pytest.raises(EngineUnavailable):
+        await loads.load(digest("broken"), charge, 1.0)
+    gateway.engine.revive()
+    gateway.engine.unloadable.add(digest("broken"))
+    assert (await loads.load(digest("broken"), charge, 1.0)).state == "failed"
+    with pytest.raises(QuotaExceeded, match=METRIC):
+        await loads.load(digest("broken"), charge, 1.0)
+
+
+@pytest.mark.anyio
+async def test_after_a_while_without_requests_the_engine_is_asked_before_anything_is_called_cold(
+    anyio_backend: str,
+) -> None:
+    engine, now_s = ScriptedEngine(), [0.0]
+    adapters = ResidentAdapters(engine, clock=lambda: now_s[0])
+    await adapters.refresh()
+    engine.resident["digest"] = 1
+    now_s[0] = STALE_S
+    async with adapters.admitting("ten_1", "digest") as is_cold:
+        assert not is_cold

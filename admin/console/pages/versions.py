@@ -89,6 +89,10 @@ async def declare_upload(visit: Visit) -> Response:
     return Forwarded(visit, "POST", f"/adapters/{visit.param('adapter_id')}/uploads")
 
 
+async def cancel_upload(visit: Visit) -> Response:
+    return Forwarded(visit, "DELETE", f"/adapters/{visit.param('adapter_id')}/uploads/{visit.param('upload_id')}")
+
+
 async def put_file(visit: Visit) -> Response:
     path = f"/adapters/{visit.param('adapter_id')}/uploads/{visit.param('upload_id')}/files/{visit.param('name')}"
     return Forwarded(visit, "PUT", path)

@@ -90,6 +90,8 @@
       return;
     }
     button.disabled = true;
+    const base = `/adapters/${form.dataset.adapter}`;
+    let made;
     try {
       const declared = [];
       for (const file of chosen) {
@@ -97,8 +99,7 @@
         const sha256 = hex(await crypto.subtle.digest("SHA-256", await file.arrayBuffer()));
         declared.push({ name: file.name, size: file.size, sha256 });
       }
-      const base = `/adapters/${form.dataset.adapter}`;
-      const made = await call("POST", `${base}/uploads`, JSON.stringify({ files: declared }), { "content-type": "application/json" });
+      made = await call("POST", `${base}/uploads`, JSON.stringify({ files: declared }), { "content-type": "application/json" });
       for (const file of chosen) {
         say(`Sending ${file.name} …`);
         await call("PUT", `${base}/uploads/${made.id}/files/${file.name}`, file, { "content-type": "application/octet-stream" });
@@ -108,6 +109,8 @@
     } catch (error) {
       say(`Not uploaded: ${error.message}.`, "notice error");
       button.disabled = false;
+      // What was declared counts until it expires; a used upload refuses this.
+      if (made) call("DELETE", `${base}/uploads/${made.id}`).catch(() => {});
     }
   }
 

@@ -1,0 +1,31 @@
+"""What a tenant's open uploads hold: they count from their declaration until they are used, cancelled or expired."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, select
+
+from loramux.migrations.schema import adapters, uploads
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUploads:
+    """How many there are, and the bytes that they declare together."""
+
+    num_uploads: int
+    num_bytes: int
+    first_expires_us: int | None
+    """When the first of them expires; None where there are none."""
+
+
+def open_uploads_of(connection: Connection, tenant_id: str, now_us: int) -> OpenUploads:
+    """What a tenant's open uploads hold at `now_us`, over all its adapters."""
+    query = (
+        select(uploads.c.files, uploads.c.expires_us)
+        .join(adapters, adapters.c.id == uploads.c.adapter_id)
+        .where(uploads.c.state == "open", uploads.c.expires_us > now_us, adapters.c.tenant_id == tenant_id)
+    )
+    rows = connection.execute(query).all()
+    num_bytes = sum(int(file["size"]) for row in rows for file in row.files)
+    return OpenUploads(len(rows), num_bytes, min((row.expires_us for row in rows), default=None))
