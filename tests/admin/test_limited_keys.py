@@ -77,8 +77,8 @@ class World:
     def _furnish(self, adapter: Adapter, payer_id: str, key_id: str, *, is_hidden: bool) -> Names:
         """One thing of each kind; their identifiers by the names of the parameters that routes have for them."""
         files = (UploadFile(CONFIG_FILE, 10, "0" * 64), UploadFile(TENSORS_FILE, 10, "1" * 64))
-        upload = self.services.ingest.create_upload(adapter.id, files)
-        ready = self._version(adapter, 1, state="ready", upload_id=upload.id, max_rank=2, num_pages=1)
+        upload, used = (self.services.ingest.create_upload(adapter.id, files) for _ in range(2))
+        ready = self._version(adapter, 1, state="ready", upload_id=used.id, max_rank=2, num_pages=1)
         job = self._version(adapter, 2, state="validating", claimed_by=new_id("srv"), claim_expires_us=FAR_US)
         failed = self._version(adapter, 3, state="rejected")
         AdapterAliases(self.services.database).set(adapter.id, "default", {1: 100})
@@ -99,7 +99,7 @@ class World:
             self._use(payer_id, key_id, model, ready["id"], is_hidden=is_hidden)
         running = self._begin(payer_id, key_id, model, ready["id"], 5)
         if is_hidden:
-            self.hidden |= {adapter.id, upload.id, of_adapter.id, of_key.id, price.id, listed.id, running}
+            self.hidden |= {adapter.id, upload.id, used.id, of_adapter.id, of_key.id, price.id, listed.id, running}
             self.hidden |= {value for version in (ready, job, failed) for value in (version["id"], version["digest"])}
             self.hidden |= {version["id"].replace("adv_", "job_") for version in (ready, job, failed)}
         return {
@@ -201,11 +201,13 @@ NARROWED = {
 """Its adapters' and its own things."""
 
 ONE_OF_ITS = {
+    "DELETE /adapters/{adapter_id}/uploads/{upload_id}",
     "GET /adapters/{adapter_id}",
     "GET /adapters/{adapter_id}/aliases",
     "GET /adapters/{adapter_id}/aliases/{name}",
     "GET /adapters/{adapter_id}/aliases/{name}/history",
     "GET /adapters/{adapter_id}/grants",
+    "GET /adapters/{adapter_id}/uploads",
     "GET /adapters/{adapter_id}/versions",
     "GET /adapters/{adapter_id}/versions/{number}",
     "GET /adapters/{adapter_id}/versions/{number}/report",
