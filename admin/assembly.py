@@ -71,6 +71,7 @@ class Assembled:
     running: RunningRequests
     upkeep: Upkeep
     api_keys: ApiKeys
+    metrics: GatewayMetrics
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def assemble(
                 is_sandbox_required=settings.sandbox == "required",
             ),
             metrics_token=_revealed(settings.metrics_token),
-            is_loopback=is_loopback,
+            is_loopback=is_loopback and not settings.trusted_proxies,
             executor=executor,
             oidc=settings.oidc,
             trouble=gateway.trouble,
@@ -186,6 +187,7 @@ def assemble(
             gateway.running,
             Upkeep(admin),
             api_keys,
+            metrics,
         )
 
 

@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack, ExitStack
 
 import uvloop
 
+from loramux.admin.client_addresses import TrustedProxies, warn_of_unread_variable
+from loramux.admin.connection_limits import ListenerLimits, make_room
 from loramux.admin.data_directory import DataDirectory, open_data_directory
 from loramux.admin.errors import StartRefused
 from loramux.admin.listeners import bind, is_loopback, url_of
@@ -26,6 +28,7 @@ SETTLE_S = 5.0
 def run(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM; raises StartRefused before anything listens."""
     configure_logs(settings.log_format)
+    warn_of_unread_variable()
     if settings.engine is None:
         raise StartRefused("a gateway needs an engine: give --engine the path that 'loramux serve' prints")
     if settings.is_database_embedded:
@@ -37,12 +40,13 @@ def run(settings: Settings) -> None:
         model = ModelConfig.load(settings.model)
     except EngineError as error:
         raise StartRefused(str(error)) from error
+    limits = make_room(settings.max_connections, settings.max_connections_per_address)
     with ExitStack() as stack:
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
         directory = stack.enter_context(open_data_directory(settings.data_dir))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, directory, model, gateway, admin))
+            runner.run(_serve(settings, directory, model, gateway, admin, limits))
 
 
 async def _serve(
@@ -51,6 +55,7 @@ async def _serve(
     model: ModelConfig,
     gateway_listener: socket.socket,
     admin_listener: socket.socket,
+    limits: ListenerLimits,
 ) -> None:
     signals = StopSignals()
     async with AsyncExitStack() as stack:
@@ -62,6 +67,7 @@ async def _serve(
         except JoinRefused as error:
             raise StartRefused(str(error)) from error
         stack.push_async_callback(engine.close)
+        from loramux.admin.connection_book import ConnectionBook
         from loramux.admin.gateway_assembly import assemble_gateway
         from loramux.admin.http_servers import HttpServer, serve_until_stopped
 
@@ -77,10 +83,13 @@ async def _serve(
             ]
             print("\n".join(lines), flush=True)
 
+        proxies = TrustedProxies(settings.trusted_proxies)
+        openai = ConnectionBook(limits.openai, proxies, assembled.metrics, "openai")
+        admin = ConnectionBook(limits.admin, proxies, assembled.metrics, "admin")
         maintenance = asyncio.create_task(assembled.running.maintain(), name="maintenance")
         await serve_until_stopped(
-            HttpServer(assembled.gateway_app, gateway_listener),
-            HttpServer(assembled.operations_app, admin_listener),
+            HttpServer(assembled.gateway_app, gateway_listener, openai),
+            HttpServer(assembled.operations_app, admin_listener, admin),
             signals,
             settings.drain_s,
             announce,

@@ -24,6 +24,7 @@ from loramux.platform.chat_template import ModelFilesError
 from loramux.platform.engine_client import EngineClient
 from loramux.platform.error_responses import install_error_handling
 from loramux.platform.health import health_router
+from loramux.platform.metrics import GatewayMetrics
 from loramux.platform.model_tokenizer import ModelTokenizer
 from loramux.platform.running import RunningRequests
 from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
@@ -38,6 +39,7 @@ class AssembledGateway:
     gateway_app: FastAPI
     operations_app: FastAPI
     running: RunningRequests
+    metrics: GatewayMetrics
 
 
 @contextmanager
@@ -83,7 +85,10 @@ def assemble_gateway(
         )
         stack.callback(gateway.close)
         yield AssembledGateway(
-            create_openai_app(gateway), _operations_app(gateway, settings, is_loopback), gateway.running
+            create_openai_app(gateway),
+            _operations_app(gateway, settings, is_loopback),
+            gateway.running,
+            gateway.metrics,
         )
 
 
@@ -92,7 +97,9 @@ def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: b
     app = FastAPI(title="loramux gateway", openapi_url=None, docs_url=None, redoc_url=None)
     install_error_handling(app)
     token = None if settings.metrics_token is None else settings.metrics_token.get_secret_value()
-    app.include_router(metrics_router(gateway.metrics, gateway.engine, token, is_loopback))
+    app.include_router(
+        metrics_router(gateway.metrics, gateway.engine, token, is_loopback and not settings.trusted_proxies)
+    )
     app.include_router(
         health_router(gateway.database, gateway.engine, gateway.executor, gateway.trouble, tells_why=True)
     )

@@ -10,6 +10,9 @@ from typing import Any
 
 import uvicorn
 
+from loramux.admin.bounded_connection import BoundedConnection
+from loramux.admin.connection_book import ConnectionBook
+from loramux.admin.forwarded_clients import ForwardedClients
 from loramux.admin.listeners import prepare_to_listen
 from loramux.admin.stop_signals import StopSignals
 from loramux.engine.collector import keep_for_good
@@ -19,12 +22,29 @@ LAST_WORDS_S = 2.0
 
 
 class HttpServer(uvicorn.Server):
-    """One listener of ours; signals are not its business."""
+    """One listener of ours, whose connections are in its book; signals are not its business."""
 
-    def __init__(self, app: Any, listener: socket.socket) -> None:
+    def __init__(self, app: Any, listener: socket.socket, book: ConnectionBook | None = None) -> None:
+        self._book = book or ConnectionBook()
+        if self._book.proxies:
+            max_per_address = self._book.limits.max_per_address
+            app = ForwardedClients(
+                app, self._book.proxies, max_per_address, lambda: self._book.note("forwarded_address_full")
+            )
         super().__init__(
-            uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False)
+            uvicorn.Config(
+                app,
+                http=BoundedConnection,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                # uvicorn would believe any process of this machine.
+                proxy_headers=False,
+            )
         )
+        self.server_state = self._book
         self._listener = listener
         self.is_listening = asyncio.Event()
 
@@ -36,6 +56,12 @@ class HttpServer(uvicorn.Server):
         prepare_to_listen(self._listener)
         await super().startup(sockets)
         self.is_listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        # uvicorn ticks ten times a second.
+        if counter % 10 == 0:
+            self._book.sweep(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

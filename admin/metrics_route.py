@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 
 from fastapi import APIRouter, Request, Response
 
@@ -14,6 +15,7 @@ from loramux.platform.metrics import CONTENT_TYPE, GatewayMetrics
 from loramux.platform.openapi import Responses, errors
 
 STATS_TIMEOUT_S = 2.0
+PROXY_HEADERS = ("forwarded", "via", "x-real-ip")
 
 
 def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | None, is_loopback: bool) -> APIRouter:
@@ -31,11 +33,22 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
             presented = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(presented.encode(), token.encode()):
                 raise Unauthenticated("give the scrape token: Authorization: Bearer TOKEN")
-        elif not is_loopback:
+        elif not (is_loopback and _is_direct(request)):
             raise Unauthenticated("metrics need a scrape token here: set metrics_token")
         return Response(metrics.render() + render_engine(await _stats(engine)), media_type=CONTENT_TYPE)
 
     return router
+
+
+def _is_direct(request: Request) -> bool:
+    """Whether the call names this machine and has no mark of a proxy, which would call from loopback for anybody."""
+    if any(name in PROXY_HEADERS or name.startswith("x-forwarded-") for name in request.headers):
+        return False
+    try:
+        host = request.url.hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def _stats(engine: EngineClient) -> Stats | None:

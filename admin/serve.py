@@ -14,6 +14,8 @@ import uvloop
 
 from loramux.adapter_store.sandbox import ESSENTIAL
 from loramux.adapter_store.validator import ValidationFailed, missing_measures
+from loramux.admin.client_addresses import TrustedProxies, warn_of_unread_variable
+from loramux.admin.connection_limits import ListenerLimits, make_room
 from loramux.admin.data_directory import DataDirectory, open_data_directory
 from loramux.admin.errors import StartRefused
 from loramux.admin.listeners import bind, is_loopback, url_of
@@ -42,13 +44,15 @@ def run(settings: Settings) -> None:
     configure_logs(settings.log_format)
     if settings.sandbox == "required":
         check_sandbox(missing_measures)
+    warn_of_unread_variable()
     model, config = read_model(settings)
+    limits = make_room(settings.max_connections, settings.max_connections_per_address)
     with ExitStack() as stack:
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
         directory = stack.enter_context(open_data_directory(settings.data_dir))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, directory, model, config, gateway, admin))
+            runner.run(_serve(settings, directory, model, config, gateway, admin, limits))
 
 
 def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
@@ -104,6 +108,7 @@ async def _serve(
     config: EngineConfig,
     gateway_listener: socket.socket,
     admin_listener: socket.socket,
+    limits: ListenerLimits,
 ) -> None:
     signals = StopSignals()
     async with AsyncExitStack() as stack:
@@ -115,6 +120,7 @@ async def _serve(
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()
             from loramux.admin.assembly import assemble
+            from loramux.admin.connection_book import ConnectionBook
             from loramux.admin.http_servers import HttpServer, serve_until_stopped
 
             blocking = assemble(settings, directory, model, config, engine, is_loopback(admin_listener))
@@ -133,11 +139,14 @@ async def _serve(
             urls = url_of(gateway_listener), url_of(admin_listener)
             _announce(settings, config, *urls, bootstrap_key, engine.socket_path)
 
+        proxies = TrustedProxies(settings.trusted_proxies)
+        openai = ConnectionBook(limits.openai, proxies, assembled.metrics, "openai")
+        admin = ConnectionBook(limits.admin, proxies, assembled.metrics, "admin")
         maintenance = asyncio.create_task(assembled.running.maintain(), name="maintenance")
         upkeep = asyncio.create_task(assembled.upkeep.run(), name="upkeep")
         await serve_until_stopped(
-            HttpServer(assembled.gateway_app, gateway_listener),
-            HttpServer(assembled.admin_app, admin_listener),
+            HttpServer(assembled.gateway_app, gateway_listener, openai),
+            HttpServer(assembled.admin_app, admin_listener, admin),
             signals,
             settings.drain_s,
             announce,

@@ -78,7 +78,7 @@ class AdminServices:
     metrics_token: str | None
     """What `/metrics` asks for; None asks for nothing, and then only this machine may scrape."""
     is_loopback: bool
-    """Whether only this machine reaches the admin listener."""
+    """Whether only this machine reaches the admin listener, and no trusted proxy calls it for others."""
     executor: Executor
     oidc: OidcSettings | None = None
     """How people sign in to the console through a provider; None where they have keys only."""

@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from loramux.adapter_store.sources import is_source_url
+from loramux.admin.client_addresses import TrustedProxies
 from loramux.admin.console.oidc_settings import OidcSettings, is_trusted_url, parse_rule
 from loramux.admin.suggestions import did_you_mean
 from loramux.engine.spans import TraceConfig
@@ -104,6 +105,13 @@ class Settings(DataSettings):
     admin_port: Port = 8001
     admin_root_path: str = ""
     """The path that a proxy shows the admin listener under, such as `/loramux`."""
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
+    """Addresses and networks of the proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed, separated by
+    commas."""
+    max_connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
+    """Connections of the OpenAI listener; the admin listener has 512 of its own."""
+    max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
+    """Connections of one client address on each listener; of a client behind a trusted proxy, requests at once."""
     admin_key: SecretStr | None = None
     metrics_token: SecretStr | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -230,13 +238,22 @@ class Settings(DataSettings):
             raise ValueError("single sign-on needs oidc_issuer too")
         return client_id
 
-    @field_validator("adapter_sources", "oidc_roles", mode="before")
+    @field_validator("adapter_sources", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
         """A variable holds them separated by commas, a file as a list."""
         if not isinstance(sources, str):
             return sources
         return [source.strip() for source in sources.split(",") if source.strip()]
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            TrustedProxies(proxies)
+        except ValueError as error:
+            raise ValueError(f"{error}; use addresses and networks such as 127.0.0.1 and 10.0.0.0/8") from None
+        return proxies
 
     @field_validator("adapter_sources")
     @classmethod

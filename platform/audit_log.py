@@ -5,16 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, select
+from sqlalchemy import ColumnElement, Row, case, or_, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.principals import Principal
+
+PLATFORM = "platform"
+"""The actor that a tenant sees in the place of the platform's keys."""
+PERSON = "oidc_"
+"""How the actor of a person of the single sign-on begins. It is a pseudonym, and does not say whose person it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """One change; `changes` is {field: [before, after]}. `tenant_id` is whose thing it was, None the platform's."""
+    """One change; `changes` is {field: [before, after]}. `tenant_id` is whose thing it was, None the platform's.
+
+    For a reader of a tenant, `actor` is `platform` where it was one of the platform's keys, and `address` is None
+    unless the tenant's own key or the reader made the change.
+    """
 
     id: str
     created_us: int
@@ -46,14 +56,16 @@ class AuditLog:
         self._database = database
 
     def list(
-        self, wanted: AuditFilter, limit: int, after: str | None = None, before: str | None = None
+        self, reader: Principal, wanted: AuditFilter, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[AuditEntry]:
-        """Entries, newest first."""
+        """Entries as the reader may see them, newest first."""
         table = schema.audit_log.c
-        query = select(schema.audit_log)
+        actor, address = _shown_to(reader)
+        others = [column for column in table if column.name not in ("actor", "address")]
+        query = select(*others, actor.label("actor"), address.label("address"))
         for column, value in (
             (table.tenant_id, wanted.tenant_id),
-            (table.actor, wanted.actor),
+            (actor, wanted.actor),
             (table.target, wanted.target),
         ):
             if value is not None:
@@ -71,6 +83,17 @@ class AuditLog:
         with self._database.read() as connection:
             rows, has_more = keyset_rows(connection, query, table.id, limit, after, before)
         return Page(tuple(_entry(row) for row in rows), has_more)
+
+
+def _shown_to(reader: Principal) -> tuple[ColumnElement[str], ColumnElement[str | None]]:
+    """Who made a change and from where, as the reader may know it."""
+    table, keys = schema.audit_log.c, schema.api_keys.c
+    if reader.tenant_id is None:
+        return table.actor, table.address
+    own_keys = select(keys.id).where(keys.tenant_id == reader.tenant_id)
+    is_own = or_(table.actor.in_(own_keys), table.actor == reader.key_id)
+    is_named = or_(is_own, table.actor == "system", table.actor.startswith(PERSON, autoescape=True))
+    return case((is_named, table.actor), else_=PLATFORM), case((is_own, table.address), else_=None)
 
 
 def _entry(row: Row[Any]) -> AuditEntry:

@@ -5,7 +5,7 @@ The one exception shows at most ten quota policies, those that refuse most. docs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,6 +21,14 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 GAP_SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 COMMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 COMMIT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+NETWORK_REFUSALS = (
+    "address_full",
+    "forwarded_address_full",
+    "listener_full",
+    "no_request",
+    "shed",
+    "slow_reader",
+)
 
 
 class GatewayMetrics:
@@ -75,6 +83,14 @@ class GatewayMetrics:
         self.store_breaker_open = self._gauge(
             "loramux_gateway_store_breaker_open", "1 while this gateway asks the blob store no more"
         )
+        self._connections = Gauge("loramux_connections", "Open connections", ("listener",), registry=self.registry)
+        self._network_refusals = self._counter(
+            "loramux_network_refusals",
+            "Connections and requests refused or ended for the network's sake",
+            "listener",
+            "reason",
+        )
+
         self.validations = self._counter("loramux_validations", "Uploads validated, by outcome", "outcome")
         self.validation_seconds = self._histogram("loramux_validation_seconds", "A validation", SECONDS)
         self.admin_requests = self._counter("loramux_admin_requests", "Answered admin calls", "method", "status")
@@ -109,6 +125,13 @@ class GatewayMetrics:
         self.commit_seconds.observe(seconds)
         if has_failed:
             self.commit_failures.inc()
+
+    def note_listener(self, listener: str, num_connections: Callable[[], int]) -> Counter:
+        """Show how many connections a listener has; the counter of those that it refused or ended."""
+        self._connections.labels(listener).set_function(num_connections)
+        for reason in NETWORK_REFUSALS:
+            self._network_refusals.labels(listener, reason)
+        return self._network_refusals
 
     def render(self) -> bytes:
         """The text exposition, of type `CONTENT_TYPE`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 
 from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from loramux.admin.client_addresses import origin_of
 from loramux.migrations.database import Database
 from loramux.migrations.schema import login_failures
 
@@ -28,10 +28,10 @@ class LoginThrottle:
     def begin(self, address: str) -> int:
         """Count one attempt; or how many seconds the address must wait before it may try, and nothing is counted."""
         try:
-            return self._begin(_origin(address))
+            return self._begin(origin_of(address))
         except IntegrityError:
             # The first two of an address came together.
-            return self._begin(_origin(address))
+            return self._begin(origin_of(address))
 
     def _begin(self, origin: str) -> int:
         table = login_failures
@@ -55,19 +55,6 @@ class LoginThrottle:
         with self._database.write() as connection:
             connection.execute(
                 update(table)
-                .where(table.c.origin == _origin(address))
+                .where(table.c.origin == origin_of(address))
                 .values(forgiven_us=table.c.forgiven_us - _REFILL_US)
             )
-
-
-def _origin(address: str) -> str:
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return address[:64]
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            # How a listener on `::` sees those who come by IPv4.
-            return str(found.ipv4_mapped)
-        return str(ipaddress.ip_network((found, 64), strict=False))
-    return str(found)

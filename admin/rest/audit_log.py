@@ -50,7 +50,10 @@ async def list_audit_log(
     after: After = None,
     before: Before = None,
 ) -> ListDocument[AuditDocument]:
-    """List changes, newest first; a tenant's key sees those of its tenant's things, whoever made them."""
+    """List changes, newest first; a tenant's key sees those of its tenant's things, whoever made them.
+
+    It sees the platform's keys as the actor `platform`, and no addresses but those of its tenant's own keys.
+    """
     wanted = AuditFilter(
         tenant_id=await tenant_filter(services, caller, tenant),
         actor=actor,
@@ -59,7 +62,9 @@ async def list_audit_log(
         start_us=None if start is None else start * 1_000_000,
         end_us=None if end is None else end * 1_000_000,
     )
-    return list_document(await services.call(services.audit_log.list, wanted, limit, after, before), _describe)
+    return list_document(
+        await services.call(services.audit_log.list, caller.principal, wanted, limit, after, before), _describe
+    )
 
 
 def _describe(entry: AuditEntry) -> AuditDocument:

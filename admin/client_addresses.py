@@ -1,0 +1,81 @@
+"""Which address a call comes from, and whose word about that is believed."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+
+class TrustedProxies:
+    """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed; without any, nobody's are."""
+
+    def __init__(self, networks: Iterable[str] = ()) -> None:
+        """Addresses and networks; raises ValueError for anything else."""
+        self._networks: tuple[IPv4Network | IPv6Network, ...] = tuple(map(ipaddress.ip_network, networks))
+
+    def __bool__(self) -> bool:
+        return bool(self._networks)
+
+    def trusts(self, address: str) -> bool:
+        parsed = _parse(address) if self._networks else None
+        return parsed is not None and self._contains(parsed)
+
+    def client_of(self, proxy: str, forwarded_for: str) -> str:
+        """The client's address, as a trusted proxy's `X-Forwarded-For` tells it.
+
+        Each proxy appends the address that it was called from, so the right-most entry that is no trusted proxy is the
+        client. Entries further left are the client's own claim. A malformed entry ends the search at the proxy that
+        let it through.
+        """
+        client = proxy
+        for entry in reversed(forwarded_for.split(",")):
+            address = _parse(_without_port(entry.strip()))
+            if address is None:
+                break
+            client = str(address)
+            if not self._contains(address):
+                break
+        return client
+
+    def _contains(self, address: IPv4Address | IPv6Address) -> bool:
+        return any(address in network for network in self._networks)
+
+
+def warn_of_unread_variable() -> None:
+    """Earlier versions read this variable, and a proxy that only it names is no longer believed."""
+    if "FORWARDED_ALLOW_IPS" in os.environ:
+        log.warning("FORWARDED_ALLOW_IPS is not read: name the proxies in LORAMUX_TRUSTED_PROXIES")
+
+
+def origin_of(address: str) -> str:
+    """What one client is counted by: an IPv4 address, or the /64 of an IPv6 address, which one client has at least."""
+    parsed = _parse(address)
+    if parsed is None:
+        return address[:64]
+    if isinstance(parsed, IPv6Address):
+        return str(ipaddress.ip_network((parsed, 64), strict=False))
+    return str(parsed)
+
+
+def _parse(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        # A zone such as `%eth0` names an interface of this machine and can be of any length.
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    # A listener on `::` sees IPv4 clients as `::ffff:192.0.2.1`.
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return address if mapped is None else mapped
+
+
+def _without_port(entry: str) -> str:
+    """`192.0.2.1:443` and `[2001:db8::1]:443` without brackets and port."""
+    if entry.startswith("["):
+        return entry[1:].partition("]")[0]
+    return entry.partition(":")[0] if entry.count(":") == 1 else entry

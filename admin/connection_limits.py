@@ -1,0 +1,67 @@
+"""How many connections each listener takes, so that database, engine and files always find a descriptor."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import structlog
+
+from loramux.admin.errors import StartRefused
+
+MAX_ADMIN_CONNECTIONS = 512
+"""Connections of the admin listener."""
+RESERVED_DESCRIPTORS = 512
+"""Descriptors that no connection takes: the database's 24 connections of three files each, uploads and downloads, the
+object store's connections, the engine's pipes and socket, logs."""
+MIN_CONNECTIONS = 64
+"""Connections of both listeners together that a start needs room for."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Of one listener: its connections in all, and those of one address."""
+
+    max_connections: int = 4096
+    max_per_address: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerLimits:
+    """Of the OpenAI and the admin listener."""
+
+    openai: ConnectionLimits
+    admin: ConnectionLimits
+
+
+def make_room(max_connections: int, max_per_address: int) -> ListenerLimits:
+    """Raise the limit on open files as far as the connections need and the hard limit allows.
+
+    Where that is not enough the listeners take fewer connections, and the log says so. Raises StartRefused where next
+    to none would be left.
+    """
+    wanted = RESERVED_DESCRIPTORS + max_connections + MAX_ADMIN_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    room = (wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)) - RESERVED_DESCRIPTORS
+    if room < MIN_CONNECTIONS:
+        raise StartRefused(
+            f"this process may open {soft} files, which leaves no room for connections: "
+            f"raise the hard limit (ulimit -Hn, LimitNOFILE) to {wanted}"
+        )
+    num_admin = min(MAX_ADMIN_CONNECTIONS, room // 4)
+    num_openai = min(max_connections, room - num_admin)
+    if num_openai < max_connections:
+        log.warning(
+            "fewer connections than max_connections: raise the hard limit on open files",
+            open_files=soft,
+            wanted_open_files=wanted,
+            max_connections=num_openai,
+        )
+    return ListenerLimits(
+        openai=ConnectionLimits(num_openai, max_per_address), admin=ConnectionLimits(num_admin, max_per_address)
+    )
