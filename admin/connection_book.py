@@ -15,8 +15,8 @@ from loramux.platform.metrics import GatewayMetrics
 if TYPE_CHECKING:
     from loramux.admin.bounded_connection import BoundedConnection
 
-SHED_AT_ONCE = 32
-"""Connections that end when one more finds no room: a search looks at all of them, so each makes room for several."""
+SHED_SHARE = 64
+"""One in so many connections ends when a new one finds no room: a search looks at all, so it makes room for several."""
 
 
 class ConnectionBook(ServerState):
@@ -39,7 +39,8 @@ class ConnectionBook(ServerState):
         self.proxies = proxies or TrustedProxies()
         self._listener = listener
         self._refusals = (metrics or GatewayMetrics()).note_listener(listener, lambda: len(self.connections))
-        self._members: set[BoundedConnection] = set()
+        # A dictionary for its order, in which they came.
+        self._members: dict[BoundedConnection, None] = {}
         # Of peers that are no trusted proxies.
         self._num_by_origin: Counter[str] = Counter()
         # Where the last search found nobody to shed; None: at all addresses together.
@@ -55,7 +56,7 @@ class ConnectionBook(ServerState):
         elif len(self._members) >= self.limits.max_connections and not self._shed(None, now_s):
             self.note("listener_full")
             return False
-        self._members.add(connection)
+        self._members[connection] = None
         if origin is not None:
             self._num_by_origin[origin] += 1
         return True
@@ -64,7 +65,7 @@ class ConnectionBook(ServerState):
         """The connection is closed or about to be; it may be told more than once."""
         if connection not in self._members:
             return
-        self._members.remove(connection)
+        del self._members[connection]
         origin = connection.origin
         if origin is not None:
             self._num_by_origin[origin] -= 1
@@ -73,11 +74,15 @@ class ConnectionBook(ServerState):
 
     def sweep(self, now_s: float) -> None:
         """End the connections whose clients have kept us waiting for too long. To be called every second."""
-        self._searched_in_vain.clear()
+        self.search_again()
         for connection in list(self._members):
             reason = connection.overdue(now_s)
             if reason is not None:
                 self.note(reason)
+
+    def search_again(self) -> None:
+        """There may be connections to shed where there were none."""
+        self._searched_in_vain.clear()
 
     def note(self, reason: str) -> None:
         """Count a connection or request that was refused or ended."""
@@ -91,9 +96,12 @@ class ConnectionBook(ServerState):
         # Nobody's request ends while there are idle connections.
         waiting = [one for one in found if one.is_idle] or [one for one in found if one.is_stalled(now_s)]
         # A proxy's idle connections are a pool that it uses again: they go last.
-        num_waiting = Counter(one.origin for one in waiting if one.origin is not None)
+        num_waiting = Counter(one.origin for one in waiting)
+        del num_waiting[None]
         shed = heapq.nsmallest(
-            SHED_AT_ONCE, waiting, key=lambda one: (-num_waiting[one.origin], one.cycle is not None, one.since_s)
+            1 + len(found) // SHED_SHARE,
+            waiting,
+            key=lambda one: (-num_waiting[one.origin], one.cycle is not None, one.since_s),
         )
         for connection in shed:
             self.leave(connection)

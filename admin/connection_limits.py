@@ -53,8 +53,8 @@ def make_room(max_connections: int, max_per_address: int) -> ListenerLimits:
             f"this process may open {soft} files, which leaves no room for connections: "
             f"raise the hard limit (ulimit -Hn, LimitNOFILE) to {wanted}"
         )
-    num_admin = min(MAX_ADMIN_CONNECTIONS, room // 4)
-    num_openai = min(max_connections, room - num_admin)
+    num_openai = min(max_connections, room - min(MAX_ADMIN_CONNECTIONS, room // 4))
+    num_admin = min(MAX_ADMIN_CONNECTIONS, room - num_openai)
     if num_openai < max_connections:
         log.warning(
             "fewer connections than max_connections: raise the hard limit on open files",

@@ -97,9 +97,8 @@ def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: b
     app = FastAPI(title="loramux gateway", openapi_url=None, docs_url=None, redoc_url=None)
     install_error_handling(app)
     token = None if settings.metrics_token is None else settings.metrics_token.get_secret_value()
-    app.include_router(
-        metrics_router(gateway.metrics, gateway.engine, token, is_loopback and not settings.trusted_proxies)
-    )
+    is_open = is_loopback and not settings.trusted_proxies
+    app.include_router(metrics_router(gateway.metrics, gateway.engine, token, is_open))
     app.include_router(
         health_router(gateway.database, gateway.engine, gateway.executor, gateway.trouble, tells_why=True)
     )

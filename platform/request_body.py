@@ -18,6 +18,8 @@ M = TypeVar("M", bound=BaseModel)
 
 BODY_TIMEOUT_S = 60.0
 """How long a client may take to send a body, however steadily."""
+BODY_STALL_S = 10.0
+"""How long a client may send nothing of it."""
 MAX_PARSED_AT_ONCE = 64 * 1024
 """Bytes that are parsed in less than a millisecond; a longer body would hold up every other request."""
 
@@ -33,14 +35,18 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise too_large
     chunks, size = [], 0
     try:
-        with anyio.fail_after(BODY_TIMEOUT_S):
+        with anyio.fail_after(min(BODY_STALL_S, BODY_TIMEOUT_S)) as scope:
+            end_s = anyio.current_time() + BODY_TIMEOUT_S
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > max_bytes:
                     raise too_large
                 chunks.append(chunk)
+                scope.deadline = min(anyio.current_time() + BODY_STALL_S, end_s)
     except TimeoutError:
-        raise InvalidRequest(f"the body took longer than {BODY_TIMEOUT_S:g} s", code="body_timeout") from None
+        raise InvalidRequest(
+            f"the body took longer than {BODY_TIMEOUT_S:g} s, or stopped for {BODY_STALL_S:g} s", code="body_timeout"
+        ) from None
     except ClientDisconnect:
         raise InvalidRequest("the body ended early", code="incomplete_body") from None
     return b"".join(chunks)

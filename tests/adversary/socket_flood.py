@@ -1,0 +1,137 @@
+"""Attacks on a listener's sockets: connections that say nothing, or say and read everything slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["held", "closed", "refused", "failed"]
+DRIP_S = 0.5
+"""Between two bytes of a slow client, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloodCounts:
+    """What became of the connections of an attack."""
+
+    held: int
+    """Open at the end."""
+    closed: int
+    """Ended by the server."""
+    refused: int
+    """Answered with 503, ended or not."""
+    failed: int
+    """Never opened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where the attack goes, and where it comes from: of loopback, any address of 127.0.0.0/8."""
+
+    host: str
+    port: int
+    source: str | None = None
+
+
+Attack = Callable[[socket.socket], Awaitable[None]]
+"""What one open connection does until it is cancelled; raises OSError once the server has closed it."""
+
+
+def request(method: str, path: str, headers: Mapping[str, str], content: bytes = b"") -> bytes:
+    """A whole HTTP request."""
+    lines = [f"{method} {path} HTTP/1.1", "host: flooded", *(f"{name}: {value}" for name, value in headers.items())]
+    if method != "GET":
+        lines.append(f"content-length: {len(content)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
+
+
+async def idle(connection: socket.socket) -> None:
+    """Send nothing."""
+    await asyncio.Event().wait()
+
+
+def slow_head(path: str = "/v1/models") -> Attack:
+    """Send a request's head, a byte at a time, without end."""
+
+    async def attack(connection: socket.socket) -> None:
+        await _send(connection, f"GET {path} HTTP/1.1\r\nhost: flooded\r\nx-slow: ".encode())
+        await _drip(connection)
+
+    return attack
+
+
+def slow_body(path: str, headers: Mapping[str, str], num_bytes: int = 60_000) -> Attack:
+    """Announce a body, and send it a byte at a time."""
+
+    async def attack(connection: socket.socket) -> None:
+        await _send(connection, request("POST", path, headers, b"x" * num_bytes)[:-num_bytes])
+        await _drip(connection)
+
+    return attack
+
+
+def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
+    """Send a whole request, several times where one answer fits into the kernel's buffers, and read nothing."""
+
+    async def attack(connection: socket.socket) -> None:
+        await _send(connection, whole * num_times)
+        await asyncio.Event().wait()
+
+    return attack
+
+
+async def flood(target: Target, attack: Attack, num_connections: int, hold_s: float) -> FloodCounts:
+    """Open the connections at once, keep each for `hold_s` seconds at most, and count what became of them."""
+    outcomes = await asyncio.gather(*(_one(target, attack, hold_s) for _ in range(num_connections)))
+    return FloodCounts(**{name: outcomes.count(name) for name in ("held", "closed", "refused", "failed")})
+
+
+async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        # Little fits into the buffers of a client that does not read.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        try:
+            if target.source is not None:
+                connection.bind((target.source, 0))
+            async with asyncio.timeout(hold_s):
+                await loop.sock_connect(connection, (target.host, target.port))
+        except (OSError, TimeoutError):
+            return "failed"
+        attacking = asyncio.ensure_future(attack(connection))
+        await asyncio.wait({attacking}, timeout=hold_s)
+        attacking.cancel()
+        await asyncio.wait({attacking})
+        if not attacking.cancelled():
+            # Reads the exception, which is no failure of ours.
+            attacking.exception()
+        return _outcome(connection)
+
+
+def _outcome(connection: socket.socket) -> Outcome:
+    try:
+        answered = connection.recv(12, socket.MSG_PEEK)
+    except BlockingIOError:
+        answered = b"nothing yet"
+    except OSError:
+        return "closed"
+    if answered.startswith(b"HTTP/1.1 503"):
+        return "refused"
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return "closed" if poll.poll(0) else "held"
+
+
+async def _send(connection: socket.socket, content: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, content)
+
+
+async def _drip(connection: socket.socket) -> None:
+    while True:
+        await asyncio.sleep(DRIP_S)
+        await _send(connection, b"x")
