@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response
 
@@ -45,7 +46,7 @@ def _is_direct(request: Request) -> bool:
     if any(name in PROXY_HEADERS or name.startswith("x-forwarded-") for name in request.headers):
         return False
     try:
-        host = request.url.hostname or ""
+        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

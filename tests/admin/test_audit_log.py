@@ -12,8 +12,11 @@ from sqlalchemy import func, select
 
 from loramux.admin.app import create_admin_app
 from loramux.migrations import schema
-from tests.admin.conftest import ADMIN_KEY
+from loramux.migrations.audit import Actor, acting_as
+from loramux.platform.tenants import TenantChanges
+from tests.admin.conftest import ADMIN_KEY, client_of
 from tests.admin.test_adapter_service import add_ready_versions
+from tests.admin.test_console_security import sign_in
 
 pytestmark = pytest.mark.anyio
 
@@ -168,6 +171,53 @@ async def test_a_tenants_administrator_sees_the_changes_of_its_own_things(http: 
     assert {entry["tenant_id"] for entry in seen} == {made["tenant_id"]}
     refused = await http.get("/admin/v1/audit_log", headers=own, params={"tenant": "globex"})
     assert refused.status_code == 404
+
+
+async def test_a_tenant_learns_neither_the_operators_address_nor_its_key(
+    http: httpx.AsyncClient, admin_side: Any
+) -> None:
+    await http.post("/admin/v1/tenants", json={"slug": "acme"})
+    platform = (await http.post("/admin/v1/api_keys", json={"tenant": None})).json()
+    made = (await http.post("/admin/v1/api_keys", json={"tenant": "acme", "scopes": ["tenant:admin"]})).json()
+    own = {"authorization": f"Bearer {made['secret']}"}
+    operators = {"authorization": f"Bearer {platform['secret']}"}
+    for headers, name in ((own, "one"), (operators, "two")):
+        created = await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": name}, headers=headers)
+        assert created.status_code == 201
+    someone = Actor("oidc_" + "0" * 24, "198.51.100.7")
+    with acting_as(someone):
+        admin_side.services.tenants.update(made["tenant_id"], TenantChanges(weight=3), lambda _: None)
+
+    async def seen(headers: dict[str, str], **wanted: str) -> list[tuple[str, str, bool]]:
+        document = (await http.get("/admin/v1/audit_log", headers=headers, params={"tenant": "acme", **wanted})).json()
+        return [(entry["action"], entry["actor"], entry["address"] is not None) for entry in document["data"]]
+
+    assert await seen({}) == [
+        ("tenant.change", someone.key_id, True),
+        ("adapter.create", platform["id"], True),
+        ("adapter.create", made["id"], True),
+        ("api_key.create", "operator", True),
+        ("tenant.create", "operator", True),
+    ]
+    assert await seen(own) == [
+        # A person of the single sign-on may be the operator's.
+        ("tenant.change", someone.key_id, False),
+        ("adapter.create", "platform", False),
+        ("adapter.create", made["id"], True),
+        ("api_key.create", "platform", False),
+        ("tenant.create", "platform", False),
+    ]
+    # Nor does asking for a name tell whether it is the right one.
+    assert await seen(own, actor="operator") == []
+    assert await seen(own, actor=platform["id"]) == []
+    assert len(await seen(own, actor="platform")) == 3
+    async with client_of(create_admin_app(admin_side.services)) as browser:
+        await sign_in(browser, made["secret"])
+        page = (await browser.get("/console/audit")).text
+    assert "adapter.create" in page
+    assert page.count("127.0.0.1") == 1
+    assert platform["id"] not in page
+    assert ">operator<" not in page
 
 
 async def test_what_fails_or_changes_nothing_is_not_written(http: httpx.AsyncClient, admin_side: Any) -> None:

@@ -20,7 +20,7 @@ from loramux.admin.services import AdminServices
 from loramux.migrations import schema
 from loramux.platform.api_keys import ApiKeys
 from loramux.platform.key_records import KeyChanges
-from tests.admin.conftest import ADMIN_KEY, AdminSide, client_of
+from tests.admin.conftest import ADMIN_KEY, AdminSide, RunningServer, client_of
 
 pytestmark = pytest.mark.anyio
 SESSION = "loramux_console"
@@ -199,6 +199,18 @@ async def test_wrong_keys_are_throttled(browser: httpx.AsyncClient, console_side
     assert statuses == [401] * BURST + [429]
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) <= REFILL_S
+
+
+async def test_a_forged_address_is_no_way_round_the_throttle(
+    admin_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    async with httpx.AsyncClient(base_url=admin_server.url, trust_env=False) as browser:
+        statuses = []
+        for attempt in range(BURST + 1):
+            browser.headers["x-forwarded-for"] = f"198.51.100.{attempt}"
+            statuses.append((await sign_in(browser, f"{attempt}" * 40)).status_code)
+    assert statuses == [401] * BURST + [429]
 
 
 class Balancer:

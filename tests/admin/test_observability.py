@@ -22,7 +22,7 @@ TOKEN = "a-scrape-token-of-some-length"
 def stranger(admin_side: Any, **changes: object) -> httpx.AsyncClient:
     """A client without a key, of an app with other services."""
     app = create_admin_app(replace(admin_side.services, **changes))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 async def test_health_needs_no_key_and_follows_the_engine(admin_side: Any) -> None:
@@ -43,6 +43,16 @@ async def test_health_needs_no_key_and_follows_the_engine(admin_side: Any) -> No
         pytest.param(TOKEN, False, {"authorization": f"Bearer {TOKEN}"}, 200, id="the token"),
         pytest.param(TOKEN, False, {"authorization": f"Bearer {TOKEN}x"}, 401, id="another token"),
         pytest.param(TOKEN, False, {"authorization": "Bearer é".encode()}, 401, id="not ASCII"),
+        pytest.param(None, True, {"x-forwarded-for": "198.51.100.7"}, 401, id="through a proxy"),
+        pytest.param(None, True, {"x-forwarded-proto": "https"}, 401, id="through a proxy that ends TLS"),
+        pytest.param(None, True, {"forwarded": "for=198.51.100.7"}, 401, id="through a proxy of RFC 7239"),
+        pytest.param(None, True, {"via": "1.1 proxy"}, 401, id="through a proxy of RFC 9110"),
+        pytest.param(None, True, {"x-real-ip": "198.51.100.7"}, 401, id="through nginx"),
+        pytest.param(None, True, {"host": "lora.example.com"}, 401, id="by the name of a proxy"),
+        pytest.param(None, True, {"host": "[::1"}, 401, id="by no name"),
+        pytest.param(None, True, {"host": "127.0.0.1:8001"}, 200, id="by address"),
+        pytest.param(None, True, {"host": "[::1]:8001"}, 200, id="by IPv6 address"),
+        pytest.param(TOKEN, True, {"authorization": f"Bearer {TOKEN}", "via": "1.1 proxy"}, 200, id="proxy with token"),
     ],
 )
 async def test_metrics_are_open_to_this_machine_only(
@@ -52,6 +62,7 @@ async def test_metrics_are_open_to_this_machine_only(
         response = await http.get("/metrics", headers=headers)
         assert response.status_code == status
         assert ("loramux_running_requests" in response.text) == (status == 200)
+        assert ("set metrics_token" in response.text) == (token is None and status == 401)
 
 
 async def test_how_adapters_come_to_the_pool_is_scraped_while_the_engine_answers(admin_side: Any) -> None:
