@@ -18,7 +18,7 @@ READER_TIMEOUT_S = 60.0
 """How long a client may take for MIN_READ_BYTES of an answer that waits for it, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 STALL_S = 1.0
-"""How long a client keeps a request waiting before the request may end for a newcomer's sake, in seconds."""
+"""How long a client keeps its connection waiting before the connection ends for a newcomer's sake, in seconds."""
 
 _BODY = (
     b'{"error":{"message":"this server has as many connections as it takes; try again",'
@@ -86,10 +86,14 @@ class BoundedConnection(H11Protocol):
         """No request is under way."""
         return self.cycle is None or self.cycle.response_complete
 
-    def is_stalled(self, now_s: float) -> bool:
-        """A request is under way and its client keeps it waiting: it neither sends the body nor reads the answer."""
+    def shed_rank(self, now_s: float) -> int | None:
+        """How soon the connection ends when another needs its place, 0 first; None: its client waits for us."""
+        is_stalled = now_s - self.since_s >= STALL_S
+        if self.is_idle:
+            # A new connection's request may be on its way.
+            return (0 if self.cycle is None else 1) if is_stalled else 3
         wants_body = self.cycle.more_body and not self.cycle.response_started and not self.flow.read_paused
-        return (wants_body or self.flow.write_paused) and now_s - self.since_s >= STALL_S
+        return 2 if is_stalled and (wants_body or self.flow.write_paused) else None
 
     def overdue(self, now_s: float) -> str | None:
         """End the connection if its client has kept it waiting for too long, and say which way."""

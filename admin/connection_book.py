@@ -23,8 +23,8 @@ class ConnectionBook(ServerState):
     """Says whether a new connection may stay.
 
     Where there is no room for it, connections that wait for their clients are shed: those of the address with most of
-    them first, of these the ones that never sent a request, and then the oldest. Connections whose client waits for us
-    are never shed.
+    them first, idle ones before those with a request under way, and then the oldest. Connections whose client waits for
+    us are never shed.
     """
 
     def __init__(
@@ -93,16 +93,15 @@ class ConnectionBook(ServerState):
         if origin in self._searched_in_vain:
             return False
         found = [one for one in self._members if origin is None or one.origin == origin]
-        # Nobody's request ends while there are idle connections.
-        waiting = [one for one in found if one.is_idle] or [one for one in found if one.is_stalled(now_s)]
+        waiting = [(one, rank) for one in found if (rank := one.shed_rank(now_s)) is not None]
         # A proxy's idle connections are a pool that it uses again: they go last.
-        num_waiting = Counter(one.origin for one in waiting)
+        num_waiting = Counter(one.origin for one, _ in waiting)
         del num_waiting[None]
-        shed = heapq.nsmallest(
-            1 + len(found) // SHED_SHARE,
-            waiting,
-            key=lambda one: (-num_waiting[one.origin], one.cycle is not None, one.since_s),
+        ranked = heapq.nsmallest(
+            1 + len(found) // SHED_SHARE, waiting, key=lambda one: (-num_waiting[one[0].origin], one[1], one[0].since_s)
         )
+        # No more requests end than have to.
+        shed = [one for number, (one, _) in enumerate(ranked) if number == 0 or one.is_idle]
         for connection in shed:
             self.leave(connection)
             connection.transport.abort()

@@ -7,6 +7,9 @@ import socket
 
 from loramux.admin.errors import StartRefused
 
+MAX_UNSENT_BYTES = 128 * 1024
+"""What the kernel keeps of an answer beyond what is on its way, in bytes."""
+
 
 def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.socket:
     """A bound socket that does not listen yet; raises StartRefused, naming the setting that chose the port.
@@ -37,8 +40,11 @@ def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.
 
 
 def prepare_to_listen(listener: socket.socket) -> None:
-    """Let the connections to come inherit what allows the next run to bind the port while they linger."""
+    """Set what the connections to come inherit."""
+    # The next run may bind the port while they linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # The kernel would otherwise take megabytes for each client that reads nothing.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 def url_of(listener: socket.socket) -> str:

@@ -81,6 +81,15 @@ class Listener:
         """As if so much time had passed."""
         self.call(lambda: self.book.sweep(self.loop.time() + seconds))
 
+    def make_older(self, seconds: float) -> None:
+        """As if its clients had kept each connection waiting for so much longer."""
+
+        def move() -> None:
+            for one in self.book._members:
+                one.since_s -= seconds
+
+        self.call(move)
+
     def open(self, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -259,6 +268,7 @@ def test_connections_that_never_asked_go_before_those_that_did() -> None:
         assert [answer(one)[0] for one in kept] == [200] * 3
         silent = stack.enter_context(listener.open())
         listener.wait_until(lambda: len(listener.book.connections) == 4)
+        listener.make_older(STALL_S)
         assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
         assert not is_open(silent)
         kept[0].sendall(HELLO)
@@ -298,19 +308,14 @@ def test_a_client_that_keeps_its_own_request_waiting_gives_way(sent: bytes) -> N
     with listening(ConnectionLimits(max_connections=2, max_per_address=2)) as listener, ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(listener.open(sent))
-        book = listener.book
 
         def are_stalled() -> bool:
             now_s = listener.loop.time() + STALL_S
-            return sum(not one.is_idle and one.is_stalled(now_s) for one in list(book._members)) == 2
+            return [one.shed_rank(now_s) for one in list(listener.book._members)] == [2, 2]
 
         listener.wait_until(are_stalled)
 
-        def make_older() -> None:
-            for one in book._members:
-                one.since_s -= STALL_S
-
-        listener.call(make_older)
+        listener.make_older(STALL_S)
         assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
         assert listener.num_refused("shed") == 1
 

@@ -1,17 +1,28 @@
-"""Attacks on a listener's sockets: connections that say nothing, or say and read everything slowly."""
+"""Attacks on a listener's sockets: connections that say nothing, or say and read everything slowly.
+
+    python -m tests.adversary.socket_flood 127.0.0.1 8000 slow_body --connections 1000 --hold 30 --key sk-lmx-...
+
+prints what became of the connections, as JSON.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
+import resource
 import select
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 Outcome = Literal["held", "closed", "refused", "failed"]
-DRIP_S = 0.5
+KINDS = ("idle", "slow_head", "slow_body", "slow_reader")
+DRIP_S = 2.0
 """Between two bytes of a slow client, in seconds."""
+AGAIN_S = 1.0
+"""Before a client that was cut off comes again, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +95,38 @@ def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
     return attack
 
 
-async def flood(target: Target, attack: Attack, num_connections: int, hold_s: float) -> FloodCounts:
-    """Open the connections at once, keep each for `hold_s` seconds at most, and count what became of them."""
-    outcomes = await asyncio.gather(*(_one(target, attack, hold_s) for _ in range(num_connections)))
+def attack_of(kind: str, key: str) -> Attack:
+    """The attack of KINDS on the OpenAI listener, as a tenant whose key this is where one is needed."""
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    return {
+        "idle": idle,
+        "slow_head": slow_head(),
+        "slow_body": slow_body("/v1/completions", headers),
+        # A document of some size, which costs no quota.
+        "slow_reader": slow_reader(request("GET", "/openapi.json", headers), num_times=16),
+    }[kind]
+
+
+async def flood(
+    target: Target, attack: Attack, num_connections: int, hold_s: float, comes_again: bool = False
+) -> FloodCounts:
+    """Open the connections at once, keep each for `hold_s` seconds at most, and count what became of them.
+
+    An attacker that `comes_again` opens another for each that it lost before its time.
+    """
+    found = await asyncio.gather(*(_attacker(target, attack, hold_s, comes_again) for _ in range(num_connections)))
+    outcomes = [outcome for one in found for outcome in one]
     return FloodCounts(**{name: outcomes.count(name) for name in ("held", "closed", "refused", "failed")})
+
+
+async def _attacker(target: Target, attack: Attack, hold_s: float, comes_again: bool) -> list[Outcome]:
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + hold_s
+    outcomes = [await _one(target, attack, hold_s)]
+    while comes_again and (left_s := end_s - AGAIN_S - loop.time()) > 0:
+        await asyncio.sleep(AGAIN_S)
+        outcomes.append(await _one(target, attack, left_s))
+    return outcomes
 
 
 async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
@@ -104,7 +143,10 @@ async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
         except (OSError, TimeoutError):
             return "failed"
         attacking = asyncio.ensure_future(attack(connection))
-        await asyncio.wait({attacking}, timeout=hold_s)
+        end_s = loop.time() + hold_s
+        # An idle attacker learns only by looking that it was cut off.
+        while not attacking.done() and (left_s := end_s - loop.time()) > 0 and _outcome(connection) == "held":
+            await asyncio.wait({attacking}, timeout=min(left_s, AGAIN_S))
         attacking.cancel()
         await asyncio.wait({attacking})
         if not attacking.cancelled():
@@ -114,6 +156,7 @@ async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
 
 
 def _outcome(connection: socket.socket) -> Outcome:
+    """How it stands with an open connection."""
     try:
         answered = connection.recv(12, socket.MSG_PEEK)
     except BlockingIOError:
@@ -135,3 +178,24 @@ async def _drip(connection: socket.socket) -> None:
     while True:
         await asyncio.sleep(DRIP_S)
         await _send(connection, b"x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Attack a listener's sockets.")
+    parser.add_argument("host")
+    parser.add_argument("port", type=int)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--connections", type=int, default=1000)
+    parser.add_argument("--hold", type=float, default=30.0, help="seconds")
+    parser.add_argument("--key", default="", help="a tenant's key, for slow bodies and readers")
+    parser.add_argument("--source", help="the address to come from, such as 127.0.0.2")
+    given = parser.parse_args()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, given.connections + 100)), hard))
+    target = Target(host=given.host, port=given.port, source=given.source)
+    attacking = flood(target, attack_of(given.kind, given.key), given.connections, given.hold, comes_again=True)
+    print(json.dumps(asdict(asyncio.run(attacking))))
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,7 @@ MEANINGS = {
     "admin_key": "A platform administrator's key of 32 characters or more, never stored. Without one the first start "
     "makes one and prints it once.",
     "metrics_token": "What `/metrics` asks for as a bearer token (16 characters or more); needed where the admin "
-    "listener is not on loopback.",
+    "listener is not on loopback, or behind a proxy.",
     "oidc_issuer": "The OpenID provider that people sign in to the console through, by its issuer URL: see "
     "[single sign-on](single-sign-on.md).",
     "oidc_client_id": "The name that the provider knows this server by.",
