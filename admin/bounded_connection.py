@@ -73,7 +73,6 @@ class BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self.since_s = self.loop.time()
-        self._book.search_again()
         super().on_response_complete()
 
     def pause_writing(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
+from collections import OrderedDict
+from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from uvicorn.server import ServerState
@@ -15,8 +16,10 @@ from loramux.platform.metrics import GatewayMetrics
 if TYPE_CHECKING:
     from loramux.admin.bounded_connection import BoundedConnection
 
-SHED_SHARE = 64
-"""One in so many connections ends when a new one finds no room: a search looks at all, so it makes room for several."""
+MAX_LOOKED_AT = 256
+"""Connections that a search for one to shed looks at: a flood must not make each newcomer cost a look at all."""
+MAX_COMPARED = 16
+"""Connections that could be shed of which the search takes the best."""
 
 
 class ConnectionBook(ServerState):
@@ -39,26 +42,25 @@ class ConnectionBook(ServerState):
         self.proxies = proxies or TrustedProxies()
         self._listener = listener
         self._refusals = (metrics or GatewayMetrics()).note_listener(listener, lambda: len(self.connections))
-        # A dictionary for its order, in which they came.
-        self._members: dict[BoundedConnection, None] = {}
-        # Of peers that are no trusted proxies.
-        self._num_by_origin: Counter[str] = Counter()
-        # Where the last search found nobody to shed; None: at all addresses together.
-        self._searched_in_vain: set[str | None] = set()
+        # In the order in which searches look at them.
+        self._members: OrderedDict[BoundedConnection, None] = OrderedDict()
+        # The same by origin, but for trusted proxies.
+        self._members_of: dict[str, OrderedDict[BoundedConnection, None]] = {}
 
     def admit(self, connection: BoundedConnection, now_s: float) -> bool:
         """Count the connection, or refuse it."""
         origin = connection.origin
-        if origin is not None and self._num_by_origin[origin] >= self.limits.max_per_address:
-            if not self._shed(origin, now_s):
+        if self._num_of(origin) >= self.limits.max_per_address:
+            assert origin is not None
+            if not self._shed(self._members_of[origin], now_s):
                 self.note("address_full")
                 return False
-        elif len(self._members) >= self.limits.max_connections and not self._shed(None, now_s):
+        elif len(self._members) >= self.limits.max_connections and not self._shed(self._members, now_s):
             self.note("listener_full")
             return False
         self._members[connection] = None
         if origin is not None:
-            self._num_by_origin[origin] += 1
+            self._members_of.setdefault(origin, OrderedDict())[connection] = None
         return True
 
     def leave(self, connection: BoundedConnection) -> None:
@@ -68,44 +70,40 @@ class ConnectionBook(ServerState):
         del self._members[connection]
         origin = connection.origin
         if origin is not None:
-            self._num_by_origin[origin] -= 1
-            if not self._num_by_origin[origin]:
-                del self._num_by_origin[origin]
+            del self._members_of[origin][connection]
+            if not self._members_of[origin]:
+                del self._members_of[origin]
 
     def sweep(self, now_s: float) -> None:
         """End the connections whose clients have kept us waiting for too long. To be called every second."""
-        self.search_again()
         for connection in list(self._members):
             reason = connection.overdue(now_s)
             if reason is not None:
                 self.note(reason)
 
-    def search_again(self) -> None:
-        """There may be connections to shed where there were none."""
-        self._searched_in_vain.clear()
-
     def note(self, reason: str) -> None:
         """Count a connection or request that was refused or ended."""
         self._refusals.labels(self._listener, reason).inc()
 
-    def _shed(self, origin: str | None, now_s: float) -> bool:
-        """End some connections that wait for their clients, of one origin or of any; whether there were any."""
-        if origin in self._searched_in_vain:
+    def _num_of(self, origin: str | None) -> int:
+        return 0 if origin is None else len(self._members_of.get(origin, ()))
+
+    def _shed(self, members: OrderedDict[BoundedConnection, None], now_s: float) -> bool:
+        """End the connection that can best be spared, of those that the search looks at; whether there was one."""
+        waiting = []
+        for connection in list(islice(members, MAX_LOOKED_AT)):
+            # The next search looks at others.
+            members.move_to_end(connection)
+            rank = connection.shed_rank(now_s)
+            if rank is not None:
+                # A proxy's idle connections are a pool that it uses again: they go last.
+                waiting.append((-self._num_of(connection.origin), rank, connection.since_s, connection))
+                if len(waiting) == MAX_COMPARED:
+                    break
+        if not waiting:
             return False
-        found = [one for one in self._members if origin is None or one.origin == origin]
-        waiting = [(one, rank) for one in found if (rank := one.shed_rank(now_s)) is not None]
-        # A proxy's idle connections are a pool that it uses again: they go last.
-        num_waiting = Counter(one.origin for one, _ in waiting)
-        del num_waiting[None]
-        ranked = heapq.nsmallest(
-            1 + len(found) // SHED_SHARE, waiting, key=lambda one: (-num_waiting[one[0].origin], one[1], one[0].since_s)
-        )
-        # No more requests end than have to.
-        shed = [one for number, (one, _) in enumerate(ranked) if number == 0 or one.is_idle]
-        for connection in shed:
-            self.leave(connection)
-            connection.transport.abort()
-            self.note("shed")
-        if not shed:
-            self._searched_in_vain.add(origin)
-        return bool(shed)
+        connection = min(waiting, key=itemgetter(0, 1, 2))[3]
+        self.leave(connection)
+        connection.transport.abort()
+        self.note("shed")
+        return True

@@ -26,7 +26,7 @@ from loramux.admin.client_addresses import TrustedProxies, origin_of
 from loramux.admin.connection_book import ConnectionBook
 from loramux.admin.connection_limits import MAX_ADMIN_CONNECTIONS, RESERVED_DESCRIPTORS, ConnectionLimits
 from loramux.admin.http_servers import HttpServer
-from loramux.admin.listeners import bind
+from loramux.admin.listeners import MAX_UNSENT_BYTES, bind
 from loramux.platform.metrics import GatewayMetrics
 from tests.adversary.socket_flood import Target, flood, idle, request, slow_body, slow_head
 
@@ -43,6 +43,7 @@ class Listener:
     loop: Any = None
     num_waiting: int = 0
     num_left: int = 0
+    num_endless_bytes: int = 0
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -58,6 +59,7 @@ class Listener:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             while scope["path"] == "/endless" and not (message := await self._left(receive)):
                 await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                self.num_endless_bytes += 65536
             body = b"x" * 8_000_000 if scope["path"] == "/large" else said
             await send({"type": "http.response.body", "body": body})
         finally:
@@ -222,6 +224,12 @@ def test_a_client_that_reads_nothing_is_cut_off(sent: bytes) -> None:
             listener.wait_until(lambda: listener.num_left == 1)
 
 
+def test_a_client_that_reads_nothing_takes_little_of_the_kernels_memory() -> None:
+    with listening() as listener, listener.open(request("GET", "/endless", {})):
+        listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))
+        assert 0 < listener.num_endless_bytes <= 2 * (MAX_UNSENT_BYTES + 65536)
+
+
 def test_a_client_that_reads_slowly_but_steadily_gets_everything() -> None:
     with listening() as listener, listener.open(request("GET", "/large", {"connection": "close"})) as connection:
         num_bytes, num_sweeps = 0, 0
@@ -320,6 +328,20 @@ def test_a_client_that_keeps_its_own_request_waiting_gives_way(sent: bytes) -> N
         assert listener.num_refused("shed") == 1
 
 
+def test_a_new_connection_whose_request_is_on_its_way_is_not_the_first_to_go() -> None:
+    with listening(ConnectionLimits(max_connections=4, max_per_address=4)) as listener, ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(listener.open(request("POST", "/", {}, b"x" * 10)[:-5]))
+        listener.wait_until(lambda: listener.num_waiting == 3)
+        listener.make_older(STALL_S)
+        polite = stack.enter_context(listener.open())
+        listener.wait_until(lambda: len(listener.book.connections) == 4)
+        stack.enter_context(listener.open())
+        listener.wait_until(lambda: listener.num_refused("shed") == 1)
+        polite.sendall(HELLO)
+        assert answer(polite)[0] == 200
+
+
 def test_the_places_of_connections_that_end_are_free_again() -> None:
     with listening(ConnectionLimits(max_connections=4, max_per_address=4)) as listener:
         for _ in range(5):
@@ -328,7 +350,7 @@ def test_the_places_of_connections_that_end_are_free_again() -> None:
                     assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
             listener.wait_until(lambda: not listener.book.connections)
         assert not listener.book._members
-        assert not listener.book._num_by_origin
+        assert not listener.book._members_of
         assert {listener.num_refused(reason) for reason in ("shed", "listener_full", "address_full")} == {0}
 
 

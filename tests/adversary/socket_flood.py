@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import resource
 import select
 import socket
@@ -20,7 +21,7 @@ from typing import Literal
 Outcome = Literal["held", "closed", "refused", "failed"]
 KINDS = ("idle", "slow_head", "slow_body", "slow_reader")
 DRIP_S = 2.0
-"""Between two bytes of a slow client, in seconds."""
+"""Between two bytes of a slow client on average, in seconds."""
 AGAIN_S = 1.0
 """Before a client that was cut off comes again, in seconds."""
 
@@ -176,7 +177,8 @@ async def _send(connection: socket.socket, content: bytes) -> None:
 
 async def _drip(connection: socket.socket) -> None:
     while True:
-        await asyncio.sleep(DRIP_S)
+        # Not all at the same moment, or the attack would be one of packets.
+        await asyncio.sleep(random.uniform(0.5, 1.5) * DRIP_S)
         await _send(connection, b"x")
 
 

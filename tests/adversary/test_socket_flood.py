@@ -35,7 +35,8 @@ def key_of(made: Deployment, tenant: str) -> str:
 @contextmanager
 def attacks(made: Deployment, kinds: tuple[str, ...], key: str, counts: list[Any]) -> Iterator[None]:
     """Attackers in processes of their own, for as long as polite requests are timed."""
-    arguments = ["--connections", str(NUM_CONNECTIONS), "--hold", str(SECONDS + 2), "--key", key]
+    each = NUM_CONNECTIONS // max(1, len(kinds))
+    arguments = ["--connections", str(each), "--hold", str(SECONDS + 2), "--key", key]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.adversary.socket_flood", "127.0.0.1", str(made.port), kind, *arguments],
