@@ -98,9 +98,7 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     install_error_handling(app, {StoreError: api_error})
     app.router.routes.extend(_rest_routes().routes)
     app.include_router(metrics_router(services.metrics, services.engine, services.metrics_token, services.is_loopback))
-    app.include_router(
-        health_router(services.database, services.engine, services.executor, services.trouble, tells_why=True)
-    )
+    app.include_router(health_router(services.database, services.engine, services.trouble, tells_why=True))
     app.add_route("/", to_console, include_in_schema=False)
     app.add_route("/console", to_console, include_in_schema=False)
     app.mount("/console", create_console(services, app))

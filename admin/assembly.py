@@ -31,7 +31,7 @@ from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
 from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.self_check import SelfCheck
-from loramux.admin.services import AdminServices
+from loramux.admin.services import NUM_ADMIN_THREADS, NUM_REPORT_THREADS, AdminServices
 from loramux.admin.settings import Settings
 from loramux.admin.upkeep import Upkeep
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
@@ -59,7 +59,7 @@ from loramux.platform.tenants import Tenants
 from loramux.platform.tracing import Tracing
 
 NUM_THREADS = 16
-"""For SQL and the tokenizer; each waits for the database most of its time."""
+"""For the SQL of inference; each waits for the database most of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,8 @@ def assemble(
             reason = str(getattr(error, "orig", None) or error).splitlines()[0]
             raise StartRefused(f"the database cannot be used: {reason}") from error
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
+        admin_executor = stack.enter_context(ThreadPoolExecutor(NUM_ADMIN_THREADS, thread_name_prefix="admin"))
+        report_executor = stack.enter_context(ThreadPoolExecutor(NUM_REPORT_THREADS, thread_name_prefix="reports"))
         worker = IngestWorker(ingest)
         worker.start()
         stack.callback(worker.stop)
@@ -175,7 +177,8 @@ def assemble(
             ),
             metrics_token=_revealed(settings.metrics_token),
             is_loopback=is_loopback and not settings.trusted_proxies,
-            executor=executor,
+            executor=admin_executor,
+            report_executor=report_executor,
             oidc=settings.oidc,
             trouble=gateway.trouble,
             gateway=gateway_app,

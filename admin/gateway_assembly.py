@@ -99,7 +99,5 @@ def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: b
     token = None if settings.metrics_token is None else settings.metrics_token.get_secret_value()
     is_open = is_loopback and not settings.trusted_proxies
     app.include_router(metrics_router(gateway.metrics, gateway.engine, token, is_open))
-    app.include_router(
-        health_router(gateway.database, gateway.engine, gateway.executor, gateway.trouble, tells_why=True)
-    )
+    app.include_router(health_router(gateway.database, gateway.engine, gateway.trouble, tells_why=True))
     return app

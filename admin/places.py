@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -12,14 +13,21 @@ from loramux.platform.errors import Unavailable
 WAIT_S = 10.0
 """How long a call waits for a place; it holds a connection meanwhile, and no thread."""
 RETRY_AFTER_S = 5.0
+MAX_REST_S = 2.0
+"""How long a place rests at most, however long it was taken."""
 
 
 class Places:
-    """`num_places` calls at a time, of them at most `num_each` of one tenant: the others find a place all the same."""
+    """`num_places` calls at a time, of them at most `num_each` of one tenant: the others find a place all the same.
 
-    def __init__(self, what: str, num_places: int, num_each: int) -> None:
+    With `rest`, a place stays taken after its call for `rest` times as long as the call had it: one tenant's calls
+    keep the processor busy for `num_each / (1 + rest)` of the time at most, however many it sends.
+    """
+
+    def __init__(self, what: str, num_places: int, num_each: int, rest: float = 0.0) -> None:
         self._what = what
         self._num_each = num_each
+        self._rest = rest
         self._all = anyio.CapacityLimiter(num_places)
         # Of tenants that have or want a place just now.
         self._of_tenant: dict[str, anyio.CapacityLimiter] = {}
@@ -33,8 +41,8 @@ class Places:
         everyone = (self._all, *self._of_tenant.values())
         return sum(limiter.statistics().tasks_waiting for limiter in everyone)
 
-    async def take(self, tenant_id: str) -> Callable[[], None]:
-        """Take a place, and return what gives it back. Raises Unavailable `too_many_<what>`."""
+    async def take(self, tenant_id: str, *, is_patient: bool = False) -> Callable[[], None]:
+        """Take a place, and return what gives it back. Raises Unavailable `too_many_<what>` unless it is patient."""
         call = object()
         own = self._of_tenant.setdefault(tenant_id, anyio.CapacityLimiter(self._num_each))
 
@@ -42,12 +50,13 @@ class Places:
             own.release_on_behalf_of(call)
             self._forget_idle(tenant_id)
 
-        def give_back() -> None:
+        def free() -> None:
             self._all.release_on_behalf_of(call)
             give_back_own()
 
+        loop = asyncio.get_running_loop()
         try:
-            with anyio.fail_after(WAIT_S):
+            with anyio.fail_after(None if is_patient else WAIT_S):
                 await own.acquire_on_behalf_of(call)
                 try:
                     await self._all.acquire_on_behalf_of(call)
@@ -63,12 +72,20 @@ class Places:
                 code=f"too_many_{self._what}",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
+        taken_s = loop.time()
+
+        def give_back() -> None:
+            if self._rest:
+                loop.call_later(min(MAX_REST_S, self._rest * (loop.time() - taken_s)), free)
+            else:
+                free()
+
         return give_back
 
     @asynccontextmanager
-    async def one(self, tenant_id: str) -> AsyncIterator[None]:
+    async def one(self, tenant_id: str, *, is_patient: bool = False) -> AsyncIterator[None]:
         """A place for as long as the block lasts."""
-        give_back = await self.take(tenant_id)
+        give_back = await self.take(tenant_id, is_patient=is_patient)
         try:
             yield
         finally:

@@ -39,6 +39,20 @@ from loramux.platform.threads import call_on
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NUM_ADMIN_THREADS = 4
+"""For the SQL of admin routes: few, since each that computes takes turns with the event loop of inference."""
+NUM_REPORT_THREADS = 2
+MAX_REPORTS_EACH = 1
+"""Reports of one tenant, or of one key of the platform, that are added up at once."""
+REPORTS_REST = 3.0
+"""Of the time that a report took: a report that runs takes a core from inference."""
+MAX_CALLS = 64
+MAX_CALLS_EACH = 4
+"""Calls of one tenant's keys and sessions that are answered at once; the platform's own are not counted."""
+CALLS_REST = 3.0
+MAX_EXPORTS = 16
+"""Exports and long reports that are sent at once; each keeps up to 20 MB for as long as its client reads."""
+MAX_EXPORTS_EACH = 4
 MAX_UPLOADS = 32
 """How many files are taken at once; each holds a thread for as long as its client sends."""
 MAX_UPLOADS_EACH = 16
@@ -80,6 +94,8 @@ class AdminServices:
     is_loopback: bool
     """Whether only this machine reaches the admin listener, and no trusted proxy calls it for others."""
     executor: Executor
+    """The admin side's own threads, so that none of its calls keeps one from inference."""
+    report_executor: Executor
     oidc: OidcSettings | None = None
     """How people sign in to the console through a provider; None where they have keys only."""
     gateway: ASGIApp | None = None
@@ -93,7 +109,19 @@ class AdminServices:
     uploading: Places = field(default_factory=lambda: Places("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
     downloading: Places = field(default_factory=lambda: Places("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH))
+    calling: Places = field(default_factory=lambda: Places("calls", MAX_CALLS, MAX_CALLS_EACH, CALLS_REST))
+    visiting: Places = field(default_factory=lambda: Places("pages", MAX_CALLS, MAX_CALLS_EACH, CALLS_REST))
+    """The same for pages of the console, whose calls take places of their own."""
+    reporting: Places = field(
+        default_factory=lambda: Places("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)
+    )
+    exporting: Places = field(default_factory=lambda: Places("exports", MAX_EXPORTS, MAX_EXPORTS_EACH))
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function on a thread."""
         return await call_on(self.executor, function, *args, **kwargs)
+
+    async def report(self, holder: str, function: Callable[[], R], *, is_patient: bool = False) -> R:
+        """Run what reads many rows, on a thread for that, as soon as `holder` has a place; see `Places.take`."""
+        async with self.reporting.one(holder, is_patient=is_patient):
+            return await call_on(self.report_executor, function)

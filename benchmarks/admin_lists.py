@@ -44,7 +44,7 @@ from loramux.adapter_store.version_states import VersionStates
 from loramux.admin.app import create_admin_app
 from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.self_check import SelfCheck
-from loramux.admin.services import AdminServices
+from loramux.admin.services import NUM_ADMIN_THREADS, AdminServices
 from loramux.engine.collector import keep_for_good
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
@@ -84,7 +84,7 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
     for number in range(min(NUM_RESIDENT, world.num_adapters)):
         tenant, adapter = number % world.num_tenants, number // world.num_tenants
         engine.resident[digest_of(tenant, adapter, 1)] = 1
-    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(16) as executor:
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(NUM_ADMIN_THREADS) as executor:
         root = Path(directory)
         blobs = LocalBlobStore(root / "blobs")
         commit = GroupCommit(Admission(database))
@@ -114,6 +114,7 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
             metrics_token=None,
             is_loopback=True,
             executor=executor,
+            report_executor=executor,
         )
         commit.close()
 

@@ -51,6 +51,12 @@ UPGRADE_ATTEMPTS = 5
 _DEADLOCK = "40P01"
 """PostgreSQL's code for it."""
 
+_CANCELLED = "57014"
+"""PostgreSQL's code for a statement that it broke off."""
+
+_STEPS_UNASKED = 1_000_000
+"""Steps of SQLite's machine between two looks at the clock: tens of milliseconds."""
+
 _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _SAMPLED_ROWS = 1000
 """Of each index, for SQLite's statistics."""
@@ -68,6 +74,10 @@ class Moment:
 
     now_us: int
     epoch: int
+
+
+class ReadTooLong(Exception):
+    """A reading took longer than it may, and was broken off."""
 
 
 class DatabaseError(Exception):
@@ -115,10 +125,14 @@ class Database:
             yield connection
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """A transaction that only reads."""
+    def read(self, within_s: float | None = None) -> Iterator[Connection]:
+        """A transaction that only reads; raises ReadTooLong for a statement that takes longer than `within_s`."""
         with self._engine.connect().execution_options(**{_READ_ONLY: True}) as connection, connection.begin():
-            yield connection
+            if within_s is None:
+                yield connection
+            else:
+                with _bounded(connection, within_s):
+                    yield connection
 
     def query(
         self, statement: Select[*tuple[Any, ...]], parameters: Mapping[str, object]
@@ -229,14 +243,20 @@ def _create_engine(url: URL) -> Engine:
         engine = create_engine(
             url.update_query_dict(_PATIENCE | dict(url.query)),
             pool_size=8,
-            max_overflow=16,
+            max_overflow=24,
             pool_timeout=POOL_WAIT_S,
             hide_parameters=True,
         )
         _ping_the_rested(engine)
         event.listen(engine, "handle_error", _leave_what_takes_no_writes)
         return engine
-    engine = create_engine(url, connect_args={"timeout": 10.0, "check_same_thread": False}, hide_parameters=True)
+    engine = create_engine(
+        url,
+        connect_args={"timeout": 10.0, "check_same_thread": False},
+        # Files have no limit: as many as there are threads, so that none waits for another's.
+        max_overflow=-1,
+        hide_parameters=True,
+    )
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
@@ -254,6 +274,27 @@ def _create_engine(url: URL) -> Engine:
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return engine
+
+
+@contextmanager
+def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
+    """Break off what takes too long: each statement on PostgreSQL, all of them together on SQLite."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    driver: Any = connection.connection.driver_connection
+    if is_sqlite:
+        ends_s = time.monotonic() + within_s
+        driver.set_progress_handler(lambda: time.monotonic() > ends_s, _STEPS_UNASKED)
+    else:
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {math.ceil(within_s * 1000)}")
+    try:
+        yield
+    except OperationalError as error:
+        if getattr(error.orig, "sqlstate", None) == _CANCELLED or str(error.orig) == "interrupted":
+            raise ReadTooLong(f"a reading took longer than {within_s:g} s") from error
+        raise
+    finally:
+        if is_sqlite:
+            driver.set_progress_handler(None, 0)
 
 
 def _ping_the_rested(engine: Engine) -> None:

@@ -35,7 +35,7 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
     app.state.services = services
     for router in (completions.router, chat.router, models.router, document.router):
         app.include_router(router)
-    app.include_router(health_router(services.database, services.engine, services.executor, services.trouble))
+    app.include_router(health_router(services.database, services.engine, services.trouble))
     app.add_middleware(Metered, metrics=services.metrics, logs_answers=services.settings.logs_answers)
     if services.tracing is not None:
         app.add_middleware(TracedRequests, tracing=services.tracing, paths=frozenset(ENDPOINTS))

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loramux.migrations.database import ReadTooLong
 from loramux.migrations.identifiers import new_id
 from loramux.platform.database_state import DatabaseTrouble
 from loramux.platform.engine_client import EngineUnavailable
@@ -39,6 +40,14 @@ def quota_unavailable(_: Exception | None = None) -> ApiError:
     )
 
 
+def _read_too_long(_: Exception) -> ApiError:
+    return Unavailable(
+        "the database took too long over this: ask for a shorter range or less of it, or try again later",
+        code="read_timeout",
+        retry_after_s=DATABASE_RETRY_S,
+    )
+
+
 TRANSLATIONS: Mapping[type[Exception], Translation] = {
     EngineUnavailable: engine_unavailable,
     OperationalError: quota_unavailable,
@@ -46,6 +55,7 @@ TRANSLATIONS: Mapping[type[Exception], Translation] = {
     PoolTimeout: quota_unavailable,
     DatabaseTrouble: quota_unavailable,
     CommitterClosed: quota_unavailable,
+    ReadTooLong: _read_too_long,
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
 
 from fastapi import APIRouter
 from sqlalchemy import select
@@ -16,7 +15,6 @@ from loramux.platform.engine_client import EngineClient
 from loramux.platform.error_responses import json_response
 from loramux.platform.openapi import Responses
 from loramux.platform.openapi_answers import HealthDocument
-from loramux.platform.threads import call_on
 
 DATABASE_WAIT_S = 2.0
 
@@ -24,7 +22,6 @@ DATABASE_WAIT_S = 2.0
 def health_router(
     database: Database,
     engine: EngineClient,
-    executor: Executor,
     trouble: Callable[[], str | None] = lambda: None,
     *,
     tells_why: bool = False,
@@ -36,7 +33,7 @@ def health_router(
     `trouble` with it, such as that it takes no writes. `tells_why` adds the reasons to `ready`, for operators.
     """
     router = APIRouter()
-    ping = _Ping(database, executor)
+    ping = _Ping(database)
 
     unwell: Responses = {503: {"model": HealthDocument, "description": "Not so."}}
 
@@ -62,16 +59,18 @@ def health_router(
 
 
 class _Ping:
-    """Asks the database whether it answers; one question at a time, so that a silent one holds only one thread."""
+    """Asks the database whether it answers; one question at a time, so that a silent one holds only one thread.
 
-    def __init__(self, database: Database, executor: Executor) -> None:
+    The thread is none of those that serve calls, so that no flood of these makes a server look unwell.
+    """
+
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._executor = executor
         self._asking: asyncio.Future[None] | None = None
 
     async def is_answered(self) -> bool:
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.ensure_future(call_on(self._executor, _ping, self._database))
+            self._asking = asyncio.ensure_future(asyncio.to_thread(_ping, self._database))
         # Its failure is told to whoever waits; where nobody does any more, nobody misses it.
         self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         try:

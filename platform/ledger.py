@@ -14,6 +14,8 @@ from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.usage_question import UsageQuestion
 from loramux.platform.usage_report import UsageRow, answer
 
+MAX_READ_S = 20.0
+"""How long a page or a part of an export may keep the database busy."""
 AMOUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 EXPORT_ROWS = 1000
 
@@ -86,7 +88,7 @@ class Ledger:
         With `only`, requests of these adapters.
         """
         query = _select_events(tenant_id, start_us, end_us, only)
-        with self._database.read() as connection:
+        with self._database.read(MAX_READ_S) as connection:
             rows, has_more = keyset_rows(connection, query, schema.usage_events.c.request_id, limit, after, before)
         return Page(tuple(_event(row) for row in rows), has_more)
 
@@ -111,7 +113,7 @@ class Ledger:
                 events.finished_us >= after.finished_us, tuple_(events.finished_us, events.request_id) > place
             )
         query = query.order_by(events.finished_us, events.request_id).limit(EXPORT_ROWS)
-        with self._database.read() as connection:
+        with self._database.read(MAX_READ_S) as connection:
             return [_event(row) for row in connection.execute(query)]
 
 

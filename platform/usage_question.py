@@ -18,6 +18,11 @@ MAX_SINGLE_US = 31 * DAY_US
 MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
 """The same over all tenants: the last 24 hours, from a whole one on."""
 
+MAX_SUMMED = 1_000_000
+"""Rows of the ledger and its rollups that one report adds up."""
+MAX_SUMMED_BY_END_USER = 100_000
+"""The same where the groups are as many as a tenant's clients have names for."""
+
 GROUPED_BY = {
     "tenant": "tenant_id",
     "key": "api_key_id",
@@ -82,6 +87,10 @@ class UsageQuestion:
     @property
     def has_local_days(self) -> bool:
         return self.bucket == "1d" and self.timezone != "UTC"
+
+    @property
+    def max_summed(self) -> int:
+        return MAX_SUMMED_BY_END_USER if "end_user" in self.group_by else MAX_SUMMED
 
     def grains(self) -> dict[int, Grain]:
         """What rollups answer it, by the length of their spans."""

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from sqlalchemy import Connection
 
 from loramux.migrations.database import Database
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.usage_grains import AMOUNTS
 from loramux.platform.usage_question import UsageQuestion
 from loramux.platform.usage_ranges import BUCKET_US, local_days
-from loramux.platform.usage_statement import OPTIONAL, select_all, select_largest
+from loramux.platform.usage_statement import OPTIONAL, select_all, select_largest, select_num_summed
 
 MAX_ROWS = 50_000
 MAX_TOP = 1000
+MAX_READ_S = 20.0
+"""How long a report may keep the database busy."""
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -50,14 +53,16 @@ class LargestRows:
 
 
 def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
-    """The rows, oldest bucket first, then by the groups' values. Raises InvalidRequest for too many of them.
+    """The rows, oldest bucket first, then by the groups' values. Raises InvalidRequest for too many of them, and
+    for more to add up than a report may; ReadTooLong.
 
     Whole spans are answered by the rollups and by what waits to be added to them; the cut ends by events. It is one
     statement, so that a fold that commits meanwhile is seen wholly or not at all. An adjustment counts when it
     was written, with its request's groups and no request of its own.
     """
     days = local_days(question.start_us, question.end_us, question.timezone) if question.has_local_days else []
-    with database.read() as connection:
+    with database.read(MAX_READ_S) as connection:
+        _check_summed(connection, question, days)
         rows = connection.execute(select_all(question, days).limit(MAX_ROWS + 1)).all()
     if len(rows) > MAX_ROWS:
         raise InvalidRequest(
@@ -71,18 +76,30 @@ def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
 def largest(database: Database, question: UsageQuestion, top: int) -> LargestRows:
     """Those of the groups that used most tokens, the largest first, and what all of them make together.
 
-    The question has no bucket. Raises InvalidRequest, with the field.
+    The question has no bucket. Raises InvalidRequest, with the field, and ReadTooLong.
     """
     if question.bucket is not None:
         raise InvalidRequest("the largest groups are those of the whole range: leave bucket away", param="top")
     if not 1 <= top <= MAX_TOP:
         raise InvalidRequest(f"top is a number from 1 to {MAX_TOP}", param="top")
-    with database.read() as connection:
+    with database.read(MAX_READ_S) as connection:
+        _check_summed(connection, question, ())
         rows = connection.execute(select_largest(question, top)).all()
     # Behind each row are how many groups there are, and their sums.
     num_groups, *sums = rows[0][-1 - len(AMOUNTS) :] if rows else [0] * (1 + len(AMOUNTS))
     total = UsageRow(start_us=question.start_us, end_us=question.end_us, **dict(zip(AMOUNTS, sums, strict=True)))
     return LargestRows(tuple(_rows([row[: -1 - len(AMOUNTS)] for row in rows], question, {})), num_groups, total)
+
+
+def _check_summed(connection: Connection, question: UsageQuestion, days: Sequence[int]) -> None:
+    """Refuse what would read too many rows before it reads them; counting them takes a fiftieth of the time."""
+    limit = question.max_summed
+    if connection.execute(select_num_summed(question, days, limit + 1)).scalar_one() > limit:
+        raise InvalidRequest(
+            f"the report would add up more than {limit} rows of the ledger: take a shorter range, or fewer groups",
+            param="start",
+            code="report_too_large",
+        )
 
 
 def _rows(rows: Sequence[Sequence[Any]], question: UsageQuestion, ends: Mapping[int, int]) -> Iterator[UsageRow]:

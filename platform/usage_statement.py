@@ -11,6 +11,7 @@ from sqlalchemy import (
     ColumnElement,
     Select,
     Subquery,
+    Table,
     TextClause,
     cast,
     false,
@@ -28,6 +29,8 @@ from loramux.platform.usage_grains import AMOUNTS, DAY_US, HOUR_US, Grain
 from loramux.platform.usage_question import GROUPED_BY, UsageQuestion
 from loramux.platform.usage_ranges import BUCKET_US, Cut, Range, cut
 
+Condition = ColumnElement[bool] | ColumnElement[Any] | TextClause
+
 OPTIONAL = {"adapter", "version", "end_user"}
 """Groups of which a request may have none, for which "" stands."""
 
@@ -43,6 +46,16 @@ def select_all(question: UsageQuestion, days: Sequence[int]) -> Select[Any]:
         return grouped.order_by(*names)
     named = _named(grouped.subquery("grouped"), question)
     return named.order_by(*(named.selected_columns[name] for name in names))
+
+
+def select_num_summed(question: UsageQuestion, days: Sequence[int], at_most: int) -> Select[Any]:
+    """How many rows the question is answered from, counted up to `at_most`: found by indexes alone."""
+    grains = question.grains()
+    parts = _cut(question, days, grains)
+    one: ColumnElement[int] = literal_column("1", BigInteger).label("one")
+    rows = [select(one).select_from(_rollups).where(*arm) for arm in _rollup_arms(question, parts, grains, days)]
+    rows += [select(one).select_from(table).where(*arm) for table, _, arm in _event_arms(question, parts)]
+    return select(func.count()).select_from(union_all(*rows).limit(at_most).subquery("summed"))
 
 
 def select_largest(question: UsageQuestion, top: int) -> Select[Any]:
@@ -101,7 +114,7 @@ def _rollup_facts(
     # Summed up by series first, so that what they are is looked up once for each.
     is_by_series = bool(set(question.group_by) - {"tenant"})
     arms = []
-    for span_us, ranges in _arms(parts, days):
+    for conditions in _rollup_arms(question, parts, grains, days):
         keys: list[ColumnElement[Any]] = []
         if question.bucket is not None:
             keys.append(_bucket(table.start_us, question.bucket, days).label("bucket_us"))
@@ -109,15 +122,7 @@ def _rollup_facts(
             keys.append(table.series_id)
         elif question.group_by:
             keys.append(table.tenant_id.label("tenant"))
-        arm = select(*keys, *(table[name] for name in AMOUNTS))
-        arm = arm.where(table.grain == grains[span_us].number, table.span_us == span_us)
-        arm = arm.where(_within(table.start_us, ranges))
-        if question.tenant_id is not None:
-            # The sums of all tenants, which are many, make SQLite think that a tenant's are.
-            arm = arm.where(rare(table.tenant_id == question.tenant_id))
-        if question.adapter_ids is not None:
-            arm = arm.where(table.series_id.in_(_series_of_adapters(question)))
-        arms.append(arm)
+        arms.append(select(*keys, *(table[name] for name in AMOUNTS)).where(*conditions))
     if not arms:
         return []
     rows = union_all(*arms).subquery("spans")
@@ -142,43 +147,53 @@ def _series_of_adapters(question: UsageQuestion) -> Select[tuple[int]]:
     return of_adapters if question.tenant_id is None else of_adapters.where(_series.c.tenant_id == question.tenant_id)
 
 
-def _arms(parts: Cut, days: Sequence[int]) -> Iterator[tuple[int, Sequence[Range]]]:
-    """A part of the statement for each range, which SQLite finds by an index; a timezone has too many for that."""
+def _rollup_arms(
+    question: UsageQuestion, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
+) -> Iterator[list[Condition]]:
+    """What is read of the rollups: a part of the statement for each range, which SQLite finds by an index."""
+    table = _rollups.c
     for span_us, ranges in parts.spans.items():
-        if days:
-            yield span_us, ranges
-        else:
-            yield from ((span_us, (part,)) for part in ranges)
+        # A timezone has too many ranges for a part each.
+        for some in (ranges,) if days else ((one,) for one in ranges):
+            conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
+            conditions.append(_within(table.start_us, some))
+            if question.tenant_id is not None:
+                # The sums of all tenants, which are many, make SQLite think that a tenant's are.
+                conditions.append(rare(table.tenant_id == question.tenant_id))
+            if question.adapter_ids is not None:
+                conditions.append(table.series_id.in_(_series_of_adapters(question)))
+            yield conditions
+
+
+def _event_arms(question: UsageQuestion, parts: Cut) -> Iterator[tuple[Table, Column[int], list[Condition]]]:
+    """Single events and adjustments: all of the cut ends, and of the rest those that wait for the rollups."""
+    rolled_up = parts.rolled_up
+    for table, time in ((_events, _events.c.finished_us), (_adjustments, _adjustments.c.created_us)):
+        of_tenant: list[Condition] = []
+        if question.tenant_id is not None:
+            of_tenant.append(table.c.tenant_id == question.tenant_id)
+        yield table, time, [*of_tenant, _within(time, parts.events, question.tenant_id)]
+        if rolled_up:
+            # The few times of batches that wait are what an index is asked for, never the long range itself.
+            waiting = select(_batches.c.at_us).where(_within(_batches.c.at_us, rolled_up))
+            yield table, time, [*of_tenant, time.in_(waiting), table.c.batch_id.in_(select(_batches.c.id))]
 
 
 def _event_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> list[Select[Any]]:
-    """Single events and adjustments: all of the cut ends, and of the rest those that wait for the rollups."""
     facts = []
     of_event = _adjustments.join(_events, _events.c.request_id == _adjustments.c.request_id)
-    rolled_up = parts.rolled_up
-    for table, time, tables, num_requests in (
-        (_events, _events.c.finished_us, _events, 1),
-        (_adjustments, _adjustments.c.created_us, of_event, 0),
-    ):
+    for table, time, conditions in _event_arms(question, parts):
         columns: list[ColumnElement[Any]] = []
         if question.bucket is not None:
             columns.append(_bucket(time, question.bucket, days).label("bucket_us"))
         for name in question.group_by:
             column = _events.c[GROUPED_BY[name]]
             columns.append((func.coalesce(column, "") if name in OPTIONAL else column).label(name))
+        num_requests, tables = (1, table) if table is _events else (0, of_event)
         amounts = [literal(num_requests).label("requests"), *(table.c[name] for name in AMOUNTS[1:])]
-        query = select(*columns, *amounts)
-        if question.tenant_id is not None:
-            query = query.where(table.c.tenant_id == question.tenant_id)
         if question.adapter_ids is not None:
-            query = query.where(_events.c.adapter_id.in_(question.adapter_ids))
-        facts.append(query.select_from(tables).where(_within(time, parts.events, question.tenant_id)))
-        if rolled_up:
-            # The few times of batches that wait are what an index is asked for, never the long range itself.
-            waiting = select(_batches.c.at_us).where(_within(_batches.c.at_us, rolled_up))
-            facts.append(
-                query.select_from(tables).where(time.in_(waiting), table.c.batch_id.in_(select(_batches.c.id)))
-            )
+            conditions.append(_events.c.adapter_id.in_(question.adapter_ids))
+        facts.append(select(*columns, *amounts).select_from(tables).where(*conditions))
     return facts
 
 

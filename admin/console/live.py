@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from starlette.responses import Response, StreamingResponse
@@ -13,6 +14,8 @@ from loramux.platform.errors import Unavailable
 
 MAX_STREAMS = 200
 """Of all sessions together; a page beyond them is still right, and grows old."""
+MAX_STREAMS_EACH = 10
+"""Of one tenant's sessions: each renders its page every second or two."""
 LIFETIME_S = 600.0
 """After which the browser connects again by itself, so that nothing lasts for ever."""
 
@@ -23,11 +26,12 @@ class LiveParts:
     """Sends each part whenever it has changed, for as long as the session lives."""
 
     def __init__(self) -> None:
-        self._num_streams = 0
+        self._num_of: Counter[str] = Counter()
 
     def stream(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> Response:
         """The parts by the names of their events. Raises Unavailable where too many pages are watched already."""
-        if self._num_streams >= MAX_STREAMS:
+        is_full = not visit.is_platform and self._num_of[visit.holder] >= MAX_STREAMS_EACH
+        if is_full or self._num_of.total() >= MAX_STREAMS:
             raise Unavailable("too many pages are being watched; open this one again later", retry_after_s=30)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self._events(visit, every_s, parts), media_type="text/event-stream", headers=headers)
@@ -40,7 +44,7 @@ class LiveParts:
             return False
 
     async def _events(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> AsyncIterator[bytes]:
-        self._num_streams += 1
+        self._num_of[visit.holder] += 1
         try:
             shown: dict[str, str] = {}
             loop = asyncio.get_running_loop()
@@ -61,7 +65,8 @@ class LiveParts:
                 yield b"".join(changed) or b": still so\n\n"
                 await asyncio.sleep(every_s)
         finally:
-            self._num_streams -= 1
+            self._num_of[visit.holder] -= 1
+            self._num_of += Counter()
 
 
 def _event(name: str, html: str) -> bytes:

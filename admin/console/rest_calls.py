@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
+import anyio
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -128,7 +129,8 @@ class _Answer:
 
     async def receive(self) -> Message:
         if self._sent is None:
-            return {"type": "http.disconnect"}
+            # The page is there until it has its answer, however many parts that comes in.
+            await anyio.sleep_forever()
         body, self._sent = self._sent, None
         return {"type": "http.request", "body": body, "more_body": False}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -63,6 +64,12 @@ class Visit:
     @property
     def rest(self) -> RestCalls:
         return RestCalls(self.site.rest, self.session.principal, self.request.scope)
+
+    @property
+    def holder(self) -> str:
+        """Who takes places, as in REST: the session's tenant, or a key of the platform by itself."""
+        principal = self.session.principal
+        return principal.tenant_id or principal.key_id
 
     @property
     def is_platform(self) -> bool:
@@ -178,7 +185,8 @@ def page(site: Site, handler: Handler) -> Endpoint:
             if session is None:
                 return _to_login(request)
             visit = Visit(request, site, session, Form(()))
-            return await _kept(visit, await handler(visit))
+            async with nullcontext() if visit.is_platform else site.services.visiting.one(visit.holder):
+                return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
             if request.headers.get("sec-fetch-mode", "navigate") != "navigate" and not is_htmx(request):
                 # A script's call cannot go there, and would take the attempt of a tab that does.

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from loramux.adapter_store.blobs import PresignedParts, PresignedPut
 from loramux.adapter_store.records import Adapter, Upload, UploadFile
-from loramux.admin.rest.access import Developer, Reader, Services
+from loramux.admin.rest.access import Developer, Reader, Services, Uploader
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewUpload, read_json
 from loramux.admin.rest.idempotency import keep_answer_until
@@ -86,7 +86,7 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
 
 @router.put("/{upload_id}/files/{name}", status_code=204, openapi_extra=takes_bytes(), responses=errors(503))
 async def put_file(
-    adapter_id: str, upload_id: str, name: str, request: Request, services: Services, caller: Developer
+    adapter_id: str, upload_id: str, name: str, request: Request, services: Services, caller: Uploader
 ) -> Response:
     """Send one file's raw bytes; they must be what was declared."""
     adapter = await find_adapter(services, caller, adapter_id)

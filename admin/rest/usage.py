@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
-from starlette.responses import StreamingResponse
 
-from loramux.admin.rest.access import Reader, Services, tenant_filter
+from loramux.admin.rest.access import Downloader, Services, tenant_filter
+from loramux.admin.rest.held_response import HeldResponse
 from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
 from loramux.admin.rest.usage_documents import UsageEventDocument, UsagePage
 from loramux.admin.rest.usage_question import (
@@ -19,8 +19,8 @@ from loramux.admin.rest.usage_question import (
     attachment,
     groups_of,
     report_response,
-    rows_of,
 )
+from loramux.migrations.paging import Page
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger import UsageEvent
 from loramux.platform.openapi import answers_rows
@@ -33,7 +33,7 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 
 @router.get("", responses=answers_rows(UsagePage))
-async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
+async def get_usage(services: Services, caller: Downloader, wanted: Report) -> Response:
     """Sums of what finished in [start, end); by default the last 30 days, of which today is one.
 
     Cached tokens are part of the prompt's. An adjustment of a request counts when it was made. With `top`, the page
@@ -44,14 +44,13 @@ async def get_usage(services: Services, caller: Reader, wanted: Report) -> Respo
         amounts = {name: getattr(row, name) for name in AMOUNTS}
         return {"object": "usage.result", **groups_of(row, wanted.group_by), **amounts}
 
-    answered = await rows_of(services, caller, wanted)
-    return await report_response(services, "usage", wanted, answered, describe, AMOUNTS, {})
+    return await report_response(services, caller, "usage", wanted, describe, AMOUNTS, {})
 
 
 @router.get("/events")
 async def list_events(
     services: Services,
-    caller: Reader,
+    caller: Downloader,
     tenant: TenantParam = None,
     start: Time = None,
     end: Time = None,
@@ -63,15 +62,18 @@ async def list_events(
     tenant_id = await tenant_filter(services, caller, tenant)
     start_us = None if start is None else start * 1_000_000
     end_us = None if end is None else end * 1_000_000
-    only = caller.adapter_ids
-    page = await services.call(services.ledger.events, tenant_id, limit, after, before, start_us, end_us, only)
+
+    def read() -> Page[UsageEvent]:
+        return services.ledger.events(tenant_id, limit, after, before, start_us, end_us, caller.adapter_ids)
+
+    page = await services.report(caller.holder, read)
     return list_document(page, _describe_event)
 
 
 @router.get("/events/export", response_class=Response, responses=answers_rows())
 async def export_events(
     services: Services,
-    caller: Reader,
+    caller: Downloader,
     tenant: TenantParam = None,
     start: Time = None,
     end: Time = None,
@@ -79,7 +81,7 @@ async def export_events(
 ) -> Response:
     """Every settled request of [start, end), in the order they finished; by default of the last 30 days.
 
-    It is streamed as it is read, however long it is.
+    It is streamed as it is read, however long it is; a client that stops reading is cut off.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     end_us = services.database.now_us() + 1 if end is None else end * 1_000_000
@@ -87,14 +89,15 @@ async def export_events(
     if start_us >= end_us:
         raise InvalidRequest("end must lie after start", param="end")
 
-    async def read(after: UsageEvent | None) -> tuple[UsageEvent | None, str]:
+    async def read(after: UsageEvent | None, is_first: bool = False) -> tuple[UsageEvent | None, str]:
         """A part of the export, and the event that it ends with."""
 
         def spelled() -> tuple[UsageEvent | None, str]:
             events = services.ledger.export(tenant_id, start_us, end_us, after, caller.adapter_ids)
             return (events[-1] if events else None), "".join(_lines(events, format))
 
-        return await services.call(spelled)
+        # What was begun is not given up because other reports of the caller's are under way.
+        return await services.report(caller.holder, spelled, is_patient=not is_first)
 
     async def body(last: UsageEvent | None, part: str) -> AsyncIterator[str]:
         yield csv_line(_EVENT_COLUMNS) if format == "csv" else ""
@@ -102,9 +105,14 @@ async def export_events(
             yield part
             last, part = await read(last)
 
-    # A database that does not answer is told as an error, not as an export that ends early.
-    first = await read(None)
-    return StreamingResponse(body(*first), 200, attachment("usage-events", format), MEDIA_TYPES[format])
+    give_back = await services.exporting.take(caller.holder)
+    try:
+        # A database that does not answer is told as an error, not as an export that ends early.
+        first = await read(None, is_first=True)
+    except BaseException:
+        give_back()
+        raise
+    return HeldResponse(body(*first), give_back, attachment("usage-events", format), MEDIA_TYPES[format])
 
 
 def _lines(events: Sequence[UsageEvent], kind: str) -> list[str]:

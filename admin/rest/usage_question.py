@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Literal
@@ -10,15 +10,18 @@ from typing import Annotated, Literal
 import msgspec
 from fastapi import Depends, Query, Response
 
-from loramux.admin.rest.access import Caller, Services, tenant_filter
+from loramux.admin.rest.access import Caller, tenant_filter
+from loramux.admin.rest.held_response import HeldResponse
 from loramux.admin.rest.listing import Document, TenantParam
 from loramux.admin.services import AdminServices
 from loramux.platform.usage_csv import csv_line, csv_lines, ndjson_line
 from loramux.platform.usage_grains import DAY_US
 from loramux.platform.usage_question import UsageQuestion
-from loramux.platform.usage_report import MAX_TOP, LargestRows, UsageRow, answer, largest
+from loramux.platform.usage_report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
+SENT_AT_ONCE_BYTES = 64 * 1024
+"""A report of more is sent in parts of this size, and takes a place until its client has read it."""
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Seconds since 1970.")]
 Format = Literal["json", "csv", "ndjson"]
@@ -64,32 +67,50 @@ async def asked(
 Report = Annotated[Asked, Depends(asked)]
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The rows, and where only the largest were asked for what all of them make."""
+async def report_response(
+    services: AdminServices,
+    caller: Caller,
+    name: str,
+    wanted: Asked,
+    describe: Callable[[UsageRow], Document],
+    columns: Sequence[str],
+    more: Document,
+) -> Response:
+    """What finished in [start, end), by default in the last 30 days, in the format that was asked for.
 
-    rows: tuple[UsageRow, ...]
-    largest: LargestRows | None = None
-
-
-async def rows_of(services: Services, caller: Caller, wanted: Asked) -> Answered:
-    """What finished in [start, end), by default in the last 30 days; raises InvalidRequest."""
+    `columns` are those of `describe` that make up a flat row. Raises InvalidRequest, Unavailable and ReadTooLong.
+    """
     tenant_id = await tenant_filter(services, caller, wanted.tenant)
-    end_us = _until_now(services.database.now_us(), wanted) if wanted.end is None else wanted.end * 1_000_000
-    start_us = max(0, end_us - DEFAULT_RANGE_US) if wanted.start is None else wanted.start * 1_000_000
-    question = UsageQuestion(
+    question = _question(tenant_id, wanted, services.database.now_us())
+
+    def make() -> bytes:
+        if wanted.top is None:
+            return _spelled(answer(services.database, question), wanted, describe, columns, more)
+        found = largest(services.database, question, wanted.top)
+        total = describe(found.total)
+        sums = {"num_results": found.num_groups, "total": {name: total[name] for name in columns}}
+        return _spelled(found.rows, wanted, describe, columns, {**more, **sums})
+
+    body = await services.report(caller.holder, make)
+    headers = {} if wanted.format == "json" else attachment(name, wanted.format)
+    media_type = MEDIA_TYPES[wanted.format]
+    if len(body) <= SENT_AT_ONCE_BYTES:
+        return Response(body, 200, headers, media_type)
+    give_back = await services.exporting.take(caller.holder)
+    return HeldResponse(_in_parts(body), give_back, headers, media_type)
+
+
+def _question(tenant_id: str | None, wanted: Asked, now_us: int) -> UsageQuestion:
+    end_us = _until_now(now_us, wanted) if wanted.end is None else wanted.end * 1_000_000
+    return UsageQuestion(
         tenant_id=tenant_id,
-        start_us=start_us,
+        start_us=max(0, end_us - DEFAULT_RANGE_US) if wanted.start is None else wanted.start * 1_000_000,
         end_us=end_us,
         bucket=wanted.bucket,
         group_by=wanted.group_by,
         timezone=wanted.timezone,
         adapter_ids=caller.adapter_ids,
     )
-    if wanted.top is None:
-        return Answered(await services.call(answer, services.database, question))
-    found = await services.call(largest, services.database, question, wanted.top)
-    return Answered(found.rows, found)
 
 
 def _until_now(now_us: int, wanted: Asked) -> int:
@@ -101,35 +122,27 @@ def _until_now(now_us: int, wanted: Asked) -> int:
     return (now_us // DAY_US + 1) * DAY_US
 
 
-async def report_response(
-    services: AdminServices,
-    name: str,
+def _spelled(
+    rows: Sequence[UsageRow],
     wanted: Asked,
-    answered: Answered,
     describe: Callable[[UsageRow], Document],
     columns: Sequence[str],
     more: Document,
-) -> Response:
-    """The report in the format that was asked for; `columns` are those of `describe` that make up a flat row."""
-    rows = answered.rows
+) -> bytes:
+    if wanted.format == "json":
+        return msgspec.json.encode(
+            {"object": "page", "data": _buckets(rows, describe), "has_more": False, "next_page": None, **more}
+        )
     flat = ("start_time", "end_time", *wanted.group_by, *columns)
-    if answered.largest is not None:
-        total = describe(answered.largest.total)
-        more = {**more, "num_results": answered.largest.num_groups, "total": {name: total[name] for name in columns}}
+    documents = ({**_times(row), **describe(row)} for row in rows)
+    if wanted.format == "ndjson":
+        return "".join(ndjson_line({name: item[name] for name in flat}) for item in documents).encode()
+    return "".join((csv_line(flat), *csv_lines(documents, flat))).encode()
 
-    def encode() -> bytes:
-        if wanted.format == "json":
-            return msgspec.json.encode(
-                {"object": "page", "data": _buckets(rows, describe), "has_more": False, "next_page": None, **more}
-            )
-        documents = ({**_times(row), **describe(row)} for row in rows)
-        if wanted.format == "ndjson":
-            return "".join(ndjson_line({name: item[name] for name in flat}) for item in documents).encode()
-        return "".join((csv_line(flat), *csv_lines(documents, flat))).encode()
 
-    # Thousands of rows take a while to spell out, for which no request waits.
-    headers = {} if wanted.format == "json" else attachment(name, wanted.format)
-    return Response(await services.call(encode), 200, headers, MEDIA_TYPES[wanted.format])
+async def _in_parts(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), SENT_AT_ONCE_BYTES):
+        yield body[start : start + SENT_AT_ONCE_BYTES]
 
 
 def attachment(name: str, extension: str) -> dict[str, str]:
@@ -141,9 +154,14 @@ def groups_of(row: UsageRow, group_by: Iterable[str]) -> Document:
 
 
 def _buckets(rows: Sequence[UsageRow], describe: Callable[[UsageRow], Document]) -> list[Document]:
+    # Each result is encoded by itself: all of them in one call would keep every other thread waiting for its end.
     return [
-        {"object": "bucket", **_times(first), "results": [describe(first), *map(describe, rest)]}
-        for first, *rest in (list(bucket) for _, bucket in groupby(rows, lambda row: (row.start_us, row.end_us)))
+        {
+            "object": "bucket",
+            **_times(bucket[0]),
+            "results": [msgspec.Raw(msgspec.json.encode(describe(row))) for row in bucket],
+        }
+        for bucket in (list(same) for _, same in groupby(rows, lambda row: (row.start_us, row.end_us)))
     ]
 
 

@@ -43,8 +43,15 @@ from loramux.admin.cli import app
 from loramux.admin.http_servers import HttpServer
 from loramux.admin.idempotency_keys import IdempotencyKeys
 from loramux.admin.listeners import bind, url_of
+from loramux.admin.places import Places
 from loramux.admin.self_check import SelfCheck
-from loramux.admin.services import AdminServices
+from loramux.admin.services import (
+    MAX_CALLS,
+    MAX_CALLS_EACH,
+    MAX_REPORTS_EACH,
+    NUM_REPORT_THREADS,
+    AdminServices,
+)
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -130,7 +137,7 @@ def open_admin_side(
     worker = IngestWorker(ingest)
     engine = ScriptedEngine()
     commit = GroupCommit(Admission(database))
-    with ThreadPoolExecutor(4) as executor:
+    with ThreadPoolExecutor(4) as executor, ThreadPoolExecutor(2) as report_executor:
         services = AdminServices(
             database=database,
             tenants=Tenants(database),
@@ -159,6 +166,11 @@ def open_admin_side(
             metrics_token=None,
             is_loopback=True,
             executor=executor,
+            report_executor=report_executor,
+            # No rest, which would end after a test's event loop has.
+            calling=Places("calls", MAX_CALLS, MAX_CALLS_EACH),
+            visiting=Places("pages", MAX_CALLS, MAX_CALLS_EACH),
+            reporting=Places("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),
         )
         worker.start()
         yield AdminSide(services, blobs, engine)

@@ -28,7 +28,7 @@ async def test_live_is_red_while_a_hung_engine_cannot_be_replaced_and_not_for_a_
 async def test_an_engines_last_words_are_for_operators(gateway: Any) -> None:
     services = gateway.services
     app = FastAPI()
-    app.include_router(health_router(services.database, services.engine, services.executor, tells_why=True))
+    app.include_router(health_router(services.database, services.engine, tells_why=True))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as admin:
         assert "reason" not in (await admin.get("/health/ready")).json()
         gateway.engine.die()
