@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sqlalchemy import Row, Select, select
 
 from loramux.adapter_store.registry import is_identifier
-from loramux.migrations.database import Database
+from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.migrations.schema import adapter_versions, adapters, tenants
 
@@ -73,7 +73,7 @@ class IngestJobs:
             query = query.where(columns.adapter_id.in_(own))
         if only is not None:
             query = query.where(columns.adapter_id.in_(only))
-        with self._database.read() as connection:
+        with self._database.read(LONGEST_READ_S) as connection:
             rows, has_more = keyset_rows(
                 connection, query, adapter_versions.c.id, limit, _version_id(after), _version_id(before)
             )

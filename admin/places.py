@@ -14,14 +14,25 @@ WAIT_S = 10.0
 """How long a call waits for a place; it holds a connection meanwhile, and no thread."""
 RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
-"""How long a place rests at most, however long it was taken."""
+"""How long a tenant rests at most for one call, however long that lasted."""
+UNRESTED_S = 5.0
+"""How much rest a tenant may owe before its places stay taken for it: a burst, such as a page's calls."""
+
+
+class _Share:
+    """What one tenant has of the places, and until when it would rest if it owed no rest."""
+
+    def __init__(self, num_places: int) -> None:
+        self.limiter = anyio.CapacityLimiter(num_places)
+        self.rests_until_s = 0.0
 
 
 class Places:
     """`num_places` calls at a time, of them at most `num_each` of one tenant: the others find a place all the same.
 
-    With `rest`, a place stays taken after its call for `rest` times as long as the call had it: one tenant's calls
-    keep the processor busy for `num_each / (1 + rest)` of the time at most, however many it sends.
+    With `rest`, each call makes its tenant owe `rest` times as long as it had its place. A tenant that owes more than
+    UNRESTED_S gets its places back only as time passes, so that all its calls together take one part in `rest` of a
+    processor, however many it sends.
     """
 
     def __init__(self, what: str, num_places: int, num_each: int, rest: float = 0.0) -> None:
@@ -29,8 +40,8 @@ class Places:
         self._num_each = num_each
         self._rest = rest
         self._all = anyio.CapacityLimiter(num_places)
-        # Of tenants that have or want a place just now.
-        self._of_tenant: dict[str, anyio.CapacityLimiter] = {}
+        # Of tenants that have or want a place just now, or rest.
+        self._of_tenant: dict[str, _Share] = {}
 
     @property
     def num_taken(self) -> int:
@@ -38,26 +49,21 @@ class Places:
 
     @property
     def num_waiting(self) -> int:
-        everyone = (self._all, *self._of_tenant.values())
+        everyone = (self._all, *(share.limiter for share in self._of_tenant.values()))
         return sum(limiter.statistics().tasks_waiting for limiter in everyone)
 
     async def take(self, tenant_id: str, *, is_patient: bool = False) -> Callable[[], None]:
         """Take a place, and return what gives it back. Raises Unavailable `too_many_<what>` unless it is patient."""
         call = object()
-        own = self._of_tenant.setdefault(tenant_id, anyio.CapacityLimiter(self._num_each))
+        share = self._of_tenant.setdefault(tenant_id, _Share(self._num_each))
 
         def give_back_own() -> None:
-            own.release_on_behalf_of(call)
+            share.limiter.release_on_behalf_of(call)
             self._forget_idle(tenant_id)
 
-        def free() -> None:
-            self._all.release_on_behalf_of(call)
-            give_back_own()
-
-        loop = asyncio.get_running_loop()
         try:
             with anyio.fail_after(None if is_patient else WAIT_S):
-                await own.acquire_on_behalf_of(call)
+                await share.limiter.acquire_on_behalf_of(call)
                 try:
                     await self._all.acquire_on_behalf_of(call)
                 except BaseException:
@@ -72,13 +78,17 @@ class Places:
                 code=f"too_many_{self._what}",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
+        loop = asyncio.get_running_loop()
         taken_s = loop.time()
 
         def give_back() -> None:
-            if self._rest:
-                loop.call_later(min(MAX_REST_S, self._rest * (loop.time() - taken_s)), free)
+            self._all.release_on_behalf_of(call)
+            now_s = loop.time()
+            share.rests_until_s = max(share.rests_until_s, now_s) + min(MAX_REST_S, self._rest * (now_s - taken_s))
+            if share.rests_until_s - now_s > UNRESTED_S:
+                loop.call_at(share.rests_until_s - UNRESTED_S, give_back_own)
             else:
-                free()
+                give_back_own()
 
         return give_back
 
@@ -92,6 +102,11 @@ class Places:
             give_back()
 
     def _forget_idle(self, tenant_id: str) -> None:
-        statistics = self._of_tenant[tenant_id].statistics() if tenant_id in self._of_tenant else None
-        if statistics is not None and not statistics.borrowed_tokens and not statistics.tasks_waiting:
+        share = self._of_tenant.get(tenant_id)
+        if share is None or share.limiter.borrowed_tokens or share.limiter.statistics().tasks_waiting:
+            return
+        loop = asyncio.get_running_loop()
+        if share.rests_until_s > loop.time():
+            loop.call_at(share.rests_until_s, self._forget_idle, tenant_id)
+        else:
             del self._of_tenant[tenant_id]

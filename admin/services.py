@@ -44,12 +44,14 @@ NUM_ADMIN_THREADS = 4
 NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
 """Reports of one tenant, or of one key of the platform, that are added up at once."""
-REPORTS_REST = 3.0
-"""Of the time that a report took: a report that runs takes a core from inference."""
+REPORTS_REST = 9.0
+"""How many times as long as a report took its tenant rests: it takes a core from inference while it runs."""
 MAX_CALLS = 64
 MAX_CALLS_EACH = 4
 """Calls of one tenant's keys and sessions that are answered at once; the platform's own are not counted."""
-CALLS_REST = 3.0
+CALLS_REST = 9.0
+PAGES_REST = 3.0
+"""Of a page of the console, most of whose time its calls take."""
 MAX_EXPORTS = 16
 """Exports and long reports that are sent at once; each keeps up to 20 MB for as long as its client reads."""
 MAX_EXPORTS_EACH = 4
@@ -110,7 +112,7 @@ class AdminServices:
     """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
     downloading: Places = field(default_factory=lambda: Places("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH))
     calling: Places = field(default_factory=lambda: Places("calls", MAX_CALLS, MAX_CALLS_EACH, CALLS_REST))
-    visiting: Places = field(default_factory=lambda: Places("pages", MAX_CALLS, MAX_CALLS_EACH, CALLS_REST))
+    visiting: Places = field(default_factory=lambda: Places("pages", MAX_CALLS, MAX_CALLS_EACH, PAGES_REST))
     """The same for pages of the console, whose calls take places of their own."""
     reporting: Places = field(
         default_factory=lambda: Places("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)

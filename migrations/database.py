@@ -29,6 +29,9 @@ from loramux.migrations.round_trip import TAKES_NO_WRITES, write_by_round_trips
 Clock = Callable[[], int]
 """Microseconds since 1970."""
 
+LONGEST_READ_S = 20.0
+"""How long a reading that a caller's filters make long may keep the database busy."""
+
 POOL_WAIT_S = 5.0
 """How long to wait for a connection when all are in use."""
 
@@ -253,6 +256,7 @@ def _create_engine(url: URL) -> Engine:
     engine = create_engine(
         url,
         connect_args={"timeout": 10.0, "check_same_thread": False},
+        poolclass=QueuePool,
         # Files have no limit: as many as there are threads, so that none waits for another's.
         max_overflow=-1,
         hide_parameters=True,

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, case, or_, select
 
 from loramux.migrations import schema
-from loramux.migrations.database import Database
+from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.principals import Principal
 
@@ -80,7 +80,7 @@ class AuditLog:
             query = query.where(table.created_us >= wanted.start_us)
         if wanted.end_us is not None:
             query = query.where(table.created_us < wanted.end_us)
-        with self._database.read() as connection:
+        with self._database.read(LONGEST_READ_S) as connection:
             rows, has_more = keyset_rows(connection, query, table.id, limit, after, before)
         return Page(tuple(_entry(row) for row in rows), has_more)
 

@@ -9,13 +9,11 @@ from typing import Any
 from sqlalchemy import Row, Select, func, select, tuple_
 
 from loramux.migrations import schema
-from loramux.migrations.database import Database
+from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.usage_question import UsageQuestion
 from loramux.platform.usage_report import UsageRow, answer
 
-MAX_READ_S = 20.0
-"""How long a page or a part of an export may keep the database busy."""
 AMOUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 EXPORT_ROWS = 1000
 
@@ -88,7 +86,7 @@ class Ledger:
         With `only`, requests of these adapters.
         """
         query = _select_events(tenant_id, start_us, end_us, only)
-        with self._database.read(MAX_READ_S) as connection:
+        with self._database.read(LONGEST_READ_S) as connection:
             rows, has_more = keyset_rows(connection, query, schema.usage_events.c.request_id, limit, after, before)
         return Page(tuple(_event(row) for row in rows), has_more)
 
@@ -113,7 +111,7 @@ class Ledger:
                 events.finished_us >= after.finished_us, tuple_(events.finished_us, events.request_id) > place
             )
         query = query.order_by(events.finished_us, events.request_id).limit(EXPORT_ROWS)
-        with self._database.read(MAX_READ_S) as connection:
+        with self._database.read(LONGEST_READ_S) as connection:
             return [_event(row) for row in connection.execute(query)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection
 
-from loramux.migrations.database import Database
+from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.usage_grains import AMOUNTS
 from loramux.platform.usage_question import UsageQuestion
@@ -18,8 +18,6 @@ from loramux.platform.usage_statement import OPTIONAL, select_all, select_larges
 
 MAX_ROWS = 50_000
 MAX_TOP = 1000
-MAX_READ_S = 20.0
-"""How long a report may keep the database busy."""
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -61,7 +59,7 @@ def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
     was written, with its request's groups and no request of its own.
     """
     days = local_days(question.start_us, question.end_us, question.timezone) if question.has_local_days else []
-    with database.read(MAX_READ_S) as connection:
+    with database.read(LONGEST_READ_S) as connection:
         _check_summed(connection, question, days)
         rows = connection.execute(select_all(question, days).limit(MAX_ROWS + 1)).all()
     if len(rows) > MAX_ROWS:
@@ -82,7 +80,7 @@ def largest(database: Database, question: UsageQuestion, top: int) -> LargestRow
         raise InvalidRequest("the largest groups are those of the whole range: leave bucket away", param="top")
     if not 1 <= top <= MAX_TOP:
         raise InvalidRequest(f"top is a number from 1 to {MAX_TOP}", param="top")
-    with database.read(MAX_READ_S) as connection:
+    with database.read(LONGEST_READ_S) as connection:
         _check_summed(connection, question, ())
         rows = connection.execute(select_largest(question, top)).all()
     # Behind each row are how many groups there are, and their sums.

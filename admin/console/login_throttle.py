@@ -35,13 +35,17 @@ class LoginThrottle:
 
     def _begin(self, origin: str) -> int:
         table = login_failures
-        query = select(table.c.forgiven_us).where(table.c.origin == origin).with_for_update()
+        query = select(table.c.forgiven_us).where(table.c.origin == origin)
+        with self._database.read() as connection:
+            # Most attempts of a flood end here: nobody without a key takes the writer's lock from requests.
+            if wait_s := _wait_s(connection.execute(query).scalar_one_or_none(), self._database.now_us(connection)):
+                return wait_s
         with self._database.write() as connection:
-            found = connection.execute(query).scalar_one_or_none()
+            found = connection.execute(query.with_for_update()).scalar_one_or_none()
             now_us = self._database.now_us(connection)
+            if wait_s := _wait_s(found, now_us):
+                return wait_s
             owed_us = max(0, (found or 0) - now_us)
-            if owed_us > (BURST - 1) * _REFILL_US:
-                return math.ceil((owed_us - (BURST - 1) * _REFILL_US) / 1_000_000)
             forgiven_us = now_us + owed_us + _REFILL_US
             if found is None:
                 connection.execute(insert(table).values(origin=origin, forgiven_us=forgiven_us))
@@ -58,3 +62,9 @@ class LoginThrottle:
                 .where(table.c.origin == origin_of(address))
                 .values(forgiven_us=table.c.forgiven_us - _REFILL_US)
             )
+
+
+def _wait_s(forgiven_us: int | None, now_us: int) -> int:
+    """Seconds until an address may try again; 0 where it may now."""
+    owed_us = max(0, (forgiven_us or 0) - now_us)
+    return max(0, math.ceil((owed_us - (BURST - 1) * _REFILL_US) / 1_000_000))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from loramux.adapter_store.sandbox import ESSENTIAL
-from loramux.admin.assembly import Assembled, assemble
+from loramux.admin.assembly import NUM_THREADS, Assembled, assemble
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
 from loramux.admin.serve import read_model
@@ -18,6 +21,7 @@ from loramux.admin.settings import Settings
 from loramux.engine.config import EngineConfig
 from loramux.migrations.database import Database
 from loramux.platform.scripted_engine import ScriptedEngine
+from loramux.platform.threads import call_on
 
 
 def assembling(model: Path, tmp_path: Path, **given: str) -> AbstractContextManager[Assembled]:
@@ -73,6 +77,39 @@ def test_an_empty_database_is_filled(demo_base: Path, tmp_path: Path, database_u
     database = Database(database_url)
     database.check_schema()
     database.close()
+
+
+def test_admin_work_takes_neither_threads_nor_connections_of_inference(
+    demo_base: Path, tmp_path: Path, database_url: str
+) -> None:
+    """Each of its threads is busy with the database, and as many of the gateway's as there are find it free."""
+    meeting, is_over = threading.Barrier(NUM_THREADS), threading.Event()
+    with assembling(demo_base, tmp_path, database_url=database_url) as assembled:
+        gateway, admin = assembled.gateway_app.state.services, assembled.admin_app.state.services
+
+        def linger() -> None:
+            with admin.database.read() as connection:
+                connection.execute(select(1))
+                is_over.wait(30)
+
+        def meet() -> None:
+            with gateway.database.read() as connection:
+                connection.execute(select(1))
+                meeting.wait(4)
+
+        async def all_at_once() -> None:
+            lingering = [
+                asyncio.ensure_future(call_on(executor, linger))
+                for executor in (admin.executor, admin.report_executor)
+                for _ in range(2 * NUM_THREADS)
+            ]
+            try:
+                await asyncio.gather(*(gateway.call(meet) for _ in range(NUM_THREADS)))
+            finally:
+                is_over.set()
+                await asyncio.gather(*lingering)
+
+        asyncio.run(all_at_once())
 
 
 def test_a_database_of_another_version_is_refused_unless_it_is_embedded(demo_base: Path, tmp_path: Path) -> None:
