@@ -52,8 +52,11 @@ class Places:
         everyone = (self._all, *(share.limiter for share in self._of_tenant.values()))
         return sum(limiter.statistics().tasks_waiting for limiter in everyone)
 
-    async def take(self, tenant_id: str, *, is_patient: bool = False) -> Callable[[], None]:
-        """Take a place, and return what gives it back. Raises Unavailable `too_many_<what>` unless it is patient."""
+    async def take(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> Callable[[], None]:
+        """Take a place, and return what gives it back. Raises Unavailable `too_many_<what>`, unless it is patient.
+
+        With `rests` False the tenant owes nothing for it.
+        """
         call = object()
         share = self._of_tenant.setdefault(tenant_id, _Share(self._num_each))
 
@@ -84,7 +87,9 @@ class Places:
         def give_back() -> None:
             self._all.release_on_behalf_of(call)
             now_s = loop.time()
-            share.rests_until_s = max(share.rests_until_s, now_s) + min(MAX_REST_S, self._rest * (now_s - taken_s))
+            if rests:
+                rest_s = min(MAX_REST_S, self._rest * (now_s - taken_s))
+                share.rests_until_s = max(share.rests_until_s, now_s) + rest_s
             if share.rests_until_s - now_s > UNRESTED_S:
                 loop.call_at(share.rests_until_s - UNRESTED_S, give_back_own)
             else:
@@ -93,9 +98,9 @@ class Places:
         return give_back
 
     @asynccontextmanager
-    async def one(self, tenant_id: str, *, is_patient: bool = False) -> AsyncIterator[None]:
+    async def one(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> AsyncIterator[None]:
         """A place for as long as the block lasts."""
-        give_back = await self.take(tenant_id, is_patient=is_patient)
+        give_back = await self.take(tenant_id, is_patient=is_patient, rests=rests)
         try:
             yield
         finally:

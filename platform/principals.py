@@ -26,3 +26,8 @@ class Principal:
     @property
     def is_platform_admin(self) -> bool:
         return "platform:admin" in self.scopes
+
+    @property
+    def holder(self) -> str:
+        """Who takes places on the admin side: the tenant, or a key of the platform by itself."""
+        return self.tenant_id or self.key_id

@@ -30,7 +30,7 @@ class LiveParts:
 
     def stream(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> Response:
         """The parts by the names of their events. Raises Unavailable where too many pages are watched already."""
-        is_full = not visit.is_platform and self._num_of[visit.holder] >= MAX_STREAMS_EACH
+        is_full = not visit.is_platform and self._num_of[visit.session.principal.holder] >= MAX_STREAMS_EACH
         if is_full or self._num_of.total() >= MAX_STREAMS:
             raise Unavailable("too many pages are being watched; open this one again later", retry_after_s=30)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -44,7 +44,7 @@ class LiveParts:
             return False
 
     async def _events(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> AsyncIterator[bytes]:
-        self._num_of[visit.holder] += 1
+        self._num_of[visit.session.principal.holder] += 1
         try:
             shown: dict[str, str] = {}
             loop = asyncio.get_running_loop()
@@ -65,7 +65,7 @@ class LiveParts:
                 yield b"".join(changed) or b": still so\n\n"
                 await asyncio.sleep(every_s)
         finally:
-            self._num_of[visit.holder] -= 1
+            self._num_of[visit.session.principal.holder] -= 1
             self._num_of += Counter()
 
 

@@ -66,12 +66,6 @@ class Visit:
         return RestCalls(self.site.rest, self.session.principal, self.request.scope)
 
     @property
-    def holder(self) -> str:
-        """Who takes places, as in REST: the session's tenant, or a key of the platform by itself."""
-        principal = self.session.principal
-        return principal.tenant_id or principal.key_id
-
-    @property
     def is_platform(self) -> bool:
         return self.session.principal.tenant_id is None
 
@@ -185,7 +179,7 @@ def page(site: Site, handler: Handler) -> Endpoint:
             if session is None:
                 return _to_login(request)
             visit = Visit(request, site, session, Form(()))
-            async with nullcontext() if visit.is_platform else site.services.visiting.one(visit.holder):
+            async with nullcontext() if visit.is_platform else site.services.visiting.one(session.principal.holder):
                 return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
             if request.headers.get("sec-fetch-mode", "navigate") != "navigate" and not is_htmx(request):

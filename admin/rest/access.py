@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -26,6 +26,8 @@ class Caller:
     """An authenticated caller. A platform key sees every tenant, a tenant's key only its own."""
 
     principal: Principal
+    leave_place: Callable[[], None]
+    """Gives the place of the call back early, for a route that goes on to wait for a place of another kind."""
 
     def may_see(self, tenant_id: str | None) -> bool:
         return self.principal.tenant_id is None or self.principal.tenant_id == tenant_id
@@ -52,11 +54,6 @@ class Caller:
         return None if self.adapter_ids is None else self.adapter_ids | {self.principal.key_id}
 
     @property
-    def holder(self) -> str:
-        """Who takes places: the caller's tenant, or a key of the platform by itself."""
-        return self.principal.tenant_id or self.principal.key_id
-
-    @property
     def is_administrator(self) -> bool:
         """Of the platform, or of the caller's own tenant; a developer is not."""
         return not self.principal.scopes.isdisjoint(("platform:admin", "tenant:admin"))
@@ -69,24 +66,24 @@ async def services_of(request: Request) -> AdminServices:
 Services = Annotated[AdminServices, Depends(services_of)]
 
 
-def require(*scopes: str, is_long: bool = False) -> Callable[[Request, AdminServices], AsyncIterator[Caller]]:
+def require(*scopes: str) -> Callable[[Request, AdminServices], AsyncIterator[Caller]]:
     """A dependency that lets in keys with one of the scopes: 401 without a good key, 403 without the scope.
 
-    A tenant's call takes one of its places until its route returns; an `is_long` one takes another kind of place.
+    A tenant's call has one of its places until its route returns or leaves it; the platform's calls need none.
     """
 
     async def caller(request: Request, services: Services) -> AsyncIterator[Caller]:
         principal = await _authenticated(request, services)
-        if principal.scopes.isdisjoint(scopes):
-            raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
-        # Whatever this call changes is the principal's doing.
-        address = request.client.host if request.client is not None else None
-        act_as(Actor(principal.key_id, address, request_id_of(request)))
-        async with AsyncExitStack() as stack:
-            if principal.tenant_id is not None and not is_long:
-                await stack.enter_async_context(services.calling.one(principal.tenant_id))
+        with ExitStack() as place:
+            if principal.tenant_id is not None:
+                place.callback(await services.calling.take(principal.tenant_id))
+            if principal.scopes.isdisjoint(scopes):
+                raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
+            # Whatever this call changes is the principal's doing.
+            address = request.client.host if request.client is not None else None
+            act_as(Actor(principal.key_id, address, request_id_of(request)))
             await idempotency.begin(request, services, principal.key_id)
-            yield Caller(principal)
+            yield Caller(principal, place.close)
 
     return caller
 
@@ -104,24 +101,18 @@ async def _authenticated(request: Request, services: AdminServices) -> Principal
     return principal
 
 
-def _caller(*scopes: str, is_long: bool = False) -> Any:
+def _caller(*scopes: str) -> Any:
     # Ends with the route and not with the response, which a client may read as slowly as it likes.
-    return Depends(require(*scopes, is_long=is_long), scope="function")
+    return Depends(require(*scopes), scope="function")
 
-
-READERS = ("platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read")
-DEVELOPERS = ("platform:admin", "tenant:admin", "tenant:develop")
 
 PlatformAdmin = Annotated[Caller, _caller("platform:admin")]
 Auditor = Annotated[Caller, _caller("platform:admin", "platform:read", "tenant:admin")]
 PlatformReader = Annotated[Caller, _caller("platform:admin", "platform:read")]
 Writer = Annotated[Caller, _caller("platform:admin", "tenant:admin")]
-Developer = Annotated[Caller, _caller(*DEVELOPERS)]
+Developer = Annotated[Caller, _caller("platform:admin", "tenant:admin", "tenant:develop")]
 """Who may bring versions; what answers a bare name stays a `Writer`'s decision."""
-Uploader = Annotated[Caller, _caller(*DEVELOPERS, is_long=True)]
-Reader = Annotated[Caller, _caller(*READERS)]
-Downloader = Annotated[Caller, _caller(*READERS, is_long=True)]
-"""Of reports, exports and files."""
+Reader = Annotated[Caller, _caller("platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read")]
 
 
 async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, param: str = "tenant") -> Tenant:

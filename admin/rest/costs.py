@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from loramux.admin.rest.access import Downloader, Services
+from loramux.admin.rest.access import Reader, Services
 from loramux.admin.rest.listing import Document
 from loramux.admin.rest.usage_documents import CostsPage
 from loramux.admin.rest.usage_question import Report, groups_of, report_response
@@ -17,7 +17,7 @@ NANOS = 1_000_000_000
 
 
 @router.get("", responses=answers_rows(CostsPage))
-async def get_costs(services: Services, caller: Downloader, wanted: Report) -> Response:
+async def get_costs(services: Services, caller: Reader, wanted: Report) -> Response:
     """Costs of what finished in [start, end), by the prices that held when each request was admitted.
 
     `amount_nanos` is exact, in billionths of the currency; `amount` is the same as a decimal number. The currency is

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from loramux.adapter_store.blobs import PresignedParts, PresignedPut
 from loramux.adapter_store.records import Adapter, Upload, UploadFile
-from loramux.admin.rest.access import Developer, Reader, Services, Uploader
+from loramux.admin.rest.access import Developer, Reader, Services
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.bodies import NewUpload, read_json
 from loramux.admin.rest.idempotency import keep_answer_until
@@ -86,7 +86,7 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
 
 @router.put("/{upload_id}/files/{name}", status_code=204, openapi_extra=takes_bytes(), responses=errors(503))
 async def put_file(
-    adapter_id: str, upload_id: str, name: str, request: Request, services: Services, caller: Uploader
+    adapter_id: str, upload_id: str, name: str, request: Request, services: Services, caller: Developer
 ) -> Response:
     """Send one file's raw bytes; they must be what was declared."""
     adapter = await find_adapter(services, caller, adapter_id)
@@ -94,6 +94,7 @@ async def put_file(
     length = request.headers.get("content-length", "")
     num_bytes = int(length) if length.isdecimal() and length.isascii() else None
     chunks = _chunks(request.stream())
+    caller.leave_place()
     async with services.uploading.one(adapter.tenant_id):
         # The place is what bounds the threads: waiting for it ends, as waiting for a thread would not.
         thread = anyio.CapacityLimiter(1)

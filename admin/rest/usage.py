@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
 
-from loramux.admin.rest.access import Downloader, Services, tenant_filter
+from loramux.admin.rest.access import Reader, Services, tenant_filter
 from loramux.admin.rest.held_response import HeldResponse
 from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
 from loramux.admin.rest.usage_documents import UsageEventDocument, UsagePage
@@ -33,7 +33,7 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 
 @router.get("", responses=answers_rows(UsagePage))
-async def get_usage(services: Services, caller: Downloader, wanted: Report) -> Response:
+async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
     """Sums of what finished in [start, end); by default the last 30 days, of which today is one.
 
     Cached tokens are part of the prompt's. An adjustment of a request counts when it was made. With `top`, the page
@@ -50,7 +50,7 @@ async def get_usage(services: Services, caller: Downloader, wanted: Report) -> R
 @router.get("/events")
 async def list_events(
     services: Services,
-    caller: Downloader,
+    caller: Reader,
     tenant: TenantParam = None,
     start: Time = None,
     end: Time = None,
@@ -66,14 +66,15 @@ async def list_events(
     def read() -> Page[UsageEvent]:
         return services.ledger.events(tenant_id, limit, after, before, start_us, end_us, caller.adapter_ids)
 
-    page = await services.report(caller.holder, read)
+    caller.leave_place()
+    page = await services.report(caller.principal, read)
     return list_document(page, _describe_event)
 
 
 @router.get("/events/export", response_class=Response, responses=answers_rows())
 async def export_events(
     services: Services,
-    caller: Downloader,
+    caller: Reader,
     tenant: TenantParam = None,
     start: Time = None,
     end: Time = None,
@@ -97,7 +98,7 @@ async def export_events(
             return (events[-1] if events else None), "".join(_lines(events, format))
 
         # What was begun is not given up because other reports of the caller's are under way.
-        return await services.report(caller.holder, spelled, is_patient=not is_first)
+        return await services.report(caller.principal, spelled, is_patient=not is_first)
 
     async def body(last: UsageEvent | None, part: str) -> AsyncIterator[str]:
         yield csv_line(_EVENT_COLUMNS) if format == "csv" else ""
@@ -105,7 +106,8 @@ async def export_events(
             yield part
             last, part = await read(last)
 
-    give_back = await services.exporting.take(caller.holder)
+    caller.leave_place()
+    give_back = await services.exporting.take(caller.principal.holder)
     try:
         # A database that does not answer is told as an error, not as an export that ends early.
         first = await read(None, is_first=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Literal
@@ -81,7 +81,7 @@ async def report_response(
     `columns` are those of `describe` that make up a flat row. Raises InvalidRequest, Unavailable and ReadTooLong.
     """
     tenant_id = await tenant_filter(services, caller, wanted.tenant)
-    question = _question(tenant_id, wanted, services.database.now_us())
+    question = _question(tenant_id, caller.adapter_ids, wanted, services.database.now_us())
 
     def make() -> bytes:
         if wanted.top is None:
@@ -91,16 +91,19 @@ async def report_response(
         sums = {"num_results": found.num_groups, "total": {name: total[name] for name in columns}}
         return _spelled(found.rows, wanted, describe, columns, {**more, **sums})
 
-    body = await services.report(caller.holder, make)
+    caller.leave_place()
+    body = await services.report(caller.principal, make)
     headers = {} if wanted.format == "json" else attachment(name, wanted.format)
     media_type = MEDIA_TYPES[wanted.format]
     if len(body) <= SENT_AT_ONCE_BYTES:
         return Response(body, 200, headers, media_type)
-    give_back = await services.exporting.take(caller.holder)
+    give_back = await services.exporting.take(caller.principal.holder)
     return HeldResponse(_in_parts(body), give_back, headers, media_type)
 
 
-def _question(tenant_id: str | None, wanted: Asked, now_us: int) -> UsageQuestion:
+def _question(
+    tenant_id: str | None, adapter_ids: Collection[str] | None, wanted: Asked, now_us: int
+) -> UsageQuestion:
     end_us = _until_now(now_us, wanted) if wanted.end is None else wanted.end * 1_000_000
     return UsageQuestion(
         tenant_id=tenant_id,
@@ -109,7 +112,7 @@ def _question(tenant_id: str | None, wanted: Asked, now_us: int) -> UsageQuestio
         bucket=wanted.bucket,
         group_by=wanted.group_by,
         timezone=wanted.timezone,
-        adapter_ids=caller.adapter_ids,
+        adapter_ids=adapter_ids,
     )
 
 

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from loramux.adapter_store.export import ExportedFile
 from loramux.adapter_store.records import Adapter, AdapterVersion, VersionState
-from loramux.admin.rest.access import Downloader, Reader, Services
+from loramux.admin.rest.access import Reader, Services
 from loramux.admin.rest.adapters import find_adapter
 from loramux.admin.rest.versions import Number
 from loramux.admin.services import AdminServices
@@ -50,10 +50,11 @@ class ReportDocument(TypedDict):
 
 
 @router.get("/files/{name}", response_class=Response, responses=answers_bytes())
-async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Downloader) -> Response:
+async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Reader) -> Response:
     """One file of a ready or archived version as it was uploaded; its ETag is its SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
     version = await _find_version(services, adapter, number)
+    caller.leave_place()
     give_back = await services.downloading.take(adapter.tenant_id)
     try:
         # The place is what bounds the threads: a slow object store holds up no other call.

@@ -86,13 +86,38 @@ async def test_a_tenants_calls_wait_for_each_other_alone(http: httpx.AsyncClient
             assert refusal(await acme.get(path)) == (503, "too_many_calls"), path
             assert (await initech.get(path)).status_code == 200, path
             assert (await http.get(f"/admin/v1{path}")).status_code in (200, 400), path
-        assert (await acme.get("/usage")).status_code == 200, "reports have places of their own"
     assert (await acme.get("/adapters")).status_code == 200
+
+
+async def test_reports_that_wait_keep_no_place_from_calls(
+    http: httpx.AsyncClient, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "WAIT_S", 10.0)
+    acme = Tenant(admin_side, http, "acme")
+    reporting, statuses = admin_side.services.reporting, []
+
+    async def report() -> None:
+        statuses.append((await acme.get("/usage")).status_code)
+
+    async with anyio.create_task_group() as group, reporting.one(acme.id):
+        for _ in range(2 * MAX_CALLS_EACH):
+            group.start_soon(report)
+        with anyio.fail_after(10):
+            while reporting.num_waiting < 2 * MAX_CALLS_EACH:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            assert (await acme.get("/adapters")).status_code == 200
+        assert not statuses
+    assert statuses == [200] * 2 * MAX_CALLS_EACH
 
 
 async def test_a_refused_call_gives_its_place_back(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     acme = Tenant(admin_side, http, "acme")
-    for path, status in (("/adapters/ada_nothing", 404), ("/adapters?limit=0", 400), ("/audit_log", 403)):
+    for path, status in (
+        ("/adapters/ada_nothing", 404),
+        ("/adapters?limit=0", 400),
+        ("/audit_log", 403),
+        ("/usage?group_by=nothing", 400),
+    ):
         for _ in range(MAX_CALLS_EACH + 1):
             assert (await acme.get(path)).status_code == status
     assert admin_side.services.calling.num_taken == 0
