@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Literal
@@ -101,9 +101,7 @@ async def report_response(
     return HeldResponse(_in_parts(body), give_back, headers, media_type)
 
 
-def _question(
-    tenant_id: str | None, adapter_ids: Collection[str] | None, wanted: Asked, now_us: int
-) -> UsageQuestion:
+def _question(tenant_id: str | None, adapter_ids: frozenset[str] | None, wanted: Asked, now_us: int) -> UsageQuestion:
     end_us = _until_now(now_us, wanted) if wanted.end is None else wanted.end * 1_000_000
     return UsageQuestion(
         tenant_id=tenant_id,
