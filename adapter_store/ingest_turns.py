@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sqlalchemy import case, func, or_, select
+from sqlalchemy import case, func, not_, select
 
+from loramux.adapter_store.intake import is_free
 from loramux.adapter_store.records import UNFINISHED
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_versions, adapters
@@ -51,10 +52,9 @@ class IngestTurns:
         columns = adapter_versions.c
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)
-            is_free = or_(columns.claim_expires_us.is_(None), columns.claim_expires_us <= now_us)
-            oldest = func.min(case((is_free & columns.id.not_in(sorted(but)), columns.id)))
+            oldest = func.min(case((is_free(now_us) & columns.id.not_in(sorted(but)), columns.id)))
             # A version that was put off has no server, and yet is not free before its time.
-            is_claimed = columns.claimed_by.is_not(None) & (columns.claim_expires_us > now_us)
+            is_claimed = columns.claimed_by.is_not(None) & not_(is_free(now_us))
             query = (
                 select(oldest, adapters.c.tenant_id, func.count(case((is_claimed, 1))))
                 .join(adapters, adapters.c.id == columns.adapter_id)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, not_, or_, select, update
 
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
 from loramux.adapter_store.records import UNFINISHED, UPLOAD_FILES, AdapterVersion, Upload, UploadFile
@@ -27,6 +27,8 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
 from loramux.migrations.schema import adapter_versions, uploads
 
+LEASE_US = 30_000_000
+"""A claim on a version that is not renewed for this long is void; the server that made it has died or hangs."""
 _MAX_NAMES = 500
 """Identifiers in one query."""
 
@@ -220,6 +222,15 @@ class Intake:
             )
         )
         return upload_of(connection.execute(select(uploads).where(uploads.c.id == upload_id)).one())
+
+
+def is_free(now_us: int) -> ColumnElement[bool]:
+    """Whether no server holds a version and its time to wait is over.
+
+    A claim that lies ahead by more than twice a lease was made before the clock went back, and is void.
+    """
+    expires_us = adapter_versions.c.claim_expires_us
+    return or_(expires_us.is_(None), not_(expires_us.between(now_us + 1, now_us + 2 * LEASE_US)))
 
 
 def files_sha256(files: Collection[UploadFile]) -> str | None:

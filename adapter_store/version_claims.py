@@ -6,19 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, or_, select, update
+from sqlalchemy import Connection, select, update
 
 from loramux.adapter_store.aliases import DEFAULT_WEIGHT, SYSTEM, change_alias
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
-from loramux.adapter_store.intake import files_sha256, identical_version, upload_of
+from loramux.adapter_store.intake import LEASE_US, files_sha256, identical_version, is_free, upload_of
 from loramux.adapter_store.records import DEFAULT_ALIAS, UNFINISHED, AdapterVersion, AliasTarget, Upload, UploadFile
 from loramux.adapter_store.registry import StockLimits, lock_adapter, select_versions, version_of
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
 
-LEASE_S = 30.0
-"""A claim that is not renewed for so long is void; the server that made it has died or hangs."""
+LEASE_S = LEASE_US / 1_000_000
 
 _NO_CLAIM = {"claimed_by": None, "claim_expires_us": None}
 
@@ -65,11 +64,7 @@ class VersionClaims:
             now_us = self._database.now_us(connection)
             taken = connection.execute(
                 update(adapter_versions)
-                .where(
-                    columns.id == version_id,
-                    columns.state.in_(UNFINISHED),
-                    or_(columns.claim_expires_us.is_(None), columns.claim_expires_us <= now_us),
-                )
+                .where(columns.id == version_id, columns.state.in_(UNFINISHED), is_free(now_us))
                 .values(state="validating", claimed_by=self.server_id, claim_expires_us=now_us + self._lease_us)
             )
             if taken.rowcount == 0:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Column, Table, delete, select, tuple_
 
+from loramux.admin.console.sessions import MAX_AHEAD_US
 from loramux.migrations.database import Database
 from loramux.migrations.schema import console_sessions, idempotency_keys, login_failures
 
@@ -34,7 +35,10 @@ class ExpiredRows:
         total = 0
         while True:
             with self._database.write() as connection:
-                is_over = until <= self._database.now_us(connection)
+                now_us = self._database.now_us(connection)
+                is_over = until <= now_us
+                if until is console_sessions.c.expires_us:
+                    is_over |= until > now_us + MAX_AHEAD_US
                 some = select(*table.primary_key).where(is_over).limit(self._at_once)
                 # What somebody holds is swept by another server, or has got more time.
                 found = some.with_for_update(skip_locked=True)

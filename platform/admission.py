@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_, update
+from sqlalchemy import Connection, bindparam, delete, insert, not_, select, tuple_, update
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -65,7 +65,7 @@ class Admission:
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
         """Reserve and close in one transaction, judged in this order; the outcome of each.
 
-        A refused operation changes nothing and does not touch the others. Raises SQLAlchemyError, and then none of
+        A refused operation takes nothing and does not touch the others. Raises SQLAlchemyError, and then none of
         them is done.
         """
         for _ in range(MAX_ATTEMPTS):
@@ -127,11 +127,15 @@ class Admission:
             return [request_id for request_id in flagged if request_id in wanted]
 
     def recover_expired(self) -> int:
-        """Settle reservations whose gateway is gone, at prompt and last checkpoint; how many there were."""
+        """Settle reservations whose gateway is gone, at prompt and last checkpoint; how many there were.
+
+        A lease that lies ahead by more than twice its length was written before the clock went back, and has expired.
+        """
         table = schema.reservations
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)
-            query = select(table).where(table.c.state == "open", table.c.lease_expires_us < now_us)
+            is_held = table.c.lease_expires_us.between(now_us, now_us + 2 * LEASE_US)
+            query = select(table).where(table.c.state == "open", not_(is_held))
             expired = connection.execute(query.order_by(table.c.id).limit(_RECOVER_AT_ONCE)).all()
         closings = [
             Closing(

@@ -13,7 +13,7 @@ from loramux.platform.ledger_entries import LedgerEntries, adapters_of
 from loramux.platform.policy_book import PolicyReader
 from loramux.platform.price_list import PriceReader
 from loramux.platform.prices import Price, PriceBook, cost_of
-from loramux.platform.quota_check import QuotaExceeded, RequestTooLarge, decide, extend
+from loramux.platform.quota_check import Decision, QuotaExceeded, RequestTooLarge, decide, extend
 from loramux.platform.quota_counters import CounterKey
 from loramux.platform.quota_metrics import Unit
 from loramux.platform.quota_rules import Binding, Demand, Spent
@@ -71,7 +71,7 @@ class AdmissionBatch:
         """Settlements that came after recovery and took a hard limit beyond what it admits."""
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """The outcome of each; a refused one changes nothing. Raises Uncounted and SQLAlchemyError, and then nothing
+        """The outcome of each; a refused one takes nothing. Raises Uncounted and SQLAlchemyError, and then nothing
         is changed."""
         asking = [operation for operation in operations if isinstance(operation, ReservationRequest | LoadCharge)]
         others = [operation for operation in operations if isinstance(operation, Extension | Closing)]
@@ -175,9 +175,7 @@ class AdmissionBatch:
             cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
             loads=int(request.loads_adapter),
         )
-        decision = decide(self._bindings(request), self._quotas.counters, demand, self._now_us)
-        for key, counter in decision.counters.items():
-            self._quotas.change(key, counter)
+        decision = self._admit(self._bindings(request), demand)
         self._reservations.add(request, decision.charges, self._now_us)
         return Reservation(
             request.request_id, request.reserved_tokens, self._now_us, decision.limits, decision.exceeded
@@ -185,10 +183,32 @@ class AdmissionBatch:
 
     def _load(self, charge: LoadCharge) -> bool:
         bindings = [binding for binding in self._bindings(charge) if binding.metric.unit is Unit.LOADS]
-        decision = decide(bindings, self._quotas.counters, Demand(tokens=0, loads=1), self._now_us)
+        self._admit(bindings, Demand(tokens=0, loads=1))
+        return True
+
+    def _admit(self, bindings: Sequence[Binding], demand: Demand) -> Decision:
+        """Judge a demand and count it; raises QuotaExceeded and RequestTooLarge."""
+        try:
+            decision = decide(bindings, self._quotas.counters, demand, self._now_us)
+        except (QuotaExceeded, RequestTooLarge):
+            self._note_step_back(bindings)
+            raise
         for key, counter in decision.counters.items():
             self._quotas.change(key, counter)
-        return True
+        return decision
+
+    def _note_step_back(self, bindings: Sequence[Binding]) -> None:
+        """Have the buckets of a refused request refill from now on where the clock has gone back.
+
+        A refusal writes nothing else, and a refill time that stays ahead would be taken back at each refusal again.
+        """
+        for binding in bindings:
+            counter = self._quotas.counters.get(binding.key)
+            if counter is None:
+                continue
+            current = binding.current(counter, self._now_us)
+            if current.refilled_us < counter.refilled_us:
+                self._quotas.change(binding.key, current)
 
     def _extend(self, extension: Extension) -> bool | LookupError:
         reservation = self._reservations.open.get(extension.request_id)
@@ -199,6 +219,7 @@ class AdmissionBatch:
         demand = Demand(tokens=extension.tokens, cost_nanos=cost_nanos)
         granted = extend(held, self._quotas.counters, demand, self._now_us)
         if granted is None:
+            self._note_step_back([binding for _, binding in held if binding is not None])
             return False
         counters, charges = granted
         for key, counter in counters.items():

@@ -161,7 +161,8 @@ class PriceReader:
 
     def book(self, connection: Connection, now_us: int) -> PriceBook:
         """A book that knows every price until `now_us`, read in the caller's transaction where that is needed."""
-        if now_us >= self._book.known_until_us:
+        # A book that knows more than twice the notice was read before the clock went back.
+        if not now_us < self._book.known_until_us <= now_us + 2 * NOTICE_US:
             self._book = self._read(connection)
         return self._book
 

@@ -39,10 +39,19 @@ class Counter(NamedTuple):
         return cls(min(burst, MAX_RATE) * UNITS, 0, 0, 0, now_us)
 
     def refilled(self, limit: int, burst: int, now_us: int) -> Counter:
-        """The bucket at `now_us`; a clock that went back refills nothing and takes nothing away."""
-        now_us = max(now_us, self.refilled_us)
-        level = min(burst * UNITS, self.level + limit * (now_us - self.refilled_us))
-        return Counter(level, self.reserved, self.used, self.exceeded, now_us)
+        """The bucket at `now_us`.
+
+        A clock that stepped back by up to a minute refills nothing until it has caught up. After a longer step the
+        bucket refills from `now_us` on, and gives back what it holds of the time that is now counted again: the step
+        itself never grants anything.
+        """
+        gained = limit * (now_us - self.refilled_us)
+        if self.refilled_us - now_us > UNITS:
+            level = max(self.level + gained, min(self.level, 0))
+        else:
+            now_us = max(now_us, self.refilled_us)
+            level = self.level + max(gained, 0)
+        return Counter(min(level, burst * UNITS), self.reserved, self.used, self.exceeded, now_us)
 
     def changed(self, level: int = 0, reserved: int = 0, used: int = 0, exceeded: int = 0) -> Counter:
         """With so much more of each."""
@@ -54,6 +63,8 @@ class Counter(NamedTuple):
     def free_units(self) -> int:
         return self.level - self.reserved * UNITS
 
-    def wait_us(self, cost: int, limit: int) -> int:
+    def wait_us(self, cost: int, limit: int, now_us: int) -> int:
         """Time until the bucket has `cost` free if nothing more is used: 0 when it does now. `limit` is positive."""
-        return max(0, -(-(cost * UNITS - self.free_units) // limit))
+        missing = cost * UNITS - self.free_units
+        # A bucket that is ahead of the clock gains nothing until the clock has caught up.
+        return -(-missing // limit) + self.refilled_us - now_us if missing > 0 else 0

@@ -92,7 +92,7 @@ class Binding:
         if self.metric.kind is Kind.RATE:
             if counter.free_units >= cost * UNITS:
                 return 0
-            return counter.wait_us(cost, limit) if limit else NEVER_US
+            return counter.wait_us(cost, limit, now_us) if limit else NEVER_US
         if counter.used + counter.reserved + cost <= limit:
             return 0
         if counter.used + cost <= limit:
@@ -111,7 +111,7 @@ class Binding:
     def reset_us(self, counter: Counter, now_us: int) -> int:
         """Time until all of it is free again if nothing more is used."""
         if self.metric.kind is Kind.RATE:
-            return counter.wait_us(self.policy.burst, self.policy.limit) if self.policy.limit else 0
+            return counter.wait_us(self.policy.burst, self.policy.limit, now_us) if self.policy.limit else 0
         return max(0, self.window.end_us - now_us) if self.metric.kind is Kind.BUDGET else 0
 
     def is_charged(self, cost: int, is_exceeded: bool) -> bool:

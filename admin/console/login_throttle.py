@@ -45,8 +45,7 @@ class LoginThrottle:
             now_us = self._database.now_us(connection)
             if wait_s := _wait_s(found, now_us):
                 return wait_s
-            owed_us = max(0, (found or 0) - now_us)
-            forgiven_us = now_us + owed_us + _REFILL_US
+            forgiven_us = now_us + _owed_us(found, now_us) + _REFILL_US
             if found is None:
                 connection.execute(insert(table).values(origin=origin, forgiven_us=forgiven_us))
             else:
@@ -66,5 +65,11 @@ class LoginThrottle:
 
 def _wait_s(forgiven_us: int | None, now_us: int) -> int:
     """Seconds until an address may try again; 0 where it may now."""
+    return max(0, math.ceil((_owed_us(forgiven_us, now_us) - (BURST - 1) * _REFILL_US) / 1_000_000))
+
+
+def _owed_us(forgiven_us: int | None, now_us: int) -> int:
+    """Time until all attempts of an address are forgiven."""
     owed_us = max(0, (forgiven_us or 0) - now_us)
-    return max(0, math.ceil((owed_us - (BURST - 1) * _REFILL_US) / 1_000_000))
+    # More is never owed: this was written before the clock went back. The next attempt may be made.
+    return owed_us if owed_us <= BURST * _REFILL_US else (BURST - 1) * _REFILL_US

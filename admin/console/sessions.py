@@ -20,6 +20,8 @@ IDLE_S = 3600
 LIFETIME_S = 12 * 3600
 TOUCH_S = 60
 """How much younger a session grows at once, so that not every page writes."""
+MAX_AHEAD_US = (IDLE_S + TOUCH_S) * 1_000_000
+"""How far ahead a session may end. One that ends later was opened or used before the clock went back."""
 MAX_OF_ONE = 50
 """Sessions of one key or person; the oldest gives way."""
 MAX_NOTICES = 5
@@ -124,7 +126,8 @@ class ConsoleSessions:
         with self._database.read() as connection:
             row = connection.execute(select(table).where(table.c.id_sha256 == seal.id_sha256)).one_or_none()
         now_us = self._database.now_us()
-        if row is None or row.expires_us <= now_us:
+        # One that lies too far ahead would outlive its time.
+        if row is None or not now_us < row.expires_us <= now_us + MAX_AHEAD_US:
             return None
         try:
             content = seal.open(row.sealed)

@@ -74,6 +74,23 @@ def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
         dead.renew(version.id)
 
 
+def test_a_claim_from_before_the_clock_went_back_is_void(
+    house: House, make_adapter: Any, database: Database, clock: Clock, tmp_path: Path
+) -> None:
+    clock.advance(7 * 86_400)
+    version = make_version(house, make_adapter)
+    dead = VersionClaims(database)
+    assert dead.take(version.id) is not None
+    clock.advance(-LEASE_S)
+    other = house.another(tmp_path / "other")
+    assert other.waiting_versions() == [], "a small step voids no claim"
+    clock.advance(-7 * 86_400)
+    assert other.waiting_versions() == [version.id]
+    assert other.process(version.id).state == "ready"
+    with pytest.raises(ClaimLost):
+        dead.renew(version.id)
+
+
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_claim_that_is_renewed_does_not_expire(
     house: House, make_adapter: Any, database: Database, clock: Clock

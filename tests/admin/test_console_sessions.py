@@ -13,7 +13,7 @@ from sqlalchemy import delete, select, update
 from loramux.admin.console.login_throttle import BURST, REFILL_S, LoginThrottle
 from loramux.admin.console.session_content import SessionContent, SessionSeal
 from loramux.admin.console.session_rights import SessionRights
-from loramux.admin.console.sessions import IDLE_S, LIFETIME_S, MAX_OF_ONE, ConsoleSessions
+from loramux.admin.console.sessions import IDLE_S, LIFETIME_S, MAX_OF_ONE, TOUCH_S, ConsoleSessions
 from loramux.admin.expired_rows import ExpiredRows
 from loramux.migrations import schema
 from loramux.migrations.database import Database
@@ -78,6 +78,32 @@ def test_throttle_counts_by_address_at_all_servers_and_forgets(database: Databas
     clock[0] += BURST * REFILL_S
     assert ExpiredRows(database).sweep()["login_failures"] == 6
     assert ExpiredRows(database).sweep()["login_failures"] == 0
+
+
+def test_a_jump_of_the_clock_locks_no_address_out(database: Database, clock: list[int]) -> None:
+    throttle = LoginThrottle(database)
+    clock[0] += 7 * 86_400
+    assert throttle.begin("192.0.2.1") == 0
+    clock[0] -= 7 * 86_400
+    assert throttle.begin("192.0.2.1") == 0
+    assert throttle.begin("192.0.2.1") == REFILL_S, "one attempt, and no burst"
+    clock[0] += REFILL_S
+    assert throttle.begin("192.0.2.1") == 0
+
+
+def test_a_jump_of_the_clock_prolongs_no_session(
+    sessions: ConsoleSessions, database: Database, clock: list[int]
+) -> None:
+    content = SessionContent(key_sha256=key_sha256(ADMIN_KEY))
+    clock[0] += LIFETIME_S
+    token, forgotten = sessions.open(OPERATOR, content), sessions.open(OPERATOR, content)
+    clock[0] -= TOUCH_S
+    assert sessions.find(token) is not None, "a small step ends no session"
+    clock[0] -= LIFETIME_S - TOUCH_S
+    assert sessions.find(token) is None
+    assert ExpiredRows(database).sweep()["console_sessions"] == 2
+    clock[0] += LIFETIME_S
+    assert sessions.find(forgotten) is None, "nor does it come back"
 
 
 def test_sessions_end_by_age_and_by_idleness_and_are_swept(

@@ -157,6 +157,21 @@ def test_a_call_whose_server_died_is_not_done_again_by_itself(migrated_url: str)
     database.close()
 
 
+def test_a_jump_of_the_clock_leaves_no_call_running_for_ever(migrated_url: str) -> None:
+    time = Time()
+    database = Database(migrated_url, time)
+    keys = IdempotencyKeys(database)
+    time.now_us += 7 * LIFETIME_US
+    assert isinstance(keys.claim("key_1", "k", b"a" * 32), Claim)
+    time.now_us -= RUNNING_US - 1
+    with pytest.raises(KeyInUse):
+        keys.claim("key_1", "k", b"a" * 32)
+    time.now_us -= 7 * LIFETIME_US
+    with pytest.raises(OutcomeUnknown):
+        keys.claim("key_1", "k", b"a" * 32)
+    database.close()
+
+
 # Preconditions
 
 

@@ -294,6 +294,15 @@ async def test_a_role_that_was_taken_away_is_gone_within_minutes(
     assert (await browser.get("/console/tenants")).headers["location"].startswith("/console/login")
 
 
+async def test_a_word_from_before_the_clock_went_back_is_confirmed_again(
+    browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = Hours(console_side, monkeypatch)
+    await sign_in(browser, provider)
+    hours.passed_s -= 45
+    assert (await browser.get("/console/keys")).headers["location"].startswith("/console/oidc/login")
+
+
 async def test_an_access_token_that_is_over_is_renewed(
     browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:

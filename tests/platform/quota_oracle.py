@@ -49,8 +49,14 @@ class Bucket:
     at_us: int
 
     def now(self, policy: Policy, now_us: int) -> Bucket:
+        full = policy.burst * MINUTE_US
+        if self.at_us > now_us + MINUTE_US:
+            # The clock was wrong. What the bucket holds of minutes that are still to come is given back; what was used
+            # of them already is forgiven.
+            early = policy.limit * (self.at_us - now_us)
+            return Bucket(min(full, self.level - min(early, max(0, self.level))), now_us)
         at_us = max(self.at_us, now_us)
-        return Bucket(min(policy.burst * MINUTE_US, self.level + policy.limit * (at_us - self.at_us)), at_us)
+        return Bucket(min(full, self.level + policy.limit * (at_us - self.at_us)), at_us)
 
 
 Count = tuple[str, str, tuple[int, ...]]
@@ -160,6 +166,12 @@ class QuotaOracle:
         self.requests[request.id] = request
         return beyond
 
+    def refuse(self, bound: list[tuple[Policy, Count]], now_us: int) -> None:
+        """A refusal takes nothing, but a bucket whose time was wrong is put right by it."""
+        for policy, count in bound:
+            if count in self.buckets and self.buckets[count].at_us > now_us + MINUTE_US:
+                self.touch(policy, count, now_us)
+
     def extend(self, request: Request, tokens: int, now_us: int) -> bool:
         wanted = [
             (
@@ -172,6 +184,7 @@ class QuotaOracle:
             if policy.metric.startswith(("tokens", "cost"))
         ]
         if any(not fits and policy.mode == "hard" for policy, _, _, fits in wanted):
+            self.refuse(self.holding(request), now_us)
             return False
         for policy, count, more, fits in wanted:
             self.touch(policy, count, now_us)
@@ -204,7 +217,12 @@ class QuotaOracle:
             request.corrected_nanos = cost(*charged) - cost(*before)
 
     def expired(self, now_us: int) -> list[Request]:
-        return [request for request in self.requests.values() if request.state == "open" and request.lease_us < now_us]
+        """Those whose lease has run out, or lies further ahead than any that was written by this clock."""
+        return [
+            request
+            for request in self.requests.values()
+            if request.state == "open" and not 0 <= request.lease_us - now_us <= 2 * LEASE_US
+        ]
 
     # Sums
 

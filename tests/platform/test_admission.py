@@ -98,19 +98,97 @@ def test_the_wait_that_is_told_is_the_wait_that_helps(
     admission.reserve(make_request(most=30))
 
 
-def test_a_clock_that_goes_back_neither_refills_nor_drains(
+def test_a_small_step_back_of_the_clock_neither_refills_nor_drains(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "requests_per_minute", 1)
     admission = Admission(clocked)
     admission.reserve(make_request())
-    clock.advance(-3600)
-    with pytest.raises(QuotaExceeded) as caught:
+    for _ in range(3):
+        clock.advance(-60)
+        with pytest.raises(QuotaExceeded) as caught:
+            admission.reserve(make_request())
+        assert caught.value.retry_after_s == 120
+        clock.advance(60)
+        with pytest.raises(QuotaExceeded):
+            admission.reserve(make_request())
+    clock.advance(60)
+    admission.reserve(make_request())
+
+
+@pytest.mark.parametrize("metric", ["requests_per_minute", "tokens_per_minute"])
+def test_a_rate_survives_a_clock_that_jumps_ahead_and_back(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any, metric: str
+) -> None:
+    one, limit = (1, 4) if metric == "requests_per_minute" else (10, 40)
+    QuotaPolicies(clocked).set(acme.id, metric, limit)
+    admission = Admission(clocked)
+
+    def admit_all() -> int:
+        admitted = 0
+        with pytest.raises(QuotaExceeded) as caught:
+            while True:
+                request = make_request(prompt=4, most=10)
+                admission.settle(admission.reserve(request).request_id, used(4, 6))
+                admitted += 1
+        assert caught.value.retry_after_s == 60 * one / limit
+        return admitted
+
+    assert admit_all() == 4
+    for _ in range(3):
+        clock.advance(7 * 86_400)
+        assert admit_all() == 4, "a jump looks like time that has passed"
+        clock.advance(-7 * 86_400)
+        assert admit_all() == 0, "to come back grants nothing"
+    clock.advance(15)
+    assert admit_all() == 1
+    clock.advance(60)
+    assert admit_all() == 4
+
+
+def test_what_a_jump_of_the_clock_has_refilled_is_given_back(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "requests_per_minute", 6, burst=60)
+    admission = Admission(clocked)
+    for _ in range(50):
         admission.reserve(make_request())
-    assert caught.value.retry_after_s == 60
-    clock.advance(3600)
+    clock.advance(120)
+    assert admission.reserve(make_request()).limits[0].remaining == 10 + 12 - 1
+    clock.advance(-120)
+    assert admission.reserve(make_request()).limits[0].remaining == 10 - 2
+    clock.advance(60)
+    assert admission.reserve(make_request()).limits[0].remaining == 10 - 3 + 6
+
+
+def test_a_lease_from_before_the_clock_went_back_has_expired(
+    clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
+) -> None:
+    QuotaPolicies(clocked).set(acme.id, "concurrent_requests", 1)
+    admission = Admission(clocked)
+    clock.advance(7 * 86_400)
+    admission.reserve(make_request())
+    clock.advance(-7 * 86_400)
     with pytest.raises(QuotaExceeded):
         admission.reserve(make_request())
+    assert admission.recover_expired() == 1
+    alive = admission.reserve(make_request())
+    clock.advance(-LEASE_US / 1_000_000)
+    assert admission.recover_expired() == 0, "a small step ends no lease"
+    assert admission.settle(alive.request_id, used(10, 5))
+
+
+def test_a_checkpoint_brings_back_a_lease_from_before_the_clock_went_back(
+    clocked: Database, make_request: MakeRequest, clock: Any
+) -> None:
+    admission = Admission(clocked)
+    clock.advance(7 * 86_400)
+    alive = admission.reserve(make_request())
+    clock.advance(-7 * 86_400)
+    admission.checkpoint([Checkpoint(alive.request_id, 3)])
+    assert admission.recover_expired() == 0
+    clock.advance((LEASE_US + 1) / 1_000_000)
+    assert admission.recover_expired() == 1
 
 
 def test_a_burst_admits_more_at_once_and_any_minute_at_most_limit_and_burst(

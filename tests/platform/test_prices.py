@@ -13,7 +13,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.platform.admission import Admission
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.ledger import Ledger
-from loramux.platform.price_list import NOTICE_US, PriceExists, PriceInForce, PriceList
+from loramux.platform.price_list import NOTICE_US, PriceExists, PriceInForce, PriceList, PriceReader
 from loramux.platform.prices import MAX_PRICE_NANOS, MILLION, Price, PriceBook, cost_of
 from loramux.platform.reservations import ReservationRequest, Settlement
 from loramux.platform.tenants import Tenant
@@ -206,3 +206,15 @@ def test_a_request_costs_what_held_when_it_was_admitted(
     assert costs == {free: 0, early: at_first, late: 600 * 7000, recovered: at_first}
     assert events[early].price_id == first.id
     assert (events[early].base, events[early].end_user) == ("base", "someone")
+
+
+def test_a_clock_that_jumps_ahead_and_back_hides_no_price(price_list: PriceList, clocked: Database, clock: Any) -> None:
+    first, reader = announce(price_list, 1), PriceReader(clocked)
+    clock.advance(7 * 86_400)
+    with clocked.read() as connection:
+        assert reader.book(connection, clock.now_us).price_of("ten_any", None, clock.now_us) == first
+    clock.advance(1 - 7 * 86_400)
+    second = announce(price_list, 2)
+    clock.advance(60)
+    with clocked.read() as connection:
+        assert reader.book(connection, clock.now_us).price_of("ten_any", None, clock.now_us) == second

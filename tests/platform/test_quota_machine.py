@@ -79,6 +79,7 @@ LIMIT = {
     "mode": st.sampled_from(["hard", "hard", "hard", "soft", "shadow"]),
 }
 SECONDS = st.sampled_from([0.000_001, 0.7, 5, 20, 31, 61, 1800, 3600, 26 * 3600, -0.5, -40, -3600])
+JUMPS = st.sampled_from([40, 60.000_001, 90, 7200, 8 * 86_400])
 
 
 class Crash(Exception):
@@ -131,6 +132,7 @@ class QuotaMachine(RuleBasedStateMachine):
         super().__init__()
         self.admission = Admission(self.database)
         self.policies = QuotaPolicies(self.database)
+        self.ahead_s = 0.0
 
     @initialize(
         start=st.sampled_from(STARTS),
@@ -255,11 +257,13 @@ class QuotaMachine(RuleBasedStateMachine):
             with pytest.raises(RequestTooLarge) as large:
                 self._try(crash, lambda: self.admission.reserve(wanted))
             assert large.value.policy.id in too_large
+            self.oracle.refuse(bound, self.clock.now_us)
         elif against:
             with pytest.raises(QuotaExceeded) as refused:
                 self._try(crash, lambda: self.admission.reserve(wanted))
             assert refused.value.policy.id in against
             assert refused.value.wait_us > 0
+            self.oracle.refuse(bound, self.clock.now_us)
         else:
             reservation = self._try(crash, lambda: self.admission.reserve(wanted))
             beyond = self.oracle.admit(request, bound, self.clock.now_us)
@@ -327,6 +331,19 @@ class QuotaMachine(RuleBasedStateMachine):
     @rule(seconds=SECONDS)
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
+
+    @precondition(lambda self: not self.ahead_s)
+    @rule(seconds=JUMPS)
+    def jump_ahead(self, seconds: float) -> None:
+        """The clock goes wrong until it is put right."""
+        self.ahead_s = seconds
+        self.clock.advance(seconds)
+
+    @precondition(lambda self: self.ahead_s)
+    @rule()
+    def jump_back(self) -> None:
+        self.clock.advance(-self.ahead_s)
+        self.ahead_s = 0.0
 
     @rule(which=st.integers(0, 1), offset_us=st.sampled_from([-1, 0, 1]))
     def come_to_midnight(self, which: int, offset_us: int) -> None:
