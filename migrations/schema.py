@@ -217,7 +217,8 @@ quota_counters = Table(
     "quota_counters",
     metadata,
     Column("policy_id", ID, ForeignKey("quota_policies.id"), primary_key=True),
-    # The policy's subject, or the tenant that inherits the platform's policy: each tenant has a count of its own.
+    # The policy's subject; or the calling tenant where the policy is the platform's, or of an adapter that another
+    # tenant has granted to it. Each tenant has a count of its own.
     Column("subject_id", ID, primary_key=True),
     # Where a budget's day or month begins; 0 for buckets and concurrency, which have no window.
     Column("window_start_us", BigInteger, primary_key=True),

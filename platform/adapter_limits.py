@@ -36,7 +36,7 @@ class AdapterLimits:
             if not wait_us:
                 continue
             if binding.is_hard:
-                raise QuotaExceeded(binding.policy, wait_us)
+                raise QuotaExceeded(binding, wait_us)
             counter = state.counters.get(binding.key) or Counter.fresh(0, 0)
             state.change(binding.key, counter.changed(exceeded=1))
         state.write()

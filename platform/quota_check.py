@@ -14,7 +14,7 @@ from loramux.platform.reservations import RateLimit
 
 _HEADER_KINDS = {REQUESTS_PER_MINUTE: "requests", TOKENS_PER_MINUTE: "tokens"}
 POLICY_HEADER = "x-loramux-quota-policy"
-"""Names the policy that refused."""
+"""Names the policy that refused, unless it is another tenant's."""
 EXCEEDED_HEADER = "x-loramux-quota-exceeded"
 """Names the metrics whose soft limits a request went beyond."""
 
@@ -22,15 +22,17 @@ EXCEEDED_HEADER = "x-loramux-quota-exceeded"
 class QuotaExceeded(RateLimited):
     """A policy does not admit the request now: a budget that is spent, or a rate."""
 
-    def __init__(self, policy: QuotaPolicy, wait_us: int, limits: tuple[RateLimit, ...] = ()) -> None:
+    def __init__(self, binding: Binding, wait_us: int, limits: tuple[RateLimit, ...] = ()) -> None:
+        policy = binding.policy
         is_rate = METRICS[policy.metric].kind in (Kind.RATE, Kind.CONCURRENCY)
+        amount = "" if binding.is_anothers else f" of {policy.limit}"
         super().__init__(
-            f"the {policy.scope}'s limit of {policy.limit} for {policy.metric} is reached",
+            f"the {policy.scope}'s limit{amount} for {policy.metric} is reached",
             param=policy.metric,
             # A limit of zero does not pass with time.
             code=None if is_rate and policy.limit else "insufficient_quota",
             retry_after_s=wait_us / 1_000_000,
-            headers={**rate_limit_headers(limits), POLICY_HEADER: policy.id},
+            headers={**rate_limit_headers(limits), **_policy_header(binding)},
         )
         self.policy = policy
         self.wait_us = wait_us
@@ -41,22 +43,23 @@ class RequestTooLarge(InvalidRequest):
 
     code = "request_too_large"
 
-    def __init__(self, policy: QuotaPolicy, cost: int) -> None:
-        metric = METRICS[policy.metric]
+    def __init__(self, binding: Binding, cost: int) -> None:
+        policy, metric = binding.policy, binding.metric
         most = policy.burst if metric.kind is Kind.RATE else policy.limit
+        admitted = "less" if binding.is_anothers else f"at most {most}"
         amount = f"cost {cost} nanos" if metric.unit is Unit.NANOS else f"use {cost} {metric.unit}"
         super().__init__(
-            f"the request may {amount}, but the {policy.scope}'s {policy.metric} admits at most {most} at once: "
+            f"the request may {amount}, but the {policy.scope}'s {policy.metric} admits {admitted} at once: "
             "shorten the prompt or lower max_tokens",
             param="max_tokens",
-            headers={POLICY_HEADER: policy.id},
+            headers=_policy_header(binding),
         )
         self.policy = policy
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a reservation holds of one counter; that of the platform's policies is the tenant's own."""
+    """What a reservation holds of one counter; of whose, `Binding.of` says by the reservation's tenant."""
 
     policy_id: str
     window_start_us: int
@@ -104,12 +107,12 @@ def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTo
     against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
     for verdict in against:
         if verdict.never_admits:
-            return RequestTooLarge(verdict.binding.policy, verdict.cost)
+            return RequestTooLarge(verdict.binding, verdict.cost)
     if not against:
         return None
     longest = max(against, key=lambda verdict: verdict.wait_us)
     limits = _limits([(verdict.binding, verdict.counter) for verdict in judged], now_us)
-    return QuotaExceeded(longest.binding.policy, longest.wait_us, limits)
+    return QuotaExceeded(longest.binding, longest.wait_us, limits)
 
 
 def decide(
@@ -166,6 +169,11 @@ def extend(
         changed[binding.key] = counter
         charges.append(charge)
     return changed, tuple(charges)
+
+
+def _policy_header(binding: Binding) -> dict[str, str]:
+    """The policy that refused; another tenant's is not named."""
+    return {} if binding.is_anothers else {POLICY_HEADER: binding.policy.id}
 
 
 def rate_limit_headers(limits: Sequence[RateLimit]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loramux.platform.quota_counters import UNITS, Counter, CounterKey
 from loramux.platform.quota_metrics import METRICS, Kind, Metric, Unit
 from loramux.platform.quota_windows import NO_WINDOW, Window
-from loramux.platform.quotas import HARD, PLATFORM, QuotaPolicy
+from loramux.platform.quotas import ADAPTER, HARD, QuotaPolicy
 
 RETRY_US = 1_000_000
 """How soon what is held now may have been given back."""
@@ -64,9 +64,14 @@ class Binding:
 
     @classmethod
     def of(cls, policy: QuotaPolicy, tenant_id: str, window: Window = NO_WINDOW) -> Binding:
-        """`tenant_id` is the tenant that inherits the policy where it is the platform's."""
-        subject_id = tenant_id if policy.scope == PLATFORM else policy.subject_id
+        """`tenant_id` is the caller's. It has a count of its own where the policy is the platform's or another tenant's."""
+        subject_id = policy.subject_id if tenant_id == policy.tenant_id else tenant_id
         return cls(policy, METRICS[policy.metric], CounterKey(policy.id, subject_id, window.start_us), window)
+
+    @property
+    def is_anothers(self) -> bool:
+        """Whether it limits the calls of an adapter that another tenant has granted to the caller."""
+        return self.policy.scope == ADAPTER and self.key.subject_id != self.policy.subject_id
 
     @property
     def is_hard(self) -> bool:

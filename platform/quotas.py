@@ -21,13 +21,16 @@ from loramux.platform.quota_metrics import BUDGET_PAIRS, METRICS, Kind
 PLATFORM = "platform"
 """The subject of the policies that every tenant without one of its own inherits."""
 
+ADAPTER = "adapter"
+"""The scope of the policies that limit each tenant's calls of an adapter, its owner's and every grantee's."""
+
 HARD, SOFT, SHADOW = MODES = ("hard", "soft", "shadow")
 
 _policies, _counters = schema.quota_policies, schema.quota_counters
 _SUBJECTS: Mapping[str, tuple[str, Table]] = {
     "ten": ("tenant", schema.tenants),
     "key": ("key", schema.api_keys),
-    "ada": ("adapter", schema.adapters),
+    "ada": (ADAPTER, schema.adapters),
 }
 
 
@@ -299,7 +302,7 @@ def _write(connection: Connection, old: QuotaPolicy | None, new: QuotaPolicy) ->
 def _insert(connection: Connection, policy: QuotaPolicy) -> None:
     connection.execute(insert(_policies).values(**_columns(policy), id=policy.id, created_us=policy.created_us))
     if policy.scope == PLATFORM or METRICS[policy.metric].kind not in (Kind.RATE, Kind.CONCURRENCY):
-        # Counters of each tenant, or of each window, come into being with the first request.
+        # Counters of each tenant, or of each window, come into being with the first request; so do a grantee's.
         return
     connection.execute(
         insert(_counters).values(
@@ -315,11 +318,13 @@ def _change(connection: Connection, old: QuotaPolicy, new: QuotaPolicy) -> None:
     if METRICS[new.metric].kind is Kind.RATE and new.scope != PLATFORM:
         # What was earned until now was earned at the old rate.
         mine = (_counters.c.policy_id == old.id) & (_counters.c.window_start_us == 0)
-        row = connection.execute(select(_counters).where(mine).with_for_update()).one()
-        counter = Counter(row.level, row.reserved, row.used, row.exceeded, row.refilled_us)
-        # No limit for the moment, so that only the level is cut to the new size.
-        earned = counter.refilled(old.limit, old.burst, new.updated_us).refilled(0, new.burst, new.updated_us)
-        connection.execute(update(_counters).where(mine).values(level=earned.level, refilled_us=earned.refilled_us))
+        query = select(_counters).where(mine).order_by(_counters.c.subject_id).with_for_update()
+        for row in connection.execute(query).all():
+            counter = Counter(row.level, row.reserved, row.used, row.exceeded, row.refilled_us)
+            # No limit for the moment, so that only the level is cut to the new size.
+            earned = counter.refilled(old.limit, old.burst, new.updated_us).refilled(0, new.burst, new.updated_us)
+            changed = update(_counters).where(mine, _counters.c.subject_id == row.subject_id)
+            connection.execute(changed.values(level=earned.level, refilled_us=earned.refilled_us))
     connection.execute(update(_policies).where(_policies.c.id == new.id).values(**_columns(new)))
 
 

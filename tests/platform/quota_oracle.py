@@ -106,9 +106,9 @@ class QuotaOracle:
             return
         policy.has_changed = True
         if policy.is_rate and policy.subject != "platform":
-            count = (policy.id, policy.subject, ())
-            earned = self.buckets[count].now(old, now_us)
-            self.buckets[count] = Bucket(min(earned.level, policy.burst * MINUTE_US), earned.at_us)
+            for count in [count for count in self.buckets if count[0] == policy.id]:
+                earned = self.buckets[count].now(old, now_us)
+                self.buckets[count] = Bucket(min(earned.level, policy.burst * MINUTE_US), earned.at_us)
 
     def delete_policy(self, subject: str, metric: str) -> None:
         policy = self.policies.pop((subject, metric))
@@ -128,14 +128,17 @@ class QuotaOracle:
         for (subject, metric), policy in self.policies.items():
             is_inherited = subject == "platform" and metric not in own
             if subject in (tenant, key, adapter) or is_inherited:
-                counted = tenant if subject == "platform" else subject
+                # A tenant that calls another's adapter neither sees nor spends what the owner has of its limit.
+                is_own = subject == tenant or self.owners.get(subject) == tenant
+                counted = subject if is_own else tenant
                 found.append((policy, (policy.id, counted, self.window(policy, counted, now_us))))
         return found
 
     def window(self, policy: Policy, subject: str, now_us: int) -> tuple[int, ...]:
         if not policy.is_budget:
             return ()
-        zone = self.zones[self.owners.get(subject, subject)]
+        # Days are those of the tenant that set the limit; of the platform's, those of each tenant.
+        zone = self.zones[subject if policy.subject == "platform" else self.owners.get(policy.subject, policy.subject)]
         local = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone)
         return (local.year, local.month, local.day) if policy.metric.endswith("_day") else (local.year, local.month)
 
