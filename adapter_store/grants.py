@@ -9,7 +9,7 @@ from sqlalchemy.exc import IntegrityError
 
 from loramux.adapter_store.errors import GrantNotFound, InvalidGrant, TenantNotFound
 from loramux.adapter_store.records import Adapter, Grant
-from loramux.adapter_store.registry import is_identifier, owner_of
+from loramux.adapter_store.registry import SLUG, is_identifier, owner_of
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.schema import adapter_grants, tenants
@@ -53,15 +53,24 @@ class AdapterGrants:
             )
             return Grant(*connection.execute(of_tenant).one())
 
-    def remove(self, adapter_id: str, tenant_id: str) -> None:
-        """Take a grant back, for requests that come from now on; raises GrantNotFound."""
+    def remove(self, adapter_id: str, tenant: str) -> None:
+        """Take a grant back, for requests that come from now on; raises GrantNotFound.
+
+        `tenant` is an identifier or a slug. Where nothing was granted, the same statement runs whether or not there is
+        such a tenant, so that an owner cannot tell by the time that it takes.
+        """
+        refusal = GrantNotFound("the tenant was not granted the adapter")
+        if not SLUG.fullmatch(tenant):
+            raise refusal
         table = adapter_grants
+        # A slug may look like another tenant's identifier; the identifier wins.
+        named = select(tenants.c.id).where((tenants.c.id == tenant) | (tenants.c.slug == tenant))
+        found = named.order_by((tenants.c.id == tenant).desc()).limit(1).scalar_subquery()
+        one = delete(table).where(table.c.adapter_id == adapter_id, table.c.tenant_id == found)
         with self._database.write() as connection:
-            removed = connection.execute(
-                delete(table).where(table.c.adapter_id == adapter_id, table.c.tenant_id == tenant_id)
-            )
-            if removed.rowcount == 0:
-                raise GrantNotFound("the tenant was not granted the adapter")
+            tenant_id = connection.execute(one.returning(table.c.tenant_id)).scalar_one_or_none()
+            if tenant_id is None:
+                raise refusal
             now_us, before = self._database.now_us(connection), {"granted_to": tenant_id}
             audit(connection, now_us, "grant.remove", adapter_id, tenant_id=owner_of(adapter_id), before=before)
 

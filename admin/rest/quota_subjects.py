@@ -70,7 +70,9 @@ async def _adapter(
 ) -> tuple[str, str]:
     """The adapter and its owner; `is_owners` False lets the tenant be one that was granted it."""
     adapter = await services.call(services.registry.get_adapter, name)
-    if adapter is None and tenant_id is not None:
+    # One that the caller may not see is looked for by name as well, as if there were no such identifier.
+    is_seen = adapter is not None and caller.may_see(adapter.tenant_id)
+    if not is_seen and tenant_id is not None:
         adapter = await services.call(services.registry.find_adapter, tenant_id, name)
     if adapter is None or not caller.may_see_adapter(adapter.tenant_id, adapter.id):
         raise NotFound("there is no such adapter", param="adapter", code="adapter_not_found")
