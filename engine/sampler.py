@@ -13,6 +13,7 @@ import torch
 from loramux.engine.logit_edits import LogitEdits
 from loramux.engine.messages import SamplingParams, TokenLogprobs
 from loramux.engine.random_streams import uniforms
+from loramux.engine.sampling_limits import used_temperature
 
 NUM_LIKELIEST = 1024
 """Tokens that top_k, top_p and min_p look at before they sort the whole vocabulary."""
@@ -68,6 +69,9 @@ def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: 
         return []
     # One value that is not finite makes its row's sum so too, and a sum is far cheaper than a look at each.
     is_finite = torch.isfinite(logits.sum(dim=1)).tolist()
+    if not all(is_finite):
+        # The sum of finite values may overflow.
+        is_finite = torch.isfinite(logits).all(dim=1).tolist()
     # numpy compares eight values at a time; torch takes ten times as long on a CPU.
     token_ids = torch.from_numpy(logits.numpy().argmax(axis=1))
     changed = _changed(logits, samples, eos_token_ids)
@@ -116,30 +120,35 @@ def _changed(
 def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
     """Draw from the softmax of `logits / temperature`, kept to what top_k, top_p and min_p leave."""
     params = [one.params for one in samples]
-    temperature = torch.tensor([one.temperature for one in params], dtype=torch.float32)[:, None]
+    temperature = torch.tensor([used_temperature(one.temperature) for one in params], dtype=torch.float32)[:, None]
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
-    scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature
+    shifted = logits - logits.amax(dim=1, keepdim=True)
     uniform = torch.from_numpy(uniforms_of(samples))[:, None]
     is_cut = torch.tensor([one.top_p < 1 or one.top_k > 0 or one.min_p > 0 for one in params])
     token_ids = torch.empty(len(samples), dtype=torch.int64)
     whole, cut = (~is_cut).nonzero().squeeze(1), is_cut.nonzero().squeeze(1)
     if len(whole):
-        token_ids[whole] = _pick(torch.softmax(scaled[whole], dim=1), uniform[whole])
+        token_ids[whole] = _pick(torch.softmax(shifted[whole] / temperature[whole], dim=1), uniform[whole])
     if len(cut):
-        token_ids[cut] = _draw_cut(scaled[cut], uniform[cut], [params[row] for row in cut.tolist()])
+        some = [params[row] for row in cut.tolist()]
+        token_ids[cut] = _draw_cut(shifted[cut], temperature[cut], uniform[cut], some)
     return token_ids
 
 
-def _draw_cut(scaled: torch.Tensor, uniform: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+def _draw_cut(
+    shifted: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, params: list[SamplingParams]
+) -> torch.Tensor:
     """Draw within top_k, top_p and min_p: they need the likeliest tokens in order, seldom all of them."""
-    vocab_size = scaled.shape[1]
+    vocab_size = shifted.shape[1]
     top_k = torch.tensor([one.top_k or vocab_size for one in params])[:, None]
     top_p = torch.tensor([one.top_p for one in params], dtype=torch.float32)[:, None]
     min_p = torch.tensor([one.min_p for one in params], dtype=torch.float32)[:, None]
-    normaliser = torch.logsumexp(scaled, dim=1, keepdim=True)
+    normaliser = torch.logsumexp(shifted / temperature, dim=1, keepdim=True)
     count = min(NUM_LIKELIEST, vocab_size)
     while True:
-        ordered, order = torch.topk(scaled, count, dim=1)
+        # A temperature evens weights, not the order.
+        largest, order = torch.topk(shifted, count, dim=1)
+        ordered = largest / temperature
         probabilities = (ordered - normaliser).exp()
         # The likeliest token's is 1: min_p is a share of it.
         is_likely = ordered.exp() >= min_p

@@ -9,6 +9,13 @@ MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 REPETITION_PENALTIES = (0.01, 100.0)
 """Wider than any use, and narrow enough to keep every logit of a sane model finite."""
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20
+"""Beyond these, float32 loses the temperature or what it divides. The sampling kernel has the same lower bound."""
+
+
+def used_temperature(temperature: float) -> float:
+    """The temperature that a token is drawn at; 0 stays greedy, and nothing else becomes so."""
+    return min(max(temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if temperature > 0 else 0.0
 
 
 def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:

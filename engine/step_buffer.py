@@ -11,6 +11,7 @@ import torch
 from loramux.engine.accelerator import Accelerator, Fence
 from loramux.engine.batch import Batch, OuterSlots, StepInputs
 from loramux.engine.sampler import uniforms_of
+from loramux.engine.sampling_limits import used_temperature
 from loramux.engine.step_shape import StepShape, step_shape
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import AttentionBatch, Segments
@@ -212,7 +213,7 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
         put_segments("embedding", outer.embedding)
         put_segments("head", outer.head)
     params = [one.params for one in batch.samples]
-    put("temperature", np.array([one.temperature for one in params], np.float32))
+    put("temperature", np.array([used_temperature(one.temperature) for one in params], np.float32))
     put("top_k", np.array([one.top_k for one in params], np.int32))
     put("top_p", np.array([one.top_p for one in params], np.float32), padding=1)
     put("min_p", np.array([one.min_p for one in params], np.float32))

@@ -64,7 +64,7 @@ class Binding:
 
     @classmethod
     def of(cls, policy: QuotaPolicy, tenant_id: str, window: Window = NO_WINDOW) -> Binding:
-        """`tenant_id` is the caller's. It has a count of its own where the policy is the platform's or another tenant's."""
+        """`tenant_id` is the caller, which has a count of its own where the policy is the platform's or another's."""
         subject_id = policy.subject_id if tenant_id == policy.tenant_id else tenant_id
         return cls(policy, METRICS[policy.metric], CounterKey(policy.id, subject_id, window.start_us), window)
 

@@ -16,8 +16,8 @@ from sqlalchemy import event
 
 from loramux.migrations.identifiers import new_id
 from tests.admin.conftest import AdminSide, begin
-from tests.admin.test_admin_rest import bearer, new_key, new_tenant
 from tests.admin.test_adapter_service import add_ready_versions
+from tests.admin.test_admin_rest import bearer, new_key, new_tenant
 
 pytestmark = pytest.mark.anyio
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import msgspec
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from loramux.engine.accelerator import HostAccelerator
 from loramux.engine.batch import NO_ROWS, Batch, OuterSlots, ScheduledSequence, build_batch
 from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.sampling_limits import used_temperature
 from loramux.engine.sequence import Sequence, page_list
 from loramux.engine.step_buffer import StepBuffer
 from loramux.engine.step_shape import StepShape, reachable_shapes, step_shape
@@ -244,3 +246,14 @@ def test_a_step_without_rows_is_all_padding(buffer: StepBuffer) -> None:
     assert (inputs.segments.slots == -1).all()
     assert not inputs.attention.cu_q.any()
     assert not inputs.attention.seq_lens.any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-45, 1e-30, 1.0, 1e300])
+def test_the_device_reads_the_temperature_that_the_host_draws_at(buffer: StepBuffer, temperature: float) -> None:
+    add = Add(sequence_id="0", prompt=(1, 2), max_tokens=9, sampling=SamplingParams(temperature=temperature))
+    sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, num_computed=0, pages=page_list([1]))
+    batch = build_batch([ScheduledSequence(sequence, 2)], 16)
+    (found, *_) = buffer.load(batch, shape_of(batch)).sampling.temperature.tolist()
+    assert found == np.float32(used_temperature(temperature))
+    assert (found == 0) == (temperature == 0), "what is random stays random"
+    assert math.isfinite(found)
