@@ -71,6 +71,9 @@ campaign-life: $(WARM) ## A long random life of the engine with real weights (LO
 campaign-quotas: $(WARM) ## Admission beside plain dictionaries for long, on both databases (LORAMUX_QUOTA_STEPS=1500)
 	$(VENV)/bin/python -m pytest tests/platform/test_quota_machine.py -m campaign --timeout 3600 $(ARGS)
 
+campaign-sampling: $(WARM) ## Sampling at the ends of its settings against float64 (LORAMUX_SAMPLING_EXAMPLES=3000)
+	$(VENV)/bin/python -m pytest tests/engine/test_sampling_extremes.py -m campaign --timeout 3600 $(ARGS)
+
 campaign-processes: $(WARM) ## Servers and engines that hang, die, are joined, restarted and stopped in a hurry
 	$(VENV)/bin/python -m pytest tests/platform/test_supervision.py tests/platform/test_joined_engine.py \
 		tests/admin/test_serve.py -m 'campaign or not campaign' --timeout 3600 $(ARGS)

@@ -45,13 +45,14 @@ class Counter(NamedTuple):
         bucket refills from `now_us` on, and gives back what it holds of the time that is now counted again: the step
         itself never grants anything.
         """
-        gained = limit * (now_us - self.refilled_us)
-        if self.refilled_us - now_us > UNITS:
-            level = max(self.level + gained, min(self.level, 0))
-        else:
-            now_us = max(now_us, self.refilled_us)
-            level = self.level + max(gained, 0)
-        return Counter(min(level, burst * UNITS), self.reserved, self.used, self.exceeded, now_us)
+        elapsed_us = now_us - self.refilled_us
+        level = self.level + limit * elapsed_us
+        if elapsed_us < -UNITS:
+            level = max(level, min(self.level, 0))
+        elif elapsed_us < 0:
+            level, now_us = self.level, self.refilled_us
+        level = min(burst * UNITS, level)
+        return Counter(level, self.reserved, self.used, self.exceeded, now_us)
 
     def changed(self, level: int = 0, reserved: int = 0, used: int = 0, exceeded: int = 0) -> Counter:
         """With so much more of each."""
