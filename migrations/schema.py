@@ -66,9 +66,10 @@ api_keys = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=True),
     Column("revoked_us", BigInteger, nullable=True),
-    # The secret before the last rotation, and until when it still opens.
+    # The secret before the last rotation, when that was, and until when the former secret still opens.
     Column("previous_sha256", LargeBinary(32), nullable=True),
     Column("previous_until_us", BigInteger, nullable=True),
+    Column("rotated_us", BigInteger, nullable=True),
     Index("ix_api_keys_tenant_id_id", "tenant_id", "id"),
 )
 

@@ -34,6 +34,8 @@ BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _PRESENTED = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _NO_KEY = bytes(32)
 _FOR_EVER_US = 1 << 62
+_MAX_AHEAD_US = 60_000_000
+"""A key that was rotated further ahead than this was rotated before the clock went back."""
 _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
 
 
@@ -203,6 +205,7 @@ class ApiKeys:
                 "secret_sha256": key_sha256(secret),
                 "previous_sha256": table.c.secret_sha256 if grace_us > 0 else None,
                 "previous_until_us": now_us + grace_us if grace_us > 0 else None,
+                "rotated_us": now_us,
             }
             connection.execute(update(table).where(table.c.id == key_id).values(**values))
             row = connection.execute(select(table).where(table.c.id == key_id)).one()
@@ -210,6 +213,15 @@ class ApiKeys:
             audit(connection, now_us, "api_key.rotate", key_id, tenant_id=key.tenant_id, after=after)
         self._cache.forget(key_id)
         return CreatedKey(key=key_of(row), secret=secret)
+
+    def take_back_graces(self) -> int:
+        """Have those graces begin now that began before the clock went back, and would last too long; how many."""
+        table = schema.api_keys
+        with self._database.write() as connection:
+            now_us = self._database.now_us(connection)
+            ahead = update(table).where(table.c.rotated_us > now_us + _MAX_AHEAD_US)
+            until_us = table.c.previous_until_us - (table.c.rotated_us - now_us)
+            return connection.execute(ahead.values(previous_until_us=until_us, rotated_us=now_us)).rowcount
 
     def forget_recent(self) -> None:
         """Read every key anew: one of them, or a tenant, may have changed."""

@@ -152,6 +152,23 @@ def test_a_rotated_keys_old_secret_opens_until_the_grace_ends(clocked: Database,
         keys.rotate(created.key.id, 0)
 
 
+def test_a_jump_of_the_clock_prolongs_no_grace(clocked: Database, acme: Tenant, clock: Any) -> None:
+    keys = ApiKeys(clocked)
+    early, created = keys.create(acme.id, "early"), keys.create(acme.id, "ci")
+    keys.rotate(early.key.id, 60_000_000)
+    clock.advance(7 * 86_400)
+    assert keys.rotate(created.key.id, 60_000_000) is not None
+    clock.advance(-7 * 86_400)
+    assert keys.take_back_graces() == 1
+    assert keys.take_back_graces() == 0
+    clock.advance(59)
+    assert [keys.authenticate(key.secret) is not None for key in (early, created)] == [True, True]
+    clock.advance(1)
+    assert [keys.authenticate(key.secret) is not None for key in (early, created)] == [False, False]
+    clock.advance(7 * 86_400 - 30)
+    assert keys.authenticate(created.secret) is None, "nor does it come back"
+
+
 def test_a_second_rotation_ends_the_first_ones_grace(clocked: Database, acme: Tenant) -> None:
     keys = ApiKeys(clocked)
     created = keys.create(acme.id, "ci")

@@ -1,0 +1,20 @@
+"""When a key was rotated, so that a clock that went back since does not prolong the former secret's grace."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0017"
+down_revision = "0013"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("api_keys", sa.Column("rotated_us", sa.BigInteger(), nullable=True))
+
+
+def downgrade() -> None:
+    with op.batch_alter_table("api_keys") as batch:
+        batch.drop_column("rotated_us")
