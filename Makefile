@@ -174,6 +174,9 @@ bench: $(WARM) ## Measure loramux beside peft, one run, one table (ARGS='--help'
 bench-gpu: $(READY) ## Measure kernels and engine on a GPU, 9 minutes (CONSTRAINTS=constraints-cuda.txt PART=lora ARGS='--out FILE')
 	$(VENV)/bin/python -m benchmarks.gpu $(if $(PART),--only $(PART)) $(ARGS)
 
+bench-gpu-table: $(READY) ## Count launches and bytes of steps without a GPU (ARGS='--card h200 --out FILE')
+	$(VENV)/bin/python -m benchmarks.gpu_table $(ARGS)
+
 bench-s-lora: $(WARM) ## Measure throughput over 5 to 2,000 adapters on disk, 9 minutes (ARGS='--help' for settings)
 	$(VENV)/bin/python -m benchmarks.s_lora $(ARGS)
 

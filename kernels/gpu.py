@@ -105,16 +105,19 @@ class GpuKernels(GpuLora):
 
     What a launch is depends on the shapes of its arguments, `Segments.max_rank` and `AttentionBatch.max_q` alone, so
     that a captured graph serves whatever its tensors hold later. Scratch comes from torch's allocator, which costs no
-    call to the driver after the first steps and gives a graph memory of its own.
+    call to the driver after the first steps and gives a graph memory of its own. `num_processors` are the
+    multiprocessors that launches are planned for: those of the pool's GPU where it is not given.
     """
 
-    def __init__(self, pool: PoolViews, *, pdl: bool = False) -> None:
+    def __init__(self, pool: PoolViews, *, pdl: bool = False, num_processors: int | None = None) -> None:
         super().__init__(pool, pdl=pdl)
         self.outer = GpuLora(pool.flat, pdl=pdl)
-        # Triton's interpreter runs one program after another.
-        self._num_processors = 1
-        if pool.raw.device.type == "cuda":
-            self._num_processors = torch.cuda.get_device_properties(pool.raw.device).multi_processor_count
+        if num_processors is None:
+            # Triton's interpreter runs one program after another.
+            num_processors = 1
+            if pool.raw.device.type == "cuda":
+                num_processors = torch.cuda.get_device_properties(pool.raw.device).multi_processor_count
+        self._num_processors = num_processors
 
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
         kv_write(k, v, self._pool, layer, batch)

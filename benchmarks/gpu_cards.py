@@ -1,0 +1,76 @@
+"""What data sheets say of a few cards, for tables that are counted without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WARP_THREADS = 32
+REGISTERS = 65536
+"""Registers of a multiprocessor; the same on every card below."""
+
+REGISTER_UNIT = 256
+"""Registers are given to a warp in multiples of this number."""
+
+RESERVED_SHARED = 1024
+"""Bytes of shared memory that CUDA takes for itself for each program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One card, from its vendor's data sheet and the table of compute capabilities in the CUDA programming guide.
+
+    `capability` is the one to compile for, as 90 for 9.0; `bandwidth` bytes a second; `shared_bytes` the shared memory
+    of a multiprocessor. `node_s` is the time that one more kernel adds to a captured graph, an assumption until it is
+    measured: graphs add 1.5 to 2.5 microseconds a node.
+    """
+
+    name: str
+    capability: int
+    bandwidth: float
+    multiprocessors: int
+    shared_bytes: int
+    max_warps: int
+    max_programs: int
+    node_s: float = 2e-6
+
+    def resident_programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
+        """How many programs of these needs fit one multiprocessor at a time; `registers` are those of a thread."""
+        per_warp = -(-registers * WARP_THREADS // REGISTER_UNIT) * REGISTER_UNIT
+        by_registers = REGISTERS // per_warp // num_warps if registers else self.max_programs
+        by_shared = self.shared_bytes // (shared_bytes + RESERVED_SHARED)
+        return min(self.max_programs, self.max_warps // num_warps, by_registers, by_shared)
+
+
+def _datacenter(name: str, capability: int, bandwidth: float, multiprocessors: int, shared_kib: int) -> Card:
+    return Card(
+        name=name,
+        capability=capability,
+        bandwidth=bandwidth,
+        multiprocessors=multiprocessors,
+        shared_bytes=shared_kib << 10,
+        max_warps=64,
+        max_programs=32,
+    )
+
+
+def _ada_or_later(name: str, capability: int, bandwidth: float, multiprocessors: int) -> Card:
+    return Card(
+        name=name,
+        capability=capability,
+        bandwidth=bandwidth,
+        multiprocessors=multiprocessors,
+        shared_bytes=100 << 10,
+        max_warps=48,
+        max_programs=24,
+    )
+
+
+CARDS = {
+    "a100": _datacenter("A100 80 GB SXM", 80, 2.039e12, 108, 164),
+    "h100": _datacenter("H100 80 GB SXM", 90, 3.35e12, 132, 228),
+    "h200": _datacenter("H200 141 GB SXM", 90, 4.8e12, 132, 228),
+    "b200": _datacenter("B200 SXM", 100, 8.0e12, 148, 228),
+    "l4": _ada_or_later("L4", 89, 0.3e12, 58),
+    "4090": _ada_or_later("GeForce RTX 4090", 89, 1.008e12, 128),
+    "5090": _ada_or_later("GeForce RTX 5090", 120, 1.792e12, 170),
+}
