@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.engine.sampler import SamplingRow
 from loramux.engine.sequence import Sequence
 from loramux.kernels.tables import AttentionBatch, Segments
@@ -72,7 +73,8 @@ class StepInputs:
     """What a forward pass reads, on its device; the axes may be padded, and rows of no sequence mean nothing.
 
     `tokens`, `positions` and `sample_rows` int32. `segments` without entries switches the adapters off, and so do
-    `embedding_segments`, those of the rows whose adapters change the embedding; None is none.
+    `embedding_segments`, those of the rows whose adapters change the embedding; None is none. Adapters change no
+    module of a layer outside `groups`.
     """
 
     tokens: torch.Tensor
@@ -81,6 +83,7 @@ class StepInputs:
     segments: Segments
     sample_rows: torch.Tensor
     embedding_segments: Segments | None = None
+    groups: LayerGroups = ALL_GROUPS
 
 
 def _no_rows() -> Batch:

@@ -13,6 +13,7 @@ import torch
 from loramux.engine.accelerator import Accelerator
 from loramux.engine.batch import NO_ROWS, Batch, OuterSlots
 from loramux.engine.device_sampler import DeviceSampler, SampledStep
+from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.logit_edits import logit_edits
 from loramux.engine.messages import SamplingParams
 from loramux.engine.model import Decoder, HeadAdapters
@@ -39,6 +40,10 @@ class GraphExecutor:
     not captured, compiles and loads whatever kernels the shape needs. Beyond `max_graphs`, the graph that was replayed
     longest ago is dropped. A shape whose capture fails runs uncaptured from then on. Adapters that change the embedding
     or the head have shapes of their own, so that a step without them launches nothing for them.
+
+    So have adapters that change only some groups of a layer's modules. Such a shape needs no kernels beyond those of
+    the shape with all groups, and is captured when it first occurs after that has run. Once `max_graphs` are kept, the
+    shape with all groups serves it: shapes that differ in nothing else must not drop one another's graphs.
     """
 
     def __init__(
@@ -102,7 +107,7 @@ class GraphExecutor:
 
     def submit(self, batch: Batch) -> SampledStep:
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
-        layout = self._buffer.load(batch, self._shape(batch, has_outer=outer is not None), outer)
+        layout = self._buffer.load(batch, self._kept_shape(self._shape(batch, has_outer=outer is not None)), outer)
         self._run(layout)
         num_samples = len(batch.samples)
         head = None if outer is None else self._head(layout, outer)
@@ -110,9 +115,16 @@ class GraphExecutor:
         return self._sampler.choose(logits, batch.samples, layout.sampling)
 
     def _shape(self, batch: Batch, has_outer: bool) -> StepShape:
-        has_adapters = bool((batch.slots >= 0).any())
-        max_rank = max(1, self._tables.max_rank(batch.slots)) if has_adapters else 0
-        return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer)
+        if not (batch.slots >= 0).any():
+            return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank=0)
+        max_rank = max(1, self._tables.max_rank(batch.slots))
+        groups = LayerGroups.holding(self._tables.modules(batch.slots), self._decoder.config.module_groups)
+        return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer, groups)
+
+    def _kept_shape(self, shape: StepShape) -> StepShape:
+        """The shape to run a batch of `shape` in: one with all groups where a narrower graph has no room."""
+        has_room = len(self._graphs) < self._max_graphs
+        return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups
 
     def _head(self, layout: StepLayout, outer: OuterSlots) -> HeadAdapters | None:
         """What the head's adapters need; the logits are not captured, so that the grid can follow the batch."""
@@ -141,7 +153,8 @@ class GraphExecutor:
     def _run(self, layout: StepLayout) -> None:
         shape = layout.shape
         replay = self._graphs.get(shape)
-        if replay is None and shape in self._has_run and shape not in self._uncapturable:
+        has_run = shape in self._has_run or shape.with_all_groups in self._has_run
+        if replay is None and has_run and shape not in self._uncapturable:
             replay = self._capture(layout)
         if replay is not None:
             self._graphs.move_to_end(shape)

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from loramux.engine.backend import Backend, Linear
 from loramux.engine.batch import StepInputs
+from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
 from loramux.engine.rotary import rotary_tables
 from loramux.engine.weights import WeightSource
@@ -133,10 +134,17 @@ class Decoder:
         # Rows that only pad a step belong to no sequence and are not attended: zeros keep them finite.
         attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
 
-        def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: ModuleGroup) -> torch.Tensor:
+        modules = {
+            LayerGroups.QKV: self._groups.qkv,
+            LayerGroups.O: self._groups.o,
+            LayerGroups.GATE_UP: self._groups.gate_up,
+            LayerGroups.DOWN: self._groups.down,
+        }
+
+        def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: LayerGroups) -> torch.Tensor:
             """Add the adapters' part to `y`, the base's output for `x`."""
-            if inputs.segments.num_segments:
-                kernels.lora_add(x, index, group, tables, inputs.segments, y)
+            if group in inputs.groups and inputs.segments.num_segments:
+                kernels.lora_add(x, index, modules[group], tables, inputs.segments, y)
             return y
 
         x = residual
@@ -145,7 +153,7 @@ class Decoder:
                 x = kernels.rms_norm(residual, layer.attention_norm, eps)
             else:
                 x = kernels.add_rms_norm(x, residual, layer.attention_norm, eps)
-            qkv = with_adapters(x, layer.qkv(x), index, self._groups.qkv)
+            qkv = with_adapters(x, layer.qkv(x), index, LayerGroups.QKV)
             q, k, v = qkv.split((q_out, kv_out, kv_out), dim=1)
             q = q.view(num_tokens, config.num_heads, config.head_dim)
             k = k.view(num_tokens, config.num_kv_heads, config.head_dim)
@@ -157,12 +165,12 @@ class Decoder:
             kernels.kv_write(k, v, index, inputs.attention)
             kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
             x = attended.view(num_tokens, q_out)
-            x = with_adapters(x, layer.o(x), index, self._groups.o)
+            x = with_adapters(x, layer.o(x), index, LayerGroups.O)
             if layer.attention_output_norm is not None:
                 x = kernels.rms_norm(x, layer.attention_output_norm, eps)
             x = kernels.add_rms_norm(x, residual, layer.feed_forward_norm, eps)
-            x = gate_and_mul(with_adapters(x, layer.gate_up(x), index, self._groups.gate_up))
-            x = with_adapters(x, layer.down(x), index, self._groups.down)
+            x = gate_and_mul(with_adapters(x, layer.gate_up(x), index, LayerGroups.GATE_UP))
+            x = with_adapters(x, layer.down(x), index, LayerGroups.DOWN)
             if layer.feed_forward_output_norm is not None:
                 x = kernels.rms_norm(x, layer.feed_forward_output_norm, eps)
         rows = inputs.sample_rows

@@ -55,6 +55,7 @@ class SlotTables:
         # The staged tables once more: numpy writes a few numbers in a tenth of torch's time.
         self._written = tuple(table.numpy() for table in _tensors(self._host))
         self._max_ranks = np.zeros(num_slots, np.int32)
+        self._has_module = np.zeros((num_slots, len(target.modules)), np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
@@ -74,6 +75,7 @@ class SlotTables:
             outer_scale[slot, 0] = packed.outer_scales * self._factors
             self._has_outer[slot] = layout.outer_ranks > 0
         self._max_ranks[slot] = layout.max_rank
+        self._has_module[slot] = layout.ranks.any(axis=0)
         for staged, table in self._copied:
             table[slot].copy_(staged[slot], non_blocking=True)
 
@@ -81,6 +83,11 @@ class SlotTables:
         """The highest rank among the adapters in `slots`, where -1 is none; 0 without any."""
         used = slots[slots >= 0]
         return int(self._max_ranks[used].max(initial=0))
+
+    def modules(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which modules the adapters in `slots` change in any layer, bool `[num_modules]`; -1 is no adapter."""
+        changed: npt.NDArray[np.bool_] = np.logical_or.reduce(self._has_module[slots[slots >= 0]], axis=0)
+        return changed
 
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
         """Which rows of a batch need outer modules of the adapters in `slots`; None where no adapter has any.

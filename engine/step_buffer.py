@@ -131,6 +131,7 @@ class StepBuffer:
                 segments=segments("segment"),
                 sample_rows=on_device["sample_rows"],
                 embedding_segments=segments("embedding") if shape.has_outer else None,
+                groups=shape.groups,
             ),
             sampling=SamplingInputs(
                 **{name: on_device[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform")}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.kernels.segments import max_segments
 
 MAX_GRAPH_TOKENS = 1024
@@ -24,7 +25,8 @@ class StepShape:
     """Everything that a captured step is fixed to.
 
     `num_tokens` and `num_sequences` count padding. `is_decode` promises one row for each sequence. `max_rank` bounds
-    the adapters' ranks; 0 switches them off. Only with `has_outer` may adapters change the embedding or the head.
+    the adapters' ranks; 0 switches them off. Only with `has_outer` may adapters change the embedding or the head, and
+    they change no module of a layer outside `groups`, which are all where there are no adapters.
     """
 
     num_tokens: int
@@ -32,6 +34,7 @@ class StepShape:
     is_decode: bool
     max_rank: int
     has_outer: bool = False
+    groups: LayerGroups = ALL_GROUPS
 
     @property
     def is_captured(self) -> bool:
@@ -42,19 +45,34 @@ class StepShape:
         """The most segments that any batch of this shape can have; none without adapters."""
         return max_segments(self.num_tokens, self.num_sequences) if self.max_rank else 0
 
+    @property
+    def with_all_groups(self) -> StepShape:
+        """The shape that serves every batch of this one, and launches more for it."""
+        return self if self.groups == ALL_GROUPS else replace(self, groups=ALL_GROUPS)
 
-def step_shape(num_tokens: int, num_sequences: int, max_q: int, max_rank: int, has_outer: bool = False) -> StepShape:
+
+def step_shape(
+    num_tokens: int,
+    num_sequences: int,
+    max_q: int,
+    max_rank: int,
+    has_outer: bool = False,
+    groups: LayerGroups = ALL_GROUPS,
+) -> StepShape:
     """The smallest shape that holds a batch of these sizes."""
     bucket = _at_least(RANK_BUCKETS, max_rank) if max_rank else 0
     if max_q == 1 and num_sequences <= _DECODE_SIZES[-1]:
         size = _at_least(_DECODE_SIZES, num_sequences)
-        return StepShape(size, size, True, bucket, has_outer)
+        return StepShape(size, size, True, bucket, has_outer, groups)
     padded_tokens, padded_sequences = _padded(_MIXED_TOKENS, num_tokens), _padded(_MIXED_SEQUENCES, num_sequences)
-    return StepShape(padded_tokens, padded_sequences, False, bucket, has_outer)
+    return StepShape(padded_tokens, padded_sequences, False, bucket, has_outer, groups)
 
 
 def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]:
-    """Every shape of batches within these limits, without `has_outer`, that has kernels of its own; largest first."""
+    """Every shape of batches within these limits, without `has_outer`, that has kernels of its own; largest first.
+
+    A shape with fewer groups launches some of the kernels of the same shape with all.
+    """
     ranks = (0, *RANK_BUCKETS)
     mixed_tokens = [*(size for size in _MIXED_TOKENS if size < max_tokens), _padded(_MIXED_TOKENS, max_tokens)]
     mixed_sequences = [size for size in _MIXED_SEQUENCES if size < max_sequences]

@@ -19,10 +19,12 @@ from loramux.engine.accelerator import Accelerator, HostAccelerator
 from loramux.engine.backend import Backend, DenseLinear
 from loramux.engine.engine import Engine
 from loramux.engine.graph_executor import GraphExecutor
+from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
+from loramux.engine.model_config import ModelConfig
 from loramux.engine.step_shape import reachable_shapes
 from loramux.kernels.reference import ReferenceKernels
-from loramux.kernels.tables import Segments
+from loramux.kernels.tables import ModuleGroup, Segments
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
 from tests.engine.gpu_backend import gpu_backend
@@ -151,11 +153,70 @@ def test_adapters_of_the_embedding_and_the_head_have_shapes_of_their_own(
         logits = recorder.by_sequence[sequence_id]
         assert_parity(outer_subject, name, add, logits)
         assert tokens[sequence_id] == [int(row.argmax()) for row in logits]
-    assert any(shape.has_outer for shape in executor._graphs)
+    assert any(shape.has_outer for shape in executor._has_run)
 
     # Resident or not, they cost a batch without them nothing: a call of any of their kernels would now fail.
     monkeypatch.setattr(executor._kernels, "outer", None)
     tokens_of(assembled.engine, [add for _, add in requests_of(outer_subject, [("r3", 1)], num_tokens=1).values()])
+    assembled.loader.close()
+
+
+def note_groups(executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
+    """The modules of each group that a layer's adapters are added to from now on."""
+    noted: set[tuple[int, ...]] = set()
+    add = executor._kernels.lora_add
+
+    def note(x: Any, layer: int, group: ModuleGroup, *rest: Any) -> None:
+        noted.add(group.modules)
+        add(x, layer, group, *rest)
+
+    monkeypatch.setattr(executor._kernels, "lora_add", note)
+    return noted
+
+
+def test_adapters_of_few_modules_launch_nothing_for_the_others(
+    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled = subject.assemble(backend)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    launched = note_groups(executor, monkeypatch)
+    qkv, o, gate_up, _ = ModelConfig.load(subject.directory).module_groups
+    for wanted, num_tokens, expected in [([None, "r1"], 3, {qkv}), (["r31"], 1, {qkv, o, gate_up})]:
+        launched.clear()
+        asked = requests_of(subject, [(name, 1) for name in wanted], num_tokens=num_tokens)
+        recorder.by_sequence.clear()
+        tokens_of(assembled.engine, [add for _, add in asked.values()])
+        for sequence_id, (name, add) in asked.items():
+            assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+        assert launched == expected
+    assert LayerGroups.QKV in {shape.groups for shape in executor._graphs}
+    assembled.loader.close()
+
+
+def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = plain_backend(HostAccelerator(), compiles=True)
+    assembled = subject.assemble(backend, max_batch_tokens=16, max_sequences=1)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    warmed = set(executor._graphs)
+    launched = note_groups(executor, monkeypatch)
+    for room in (0, 1):
+        executor._max_graphs = len(warmed) + room
+        launched.clear()
+        asked = requests_of(subject, [("r1", 1)], num_tokens=4)
+        recorder.by_sequence.clear()
+        tokens_of(assembled.engine, [add for _, add in asked.values()])
+        for sequence_id, (name, add) in asked.items():
+            assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+        assert set(executor._graphs) >= warmed
+        assert len(executor._graphs) == len(warmed) + room
+    # The one with room was captured at its first decode.
+    (narrow,) = set(executor._graphs) - warmed
+    assert (narrow.groups, narrow.is_decode) == (LayerGroups.QKV, True)
+    assert len(launched) == 1
     assembled.loader.close()
 
 

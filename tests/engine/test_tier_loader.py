@@ -149,6 +149,8 @@ def test_an_adapter_comes_whole_into_its_pages_and_tables(quick_bytes: int, monk
     assert tables.scale[1].tolist() == [[0.5, 0.5], [0.5, 0.5]]
     assert bench.tables.max_rank(np.array([-1, 1, 1], np.int32)) == 3
     assert bench.tables.max_rank(np.array([-1, 0], np.int32)) == 0
+    assert bench.tables.modules(np.array([-1, 1, 1], np.int32)).tolist() == [True, True]
+    assert bench.tables.modules(np.array([-1, 0], np.int32)).tolist() == [False, False]
     assert bench.source.num_leases == 0
     bench.loader.close()
 
@@ -188,6 +190,7 @@ def test_outer_modules_come_into_tables_of_their_own_and_leave_them_with_the_slo
     assert needed.embedding.tolist() == [-1, -1, 1, 1, -1, -1]
     assert needed.head.tolist() == [-1, 1, 2, -1]
     assert bench.tables.outer_slots(slots[:2], samples[:1]) is None
+    assert bench.tables.modules(np.array([2], np.int32)).tolist() == [False, False]
     loaded(bench, "a", 1)
     loaded(bench, "bare", 2)
     assert bench.tables.outer_slots(slots, samples) is None

@@ -1,0 +1,31 @@
+"""Which groups of a layer's modules a step's adapters change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntFlag
+
+import numpy as np
+import numpy.typing as npt
+
+
+class LayerGroups(IntFlag):
+    """A set of the groups of `ModelConfig.module_groups`, in their order."""
+
+    QKV = 1
+    O = 2  # noqa: E741  the projection's name in every model
+    GATE_UP = 4
+    DOWN = 8
+
+    @staticmethod
+    def holding(modules: npt.NDArray[np.bool_], module_groups: Sequence[Sequence[int]]) -> LayerGroups:
+        """The groups that hold any of `modules` bool `[num_modules]`."""
+        groups = NO_GROUPS
+        for group, members in zip(LayerGroups, module_groups, strict=True):
+            if any(modules[module] for module in members):
+                groups |= group
+        return groups
+
+
+NO_GROUPS = LayerGroups(0)
+ALL_GROUPS = LayerGroups.QKV | LayerGroups.O | LayerGroups.GATE_UP | LayerGroups.DOWN
