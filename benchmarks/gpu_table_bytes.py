@@ -57,15 +57,11 @@ def _norm(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     return Bytes(rows + weight, rows + weight * launch.grid[0])
 
 
-def _rotate(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+def _rotate_and_store(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     a = launch.arguments
-    heads = (a["NUM_Q"] + a["NUM_K"]) * 2 * a["HALF"] * 2 * a["q_ptr"].itemsize
-    return once(launch.grid[0] * (heads + 2 * a["HALF"] * FLOAT))
-
-
-def _store(launch: TritonLaunch, step: RecordedStep) -> Bytes:
-    a = launch.arguments
-    return once(step.batch.num_tokens * 2 * a["WIDTH"] * (a["k_ptr"].itemsize + a["kv_ptr"].itemsize))
+    q = a["NUM_Q"] * 2 * a["HALF"] * 2 * a["q_ptr"].itemsize
+    kv = 2 * a["NUM_KV"] * a["HEAD_DIM"] * (a["k_ptr"].itemsize + a["kv_ptr"].itemsize)
+    return once(step.batch.num_tokens * (q + kv + 2 * a["HALF"] * FLOAT))
 
 
 def _gate(launch: TritonLaunch, step: RecordedStep) -> Bytes:
@@ -180,8 +176,7 @@ def _choose_greedily(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_norm": _norm,
-    "_rotate": _rotate,
-    "_store": _store,
+    "_rotate_and_store": _rotate_and_store,
     "_gate": _gate,
     "shrink_kernel": _shrink,
     "expand_kernel": _expand,

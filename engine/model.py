@@ -161,8 +161,7 @@ class Decoder:
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = kernels.rms_norm(q, layer.q_norm, eps)
                 k = kernels.rms_norm(k, layer.k_norm, eps)
-            kernels.rotary(q, k, *angles[layer.rotary])
-            kernels.kv_write(k, v, index, inputs.attention)
+            kernels.rotate_and_store(q, k, v, *angles[layer.rotary], index, inputs.attention)
             kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
             x = attended.view(num_tokens, q_out)
             x = with_adapters(x, layer.o(x), index, LayerGroups.O)

@@ -71,6 +71,19 @@ class CpuKernels(CpuLora):
         )
         return out
 
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> None:
+        self.rotary(q, k, cos, sin)
+        self.kv_write(k, v, layer, batch)
+
     def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         num_rows, half = cos.shape
         for angles in (cos, sin):

@@ -93,8 +93,21 @@ class Kernels(LoraKernels, Protocol):
         """The same for modules outside the layers: `layer` is 0, and tables are `AdapterTables.outer`."""
         ...
 
-    def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
-        """Store K and V of each row in its place of the pool."""
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> None:
+        """Rotate the two halves of each head of q and k by its position's angles, and store k and v of each row in its
+        place of the pool.
+
+        q is changed in place; afterwards k, and q of a row that only pads the batch, may hold anything.
+        """
         ...
 
     def paged_attention(
@@ -109,10 +122,6 @@ class Kernels(LoraKernels, Protocol):
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`residual += x` in place, then `rms_norm` of the sum; `residual` is contiguous."""
-        ...
-
-    def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate the two halves of each head by its position's angles, in place."""
         ...
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

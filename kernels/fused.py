@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and gates on a GPU, each one pass over its rows.
+"""Norms and gates on a GPU, each one pass over its rows.
 
 Activations are float32, float16 or bfloat16 with contiguous last axes; arithmetic is float32, and a result is rounded
 once, when it is stored.
@@ -98,73 +98,6 @@ def _norm(
     factor = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
     weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, x * factor[:, None] * weight, mask=is_stored)
-
-
-def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate `(a, b)`, the halves of the first `2 * n` elements of each head, to `(a cos - b sin, b cos + a sin)`.
-
-    `q` `[T, num_heads, head_dim]` and `k` `[T, num_kv_heads, head_dim]` are changed in place and may be views of wider
-    rows; `cos` and `sin` `[T, n]` contiguous, `2 * n <= head_dim`.
-    """
-    head_dim = q.shape[2]
-    assert q.stride()[1:] == k.stride()[1:] == (head_dim, 1)
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
-    num_rows, half = cos.shape
-    if num_rows:
-        block = triton.next_power_of_2(half)
-        _rotate[(num_rows,)](
-            q, k, cos, sin, q.stride(0), k.stride(0),
-            NUM_Q=q.shape[1], NUM_K=k.shape[1], HEAD_DIM=head_dim, HALF=half, BLOCK=block,
-            BLOCK_Q=triton.next_power_of_2(q.shape[1]), BLOCK_K=triton.next_power_of_2(k.shape[1]),
-            num_warps=min(8, triton.next_power_of_2(max(1, block * q.shape[1] // 256))),
-        )  # fmt: skip
-
-
-@triton.jit
-def _rotate_heads(
-    row_ptr: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-) -> None:
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
-    i = tl.arange(0, BLOCK)[None, :]
-    is_stored = (head < NUM_HEADS) & (i < HALF)
-    place = row_ptr + head * HEAD_DIM + i
-    a = tl.load(place, mask=is_stored, other=0.0).to(tl.float32)
-    b = tl.load(place + HALF, mask=is_stored, other=0.0).to(tl.float32)
-    tl.store(place, a * cos - b * sin, mask=is_stored)
-    tl.store(place + HALF, b * cos + a * sin, mask=is_stored)
-
-
-@triton.jit
-def _rotate(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    q_stride: tl.tensor,
-    k_stride: tl.tensor,
-    NUM_Q: tl.constexpr,
-    NUM_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
-    """All heads of one row of q and of k; grid `(T,)`."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)[None, :]
-    cos = tl.load(cos_ptr + row * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + row * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
-    _rotate_heads(q_ptr + row * q_stride, cos, sin, NUM_Q, HEAD_DIM, HALF, BLOCK, BLOCK_Q)
-    _rotate_heads(k_ptr + row * k_stride, cos, sin, NUM_K, HEAD_DIM, HALF, BLOCK, BLOCK_K)
 
 
 def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

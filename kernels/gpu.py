@@ -7,13 +7,13 @@ from functools import lru_cache
 
 import torch
 
-from loramux.kernels.fused import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
+from loramux.kernels.fused import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
 from loramux.kernels.gpu_lora import TILE_ROWS, check_geometry, supports_pdl
-from loramux.kernels.kv_write import kv_write
 from loramux.kernels.lora_expand import lora_expand
 from loramux.kernels.lora_gather import lora_gather
 from loramux.kernels.lora_shrink import lora_shrink, num_splits
 from loramux.kernels.paged_attention import AttentionPlan, attention_plan, check_attention, paged_attention
+from loramux.kernels.rotate_and_store import rotate_and_store
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -119,8 +119,17 @@ class GpuKernels(GpuLora):
                 num_processors = torch.cuda.get_device_properties(pool.raw.device).multi_processor_count
         self._num_processors = num_processors
 
-    def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
-        kv_write(k, v, self._pool, layer, batch)
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> None:
+        rotate_and_store(q, k, v, cos, sin, self._pool, layer, batch)
 
     def paged_attention(
         self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
@@ -136,9 +145,6 @@ class GpuKernels(GpuLora):
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return add_rms_norm(x, residual, weight, eps)
-
-    def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        rotary(q, k, cos, sin)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(gate_up)

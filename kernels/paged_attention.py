@@ -2,7 +2,7 @@
 
 Inside a page K and V are both `[num_kv_heads, 16, head_dim]`, K in the first half of the elements and V in the second:
 each token's K and V of a head are contiguous, so that loads coalesce and feed `tl.dot` as they are. This differs from
-the CPU's transposed K; `kv_write.py` agrees with it.
+the CPU's transposed K; `rotate_and_store.py` agrees with it.
 
 One kernel serves both kinds of sequences. A program holds up to `block_m` query rows of one KV head, the query heads
 that share it side by side, and walks tiles of keys with an online softmax (Milakov and Gimelshein, 2018). Where there

@@ -185,6 +185,20 @@ class ReferenceKernels:
             heads[..., :n] = a * cos[:, None] - b * sin[:, None]
             heads[..., n : 2 * n] = b * cos[:, None] + a * sin[:, None]
 
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> None:
+        """`rotary`, then `kv_write`: a device may do both at once."""
+        self.rotary(q, k, cos, sin)
+        self.kv_write(k, v, layer, batch)
+
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`gate * sigmoid(gate) * up` `[T, n]` of float32 `gate_up` `[T, 2 * n]`: gate, then up."""
         gate, up = gate_up.chunk(2, -1)

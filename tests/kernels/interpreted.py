@@ -21,11 +21,11 @@ TRITON_MODULES = (
     "fused",
     "gpu",
     "gpu_lora",
-    "kv_write",
     "lora_expand",
     "lora_gather",
     "lora_shrink",
     "paged_attention",
+    "rotate_and_store",
     "sampling",
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -43,3 +44,10 @@ def batch_of(
         kv_slots=torch.cat(kv_slots),
         max_q=max(num_queries),
     )
+
+
+def store(kernels: Any, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
+    """Store K and V as they are: each row is turned by no angle."""
+    num_rows, _, head_dim = k.shape
+    cos, sin = torch.ones(num_rows, head_dim // 2), torch.zeros(num_rows, head_dim // 2)
+    kernels.rotate_and_store(torch.zeros(num_rows, 1, head_dim), k, v, cos, sin, layer, batch)

@@ -10,7 +10,7 @@ import torch
 
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
-from tests.kernels.sequences import batch_of
+from tests.kernels.sequences import batch_of, store
 
 NUM_LAYERS = 2
 LAYER = 1
@@ -164,7 +164,7 @@ def check_attention(
     kv = torch.randn(sum(contexts), 2 * width).to(dtype).float()
     k = kv[:, :width].unflatten(1, (spec.num_kv_heads, spec.head_dim))
     v = kv[:, width:].unflatten(1, (spec.num_kv_heads, spec.head_dim))
-    kernels.kv_write(k, v, LAYER, batch_of(contexts, contexts, pages, poison))
+    store(kernels, k, v, LAYER, batch_of(contexts, contexts, pages, poison))
 
     q = torch.randn(sum(num_queries), spec.num_heads, spec.head_dim) * 2
     out = torch.full_like(q, torch.nan)

@@ -68,7 +68,14 @@ def test_gates(
 
 @pytest.mark.parametrize("rotated", [32, 12], ids=["whole-head", "part-of-head"])
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 500], ids=lambda n: f"{n}-rows")
-def test_rotary_turns_each_pair_in_place(kernels: Any, num_rows: int, rotated: int) -> None:
+def test_rotary_turns_each_pair_in_place(
+    num_rows: int,
+    rotated: int,
+    make_cpu_kernels: Callable[..., Any],
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    """A GPU does it while it stores K and V: `test_triton_attention.py`."""
+    kernels = make_cpu_kernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
     qkv = torch.randn(num_rows, 8 * 32)
     before = qkv.clone()
     q, k = qkv[:, : 4 * 32].unflatten(1, (4, 32)), qkv[:, 4 * 32 : 6 * 32].unflatten(1, (2, 32))

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from loramux.kernels.layout import PageGeometry
+from loramux.kernels.reference import ReferenceKernels
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 from tests.kernels.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
 from tests.kernels.sequences import batch_of
 
-kernel_module, attention_module = import_kernels("kv_write", "paged_attention")
-kv_write = kernel_module.kv_write
+kernel_module, attention_module = import_kernels("rotate_and_store", "paged_attention")
+rotate_and_store = kernel_module.rotate_and_store
 AttentionPlan, Tiling = attention_module.AttentionPlan, attention_module.Tiling
 attention_plan, check_attention = attention_module.attention_plan, attention_module.check_attention
 paged_attention = attention_module.paged_attention
@@ -54,6 +55,13 @@ class Context:
 def moved(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
     tensors = (batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts, batch.kv_slots)
     return AttentionBatch(*(tensor.to(device) for tensor in tensors), batch.max_q)
+
+
+def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch) -> None:
+    """Store K and V as they are: each row turned by no angle."""
+    num_rows, _, head_dim = k.shape
+    cos, sin = torch.ones(num_rows, head_dim // 2).to(k.device), torch.zeros(num_rows, head_dim // 2).to(k.device)
+    rotate_and_store(torch.zeros(num_rows, 1, head_dim).to(k), k, v, cos, sin, pool, layer, batch)
 
 
 def context_of(
@@ -339,6 +347,62 @@ def test_kv_write_stores_the_rounded_value_and_nothing_else(
         assert plane[untouched].isnan().all()
 
 
+HEADS = {"joined": (5, 1, 32, 32), "part-of-head": (4, 2, 40, 12), "odd-heads": (3, 3, 24, 24)}
+"""Heads of q, of k and v, head_dim, and the elements of a head that turn."""
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "rotated"), HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("num_rows", [0, 1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_are_rotated_and_stored_as_the_reference_does(
+    dtype: torch.dtype,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotated: int,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    """The reference lays K out as a CPU does: both are compared by position."""
+    num_pages = 5
+    geometry = PageGeometry(NUM_LAYERS, num_kv_heads, head_dim, dtype.itemsize, dtype.itemsize)
+    expected_pool = make_poisoned_pool(num_pages, geometry, dtype)
+    raw = expected_pool.raw.clone().to(device)
+    pool = PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
+    kv_slots = torch.randperm(num_pages * 16)[:num_rows]
+    is_padding = torch.arange(num_rows) % 7 == 3
+    unused = torch.zeros(1, dtype=torch.int32)
+    batch = AttentionBatch(unused, unused, unused, unused, torch.where(is_padding, -1, kv_slots), num_rows)
+    # Rows of q, k and v are views of one wider row, as they come out of a joined linear.
+    widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    wide = torch.randn(num_rows, sum(widths) + 9).to(device, dtype)
+    before = wide.clone()
+    q, k, v = (x.unflatten(1, (-1, head_dim)) for x in wide[:, 4:-5].split(widths, 1))
+    angle = torch.randn(num_rows, rotated // 2)
+    rows = [x.to("cpu", torch.float32, copy=True) for x in (q, k, v)]
+    padded = q[is_padding].clone()
+    poisoned = torch.where(is_padding[:, None], torch.nan, angle).to(device)
+    rotate_and_store(q, k, v, poisoned.cos(), poisoned.sin(), pool, LAYER, moved(batch, device))
+
+    reference = ReferenceKernels(expected_pool)
+    reference.rotate_and_store(*rows, angle.cos(), angle.sin(), LAYER, batch)
+    tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}[dtype]
+    torch.testing.assert_close(q.cpu().float()[~is_padding], rows[0][~is_padding], rtol=tolerance, atol=tolerance)
+    assert torch.equal(q[is_padding], padded)
+    # Nothing but q has changed, in its row and beside it.
+    assert torch.equal(wide[:, 4 + widths[0] :], before[:, 4 + widths[0] :])
+    assert torch.equal(wide[:, :4], before[:, :4])
+    half = geometry.kv_elements // 2
+    shape = (num_kv_heads, 16, head_dim)
+    found, specified = pool.kv.cpu(), expected_pool.kv
+    keys = specified[..., :half].unflatten(-1, (num_kv_heads, head_dim, 16)).transpose(-1, -2)
+    close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    torch.testing.assert_close(found[..., :half].unflatten(-1, shape), keys, **close)
+    # V is stored as it came.
+    assert torch.equal(found[..., half:].nan_to_num(7.0), specified[..., half:].nan_to_num(7.0))
+
+
 REFUSED = {
     "head-dim-12": (AttentionSpec(4, 2, 12, 1.0), PageGeometry(1, 2, 12, 2, 2), "multiples of 8 from 8 to 256"),
     "head-dim-264": (AttentionSpec(4, 2, 264, 1.0), PageGeometry(1, 2, 264, 2, 2), "multiples of 8 from 8 to 256"),
@@ -394,9 +458,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from loramux.kernels import fused
-from loramux.kernels.kv_write import kv_write
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.paged_attention import attention_plan, paged_attention
+from loramux.kernels.rotate_and_store import rotate_and_store
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 
 class Hopper:
@@ -431,13 +495,12 @@ q = torch.zeros(64, spec.num_heads, spec.head_dim, dtype=dtype)
 k = torch.zeros(64, spec.num_kv_heads, spec.head_dim, dtype=dtype)
 plan = attention_plan(64, 64, spec, dtype.itemsize)
 workspace = torch.zeros(plan.workspace_elements(64, 64, spec))
-kv_write(k, k, pool, 1, batch)
+angle = torch.zeros(64, spec.head_dim // 2)
+rotate_and_store(q, k, k, angle, angle, pool, 1, batch)
 paged_attention(q, pool, 1, batch, spec, plan, workspace, q)
 x, weight = q.flatten(1), torch.zeros(spec.num_heads * spec.head_dim, dtype=dtype)
 fused.rms_norm(q, weight[: spec.head_dim], 1e-5)
 fused.add_rms_norm(x, x.clone(), weight, 1e-5)
-angle = torch.zeros(64, spec.head_dim // 2)
-fused.rotary(q, k, angle, angle)
 fused.silu_and_mul(x)
 fused.gelu_and_mul(x)
 print(*sorted(set(compiled)))
@@ -460,7 +523,7 @@ def test_everything_compiles_for_a_hopper_gpu(model: str, tmp_path: Path) -> Non
         [sys.executable, "-c", COMPILE, model], capture_output=True, text=True, env=environment, timeout=170
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["_attend", "_combine", "_gate", "_norm", "_rotate", "_store"]
+    assert done.stdout.split() == ["_attend", "_combine", "_gate", "_norm", "_rotate_and_store"]
 
 
 @pytest.mark.campaign

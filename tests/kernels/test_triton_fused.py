@@ -1,4 +1,4 @@
-"""The GPU's norms, rotary embedding and gates against torch in float64, on a GPU or in Triton's interpreter."""
+"""The GPU's norms and gates against torch in float64, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 from tests.kernels.interpreted import import_kernels
 
 (fused,) = import_kernels("fused")
-add_rms_norm, rms_norm, rotary = fused.add_rms_norm, fused.rms_norm, fused.rotary
+add_rms_norm, rms_norm = fused.add_rms_norm, fused.rms_norm
 gelu_and_mul, silu_and_mul = fused.gelu_and_mul, fused.silu_and_mul
 
 SHAPES = {"no-rows": (0, 64), "one-row": (1, 63), "odd": (7, 1000), "one-block-and-more": (3, 1027)}
@@ -99,25 +99,6 @@ def test_gates(
     given = torch.full_like(out, torch.nan)
     assert gated(gate_up, out=given) is given
     assert torch.equal(given, out)
-
-
-@pytest.mark.parametrize("rotated", [32, 12], ids=["whole-head", "part-of-head"])
-@pytest.mark.parametrize("num_rows", [0, 1, 9])
-def test_rotary_turns_each_pair_in_place(num_rows: int, rotated: int, dtype: torch.dtype, device: torch.device) -> None:
-    qkv = torch.randn(num_rows, 8 * 32).to(device, dtype)
-    before = qkv.clone()
-    q, k = qkv[:, : 5 * 32].unflatten(1, (5, 32)), qkv[:, 5 * 32 : 6 * 32].unflatten(1, (1, 32))
-    angle = torch.randn(num_rows, rotated // 2, device=device)
-    rotary(q, k, angle.cos(), angle.sin())
-
-    heads = before[:, : 6 * 32].unflatten(1, (6, 32)).double()
-    pairs = torch.complex(heads[..., : rotated // 2], heads[..., rotated // 2 : rotated])
-    turned = pairs * torch.polar(torch.ones_like(angle).double(), angle.double())[:, None]
-    expected = torch.cat([turned.real, turned.imag, heads[..., rotated:]], -1)
-    out = qkv[:, : 6 * 32].unflatten(1, (6, 32))
-    assert_near(out, expected)
-    assert torch.equal(out[..., rotated:].double(), heads[..., rotated:])
-    assert torch.equal(qkv[:, 6 * 32 :], before[:, 6 * 32 :])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
