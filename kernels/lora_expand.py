@@ -20,6 +20,8 @@ from loramux.kernels.gpu_lora import (
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
 
+CACHE_LINE_BITS = tl.constexpr(1024)
+
 
 @triton.jit
 def read_b(
@@ -40,6 +42,32 @@ def read_b(
     chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, is_rank, L, E)
     return tl.load(
         chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
+    )
+
+
+@triton.jit
+def prefetch_b(
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    padded_len: tl.tensor,
+    rank: tl.tensor,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """Ask for the block that `read_b` reads first, as far as the L2 cache.
+
+    Registers that held the block until shrink has ended would leave room for fewer programs.
+    """
+    ranks = tl.minimum(tl.arange(0, BLOCK_R), rank - 1)
+    chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, ranks >= 0, L, E)
+    LINE: tl.constexpr = min(BLOCK_N, CACHE_LINE_BITS // pool.dtype.element_ty.primitive_bitwidth)
+    line = chunk[:, None] + LINE * tl.arange(0, BLOCK_N // LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -208,6 +236,7 @@ def expand_kernel(
     parts = planes + i * plane_module_stride
     if PDL:
         # Planes and y belong to the kernels before; the tables and the pool do not change within a step.
+        prefetch_b(pool, pages, offset, layer, padded_len, rank, L, E, BLOCK_R, BLOCK_N)
         tl.extra.cuda.gdc_wait()
 
     is_single = end - first == 1
@@ -285,8 +314,8 @@ def lora_expand(
     - `tables` and `segments` as for `lora_shrink`.
     - `y` bfloat16, float16 or float32 `[T, group.total_out]`, last axis contiguous: read, summed in float32 and rounded
       once. Rows that no segment lists, and columns of a module of rank 0, keep their bits.
-    - `pdl` lets the look-ups overlap the end of the kernel before, which must be `lora_shrink(pdl=True)`; compute
-      capability 9 and later.
+    - `pdl` lets the look-ups, and fetching the first block of B, overlap the end of the kernel before, which must be
+      `lora_shrink(pdl=True)`; compute capability 9 and later.
 
     It allocates nothing and does not wait for the device.
     """

@@ -467,6 +467,10 @@ def test_compiles_for_hopper(
         assert "mma.sync" in ptx
         # Adapters are read 16 bytes at a time, into registers or past them.
         assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)
+        if pdl and kernel is expand_kernel:
+            # The first block of B is on its way before shrink is waited for.
+            waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
+            assert ptx.index("prefetch.global.L2") < waits[-1] < ptx.index("mma.sync")
         # Several programs fit one multiprocessor's 228 KiB.
         assert kernel.compiled.metadata.shared <= 32 * 1024
 
