@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,8 @@ class StepBuffer:
 
     def __init__(self, accelerator: Accelerator, max_tokens: int, max_sequences: int, max_listed_pages: int) -> None:
         largest = step_shape(max_tokens, max_sequences, max_q=2, max_rank=1, has_outer=True)
+        # A smaller step with short segments may have more of them.
+        largest = replace(largest, segment_rows=SEGMENT_ROWS)
         decode = step_shape(max_sequences, max_sequences, max_q=1, max_rank=1, has_outer=True)
         page_bytes = max_listed_pages * torch.int32.itemsize
         num_bytes = max(_fields(shape)[-1].end for shape in (largest, decode)) + ALIGNMENT + page_bytes
@@ -111,9 +113,9 @@ class StepBuffer:
 
         on_device = views(self._on_device)
 
-        def segments(name: str) -> Segments:
+        def segments(name: str, max_rows: int) -> Segments:
             rows, starts, slots = (on_device[f"{name}_{part}"] for part in ("rows", "starts", "slots"))
-            return Segments(rows, starts, slots, shape.max_rank)
+            return Segments(rows, starts, slots, shape.max_rank, max_rows)
 
         return StepLayout(
             shape=shape,
@@ -128,15 +130,15 @@ class StepBuffer:
                     kv_slots=on_device["kv_slots"],
                     max_q=1 if shape.is_decode else shape.num_tokens,
                 ),
-                segments=segments("segment"),
+                segments=segments("segment", shape.segment_rows),
                 sample_rows=on_device["sample_rows"],
-                embedding_segments=segments("embedding") if shape.has_outer else None,
+                embedding_segments=segments("embedding", shape.segment_rows) if shape.has_outer else None,
                 groups=shape.groups,
             ),
             sampling=SamplingInputs(
                 **{name: on_device[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform")}
             ),
-            head_segments=segments("head") if shape.has_outer else None,
+            head_segments=segments("head", SEGMENT_ROWS) if shape.has_outer else None,
             staged=tuple({name: view.numpy() for name, view in views(stage).items()} for stage in self._stages),
             pages_offset=pages_offset,
         )
@@ -193,8 +195,8 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
         field[: len(values)] = values
         field[len(values) :] = padding
 
-    def put_segments(name: str, slots_of_rows: npt.NDArray[np.int32]) -> None:
-        rows, starts, slots = group_rows(slots_of_rows, SEGMENT_ROWS)
+    def put_segments(name: str, slots_of_rows: npt.NDArray[np.int32], max_rows: int) -> None:
+        rows, starts, slots = group_rows(slots_of_rows, max_rows)
         put(f"{name}_rows", rows)
         put(f"{name}_starts", starts, padding=len(rows))
         put(f"{name}_slots", slots, padding=-1)
@@ -207,12 +209,12 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     put("page_starts", batch.page_starts)
     put("sample_rows", batch.sample_rows)
     if shape.max_rank:
-        put_segments("segment", batch.slots)
+        put_segments("segment", batch.slots, shape.segment_rows)
     if shape.has_outer != (outer is not None):
         raise ValueError("a shape with outer modules is filled with them, another one without")
     if outer is not None:
-        put_segments("embedding", outer.embedding)
-        put_segments("head", outer.head)
+        put_segments("embedding", outer.embedding, shape.segment_rows)
+        put_segments("head", outer.head, SEGMENT_ROWS)
     params = [one.params for one in batch.samples]
     put("temperature", np.array([used_temperature(one.temperature) for one in params], np.float32))
     put("top_k", np.array([one.top_k for one in params], np.int32))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
-from loramux.kernels.segments import max_segments
+from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS, max_segments
 
 MAX_GRAPH_TOKENS = 1024
 """Steps with more rows run as they come: their kernels take longer than the host needs to launch them."""
@@ -26,7 +26,8 @@ class StepShape:
 
     `num_tokens` and `num_sequences` count padding. `is_decode` promises one row for each sequence. `max_rank` bounds
     the adapters' ranks; 0 switches them off. Only with `has_outer` may adapters change the embedding or the head, and
-    they change no module of a layer outside `groups`, which are all where there are no adapters.
+    they change no module of a layer outside `groups`, which are all where there are no adapters. Segments have up to
+    `segment_rows` rows.
     """
 
     num_tokens: int
@@ -35,6 +36,7 @@ class StepShape:
     max_rank: int
     has_outer: bool = False
     groups: LayerGroups = ALL_GROUPS
+    segment_rows: int = SEGMENT_ROWS
 
     @property
     def is_captured(self) -> bool:
@@ -43,7 +45,7 @@ class StepShape:
     @property
     def num_segments(self) -> int:
         """The most segments that any batch of this shape can have; none without adapters."""
-        return max_segments(self.num_tokens, self.num_sequences) if self.max_rank else 0
+        return max_segments(self.num_tokens, self.num_sequences, self.segment_rows) if self.max_rank else 0
 
     @property
     def with_all_groups(self) -> StepShape:
@@ -65,7 +67,16 @@ def step_shape(
         size = _at_least(_DECODE_SIZES, num_sequences)
         return StepShape(size, size, True, bucket, has_outer, groups)
     padded_tokens, padded_sequences = _padded(_MIXED_TOKENS, num_tokens), _padded(_MIXED_SEQUENCES, num_sequences)
-    return StepShape(padded_tokens, padded_sequences, False, bucket, has_outer, groups)
+    return _mixed_shape(padded_tokens, padded_sequences, bucket, has_outer, groups)
+
+
+def _mixed_shape(
+    num_tokens: int, num_sequences: int, max_rank: int, has_outer: bool = False, groups: LayerGroups = ALL_GROUPS
+) -> StepShape:
+    """With so many rows per sequence that large segments are half full on average, segments are large."""
+    is_large = num_tokens >= LARGE_SEGMENT_ROWS // 2 * num_sequences
+    segment_rows = LARGE_SEGMENT_ROWS if is_large else SEGMENT_ROWS
+    return StepShape(num_tokens, num_sequences, False, max_rank, has_outer, groups, segment_rows)
 
 
 def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]:
@@ -81,7 +92,7 @@ def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]
     for rank in reversed(ranks):
         for num_tokens in reversed(mixed_tokens):
             for num_sequences in reversed(mixed_sequences):
-                yield StepShape(num_tokens, num_sequences, False, rank)
+                yield _mixed_shape(num_tokens, num_sequences, rank)
         for size in reversed(_DECODE_SIZES):
             if size <= most:
                 yield StepShape(size, size, True, rank)

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.layout import PageGeometry, row_layout
-from loramux.kernels.segments import SEGMENT_ROWS
-from loramux.kernels.tables import ModuleGroup
+from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS
+from loramux.kernels.tables import ModuleGroup, Segments
 
 TILE_ROWS = SEGMENT_ROWS
-"""Rows of a tile: each segment is one."""
+"""Rows of a tile where segments are short: each segment is one."""
 
 MIN_CHUNK = 16
 """The shortest chunk that tensor cores take."""
@@ -85,6 +85,11 @@ def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
     It decides speed only; launches of either shape serve segments of any length.
     """
     return num_segments >= num_tokens
+
+
+def tile_rows(segments: Segments) -> int:
+    """Rows of a tile: A and B are read once for each."""
+    return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS
 
 
 def power_of_two_within(number: int) -> int:

@@ -12,10 +12,10 @@ import triton.language as tl
 from loramux.kernels.gpu_lora import (
     IS_COMPILED,
     TARGET_PROGRAMS,
-    TILE_ROWS,
     chunk_addresses,
     is_decode_shaped,
     pick,
+    tile_rows,
 )
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
@@ -339,7 +339,7 @@ def lora_expand(
         PADDED=plan.padded_lens, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements,
         NUM_SPLITS=num_planes, SPLITS=triton.next_power_of_2(num_planes),
-        HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=TILE_ROWS, BLOCK_R=plan.block_r, BLOCK_N=plan.block_n,
+        HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=tile_rows(segments), BLOCK_R=plan.block_r, BLOCK_N=plan.block_n,
         HALVES_V=halves_v, DOT_DTYPE=tl.bfloat16 if halves_v and IS_COMPILED else tl.float32,
         PDL=pdl, num_warps=4, enable_fp_fusion=True, **launch,
     )  # fmt: skip

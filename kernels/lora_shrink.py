@@ -17,12 +17,16 @@ from loramux.kernels.gpu_lora import (
     is_decode_shaped,
     pick,
     power_of_two_within,
+    tile_rows,
 )
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
 
 MAX_SPLITS = 16
 """Planes beyond this cost expand more than they spare shrink."""
+
+MAX_LARGE_SPLITS = 2
+"""The same where segments are large: expand reads the planes of all its rows again for each block of columns."""
 
 ROW_COLUMNS = 256
 """Columns of A that a program with one row multiplies at a time."""
@@ -31,10 +35,13 @@ ROW_CHUNKS = 4
 """How many times that at most: the loads are unrolled, so that all are in flight together."""
 
 TILE_COLUMNS = 128
-"""Columns of A that a program with more rows multiplies at a time."""
+"""Columns of A that a program with more rows multiplies at a time: half as many where its tiles are large."""
 
 STAGES = 5
 """Depth of that loop's pipeline; one stage is the page table's, whose entry the next needs as an address."""
+
+LARGE_STAGES = 4
+"""The same where tiles are large, so that several programs share a multiprocessor's memory."""
 
 
 @triton.jit
@@ -236,11 +243,18 @@ class ShrinkPlan:
     block_r: int
     row_k: int
     tile_k: int
+    stages: int
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int, num_splits: int, max_rank: int
+    group: ModuleGroup,
+    page_elements: int,
+    num_tokens: int,
+    num_segments: int,
+    num_splits: int,
+    max_rank: int,
+    rows: int,
 ) -> ShrinkPlan:
     layout = row_layout(group.in_features, page_elements)
     has_single_rows = is_decode_shaped(num_tokens, num_segments)
@@ -259,7 +273,8 @@ def _plan(
         has_single_rows=has_single_rows,
         block_r=block_r,
         row_k=row_k,
-        tile_k=min(TILE_COLUMNS, layout.chunk_len),
+        tile_k=min(TILE_COLUMNS if rows == TILE_ROWS else TILE_COLUMNS // 2, layout.chunk_len),
+        stages=STAGES if rows == TILE_ROWS else LARGE_STAGES,
     )
 
 
@@ -271,7 +286,7 @@ def _dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
 
 
 def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int) -> int:
-    """How many planes suit a batch: enough to fill the card, at most one a chunk and 16.
+    """How many planes suit a batch: enough to fill the card, at most one per chunk and 16, or 2 with large segments.
 
     It depends on shapes only, so that a captured graph keeps its planes. `page_elements` is `E`. An embedding sums
     nothing: its shrink is `lora_gather`.
@@ -282,7 +297,9 @@ def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segm
     num_blocks = -(-group.in_features // row_k)
     wanted = power_of_two_within(max(1, TARGET_PROGRAMS // max(1, num_segments * len(group.modules))))
     fewest = -(-num_blocks // ROW_CHUNKS) if is_decode_shaped(num_tokens, num_segments) else 1
-    return min(MAX_SPLITS, num_blocks, max(fewest, wanted))
+    # Segments of up to 16 rows are always more than this.
+    most = MAX_LARGE_SPLITS if num_tokens > TILE_ROWS * num_segments else MAX_SPLITS
+    return min(most, num_blocks, max(fewest, wanted))
 
 
 def lora_shrink(
@@ -303,7 +320,8 @@ def lora_shrink(
     - `tables` on the device, contiguous; ranks are at most `max_rank`.
     - `segments` on the device: `slots` int32 `[num_segments]`, where -1 is a segment that is not there and whose
       `starts` and `rows` are not read. The grid has `num_segments` columns; everything else is read on the device, so a
-      captured graph serves whatever the segments then hold. Segments of at most 16 rows are fastest.
+      captured graph serves whatever the segments then hold. Rows of a segment are taken 16 at a time, or 64 where
+      `max_rows` allows as many.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous: plane `s` holds the part
       of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to `rank`; nothing
       else is, and nothing is read.
@@ -321,7 +339,8 @@ def lora_shrink(
     assert planes.stride(3) == 1
     assert num_modules == len(group.modules)
     _, num_layers, page_elements = pool.adapter.shape
-    plan = _plan(group, page_elements, x.shape[0], num_segments, num_planes, max_rank)
+    rows = tile_rows(segments)
+    plan = _plan(group, page_elements, x.shape[0], num_segments, num_planes, max_rank, rows)
     shrink_kernel[plan.num_programs, num_segments](
         x, planes, pool.adapter, tables.page_table, tables.off, tables.rank,
         segments.rows, segments.starts, segments.slots,
@@ -329,7 +348,7 @@ def lora_shrink(
         MODULES=group.modules, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements, IN=group.in_features, PADDED=plan.padded_len,
         NUM_SPLITS=num_planes, SPLIT_LEN=plan.split_len, RANK_STEP=plan.rank_step,
-        HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=TILE_ROWS,
-        BLOCK_R=plan.block_r, ROW_K=plan.row_k, TILE_K=plan.tile_k, STAGES=STAGES,
+        HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=rows,
+        BLOCK_R=plan.block_r, ROW_K=plan.row_k, TILE_K=plan.tile_k, STAGES=plan.stages,
         DOT_DTYPE=_dot_dtype(x.dtype, pool.adapter.dtype), PDL=pdl, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

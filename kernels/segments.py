@@ -12,14 +12,17 @@ from loramux.kernels.tables import Segments
 SEGMENT_ROWS = 16
 """The most rows of a segment on a GPU: the smallest tile that tensor cores take."""
 
+LARGE_SEGMENT_ROWS = 64
+"""The most rows of a segment in a GPU's step with many rows per sequence: each segment reads its A and B once."""
 
-def max_segments(num_tokens: int, num_sequences: int) -> int:
-    """The most segments of at most SEGMENT_ROWS rows that a batch can have: the grid of a captured graph.
+
+def max_segments(num_tokens: int, num_sequences: int, segment_rows: int = SEGMENT_ROWS) -> int:
+    """The most segments of at most `segment_rows` rows that a batch can have: the grid of a captured graph.
 
     Each adapter, of which there are at most as many as sequences, leaves at most one segment that is not full, and no
     segment is empty.
     """
-    return min(num_tokens, num_tokens // SEGMENT_ROWS + num_sequences)
+    return min(num_tokens, num_tokens // segment_rows + num_sequences)
 
 
 def group_rows(
@@ -45,4 +48,6 @@ def group_rows(
 def build_segments(slots: npt.NDArray[np.int32], max_rows: int, max_rank: int = MAX_RANK) -> Segments:
     """The segments of a batch on the CPU; the arguments are those of `group_rows` and a bound on the listed ranks."""
     rows, starts, segment_slots = group_rows(slots, max_rows)
-    return Segments(torch.from_numpy(rows), torch.from_numpy(starts), torch.from_numpy(segment_slots), max_rank)
+    return Segments(
+        torch.from_numpy(rows), torch.from_numpy(starts), torch.from_numpy(segment_slots), max_rank, max_rows
+    )

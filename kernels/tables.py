@@ -72,7 +72,8 @@ class Segments:
 
     `rows` int32 `[num_lora_rows]` are token rows, `starts` int32 `[num_segments + 1]` index `rows`, and `slots` int32
     `[num_segments]`: segment `i` is `rows[starts[i]:starts[i + 1]]` and uses adapter slot `slots[i]`. No listed adapter
-    has a rank above `max_rank`, so that planes need be no wider.
+    has a rank above `max_rank`, so that planes need be no wider. `max_rows` bounds the rows of a segment; a GPU chooses
+    the size of its tiles by it.
 
     A captured graph has a fixed number of segments: on a GPU slot -1 is one that is not there.
     """
@@ -81,6 +82,7 @@ class Segments:
     starts: torch.Tensor
     slots: torch.Tensor
     max_rank: int = MAX_RANK
+    max_rows: int = 16
 
     @property
     def num_segments(self) -> int:

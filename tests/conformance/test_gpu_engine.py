@@ -24,6 +24,7 @@ from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest,
 from loramux.engine.model_config import ModelConfig
 from loramux.engine.step_shape import reachable_shapes
 from loramux.kernels.reference import ReferenceKernels
+from loramux.kernels.segments import LARGE_SEGMENT_ROWS
 from loramux.kernels.tables import ModuleGroup, Segments
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
@@ -192,6 +193,22 @@ def test_adapters_of_few_modules_launch_nothing_for_the_others(
             assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
         assert launched == expected
     assert LayerGroups.QKV in {shape.groups for shape in executor._graphs}
+    assembled.loader.close()
+
+
+@pytest.mark.campaign
+def test_a_long_prompt_is_taken_in_large_segments(
+    subject: Subject, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled = subject.assemble(backend, max_batch_tokens=256, max_sequences=8)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    executor = recorder.executor
+    assert isinstance(executor, GraphExecutor)
+    asked = requests_of(subject, [("r3", 150), ("by-layer", 7)], num_tokens=1)
+    tokens_of(assembled.engine, [add for _, add in asked.values()])
+    for sequence_id, (name, add) in asked.items():
+        assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
+    assert LARGE_SEGMENT_ROWS in {shape.segment_rows for shape in executor._has_run}
     assembled.loader.close()
 
 

@@ -62,7 +62,7 @@ batches = st.lists(
 def test_every_batch_fits_its_shape(chunks: list[tuple[int, int, int]]) -> None:
     batch = a_batch(chunks)
     shape = shape_of(batch)
-    rows, _, slots = group_rows(batch.slots, SEGMENT_ROWS)
+    rows, _, slots = group_rows(batch.slots, shape.segment_rows)
     assert len(slots) <= shape.num_segments
     assert len(rows) <= shape.num_tokens
     assert batch.num_tokens <= shape.num_tokens
@@ -97,7 +97,8 @@ def test_the_device_reads_what_the_batch_says_and_padding_beyond(
         assert attention.max_q >= batch.max_q
         assert segments.num_segments == layout.shape.num_segments
         if layout.shape.max_rank:
-            rows, starts, slots = group_rows(batch.slots, SEGMENT_ROWS)
+            rows, starts, slots = group_rows(batch.slots, layout.shape.segment_rows)
+            assert segments.max_rows == layout.shape.segment_rows
             assert segments.rows[: len(rows)].tolist() == rows.tolist()
             assert segments.starts[: len(starts)].tolist() == starts.tolist()
             assert segments.slots[: len(slots)].tolist() == slots.tolist()
@@ -127,13 +128,14 @@ def test_rows_that_need_outer_modules_fit_every_shape_that_has_them(steps: list[
         batch = a_batch([*chunks[:-1], (*chunks[-1][:2], 0)], seed)
         outer = outer_of(batch)
         layout = buffer.load(batch, replace(shape_of(batch), has_outer=True), outer)
-        for segments, slots in [
-            (layout.inputs.embedding_segments, outer.embedding),
-            (layout.head_segments, outer.head),
+        for segments, slots, max_rows in [
+            (layout.inputs.embedding_segments, outer.embedding, layout.shape.segment_rows),
+            (layout.head_segments, outer.head, SEGMENT_ROWS),
         ]:
             assert segments is not None
             assert segments.max_rank == layout.shape.max_rank
-            rows, starts, listed = group_rows(slots, SEGMENT_ROWS)
+            assert segments.max_rows == max_rows
+            rows, starts, listed = group_rows(slots, max_rows)
             assert segments.rows[: len(rows)].tolist() == rows.tolist()
             assert segments.starts[: len(starts)].tolist() == starts.tolist()
             assert segments.slots[: len(listed)].tolist() == listed.tolist()
@@ -230,6 +232,31 @@ def test_every_captured_shape_of_a_served_batch_was_warmed_up(
     num_sequences = min(num_sequences, num_tokens)
     shape = step_shape(num_tokens, num_sequences, 1 if is_decode and num_tokens == num_sequences else 2, max_rank)
     assert shape in set(reachable_shapes(700, 700)) or not shape.is_captured or num_tokens > 512
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_sequences", "max_q", "expected"),
+    [
+        pytest.param(64, 64, 1, 16, id="decode"),
+        pytest.param(2048, 128, 900, 16, id="few-rows-per-sequence"),
+        pytest.param(2048, 17, 900, 64, id="many-rows-per-sequence"),
+        pytest.param(200, 3, 150, 64, id="a-few-prompts"),
+        pytest.param(40, 3, 38, 16, id="short-prompts"),
+    ],
+)
+def test_segments_are_large_where_sequences_have_many_rows(
+    num_tokens: int, num_sequences: int, max_q: int, expected: int
+) -> None:
+    assert step_shape(num_tokens, num_sequences, max_q, 16).segment_rows == expected
+
+
+def test_every_shape_fits_the_largest_buffer() -> None:
+    """A step with fewer rows and short segments may have more segments than the largest step."""
+    buffer = StepBuffer(HostAccelerator(), 16640, 512, 1)
+    for num_tokens in (16128, 16384, 16640):
+        shape = replace(step_shape(num_tokens, 512, 2, 16), has_outer=True)
+        nobody = OuterSlots(NO_ROWS.slots, NO_ROWS.slots)
+        assert buffer.load(NO_ROWS, shape, nobody).pages_offset < buffer._on_device.nbytes
 
 
 def test_the_largest_shapes_come_first() -> None:

@@ -79,9 +79,9 @@ def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
     return ModuleGroup(tuple(range(1, len(out_features) + 1)), in_features, tuple(out_features), tuple(offsets))
 
 
-def padded_segments(slots: Sequence[int], num_segments: int) -> Segments:
+def padded_segments(slots: Sequence[int], num_segments: int, max_rows: int = 16) -> Segments:
     """The segments of a batch as a captured graph holds them: slot -1 from the last on, the rest poisoned."""
-    segments = build_segments(np.array(slots, np.int32), 16)
+    segments = build_segments(np.array(slots, np.int32), max_rows)
     missing = num_segments - segments.num_segments
     assert missing >= 0
     tail = torch.full((missing,), POISON, dtype=torch.int32)
@@ -89,6 +89,7 @@ def padded_segments(slots: Sequence[int], num_segments: int) -> Segments:
         rows=torch.cat([segments.rows, tail]).to(DEVICE),
         starts=torch.cat([segments.starts, tail]).to(DEVICE),
         slots=torch.cat([segments.slots, torch.full_like(tail, -1)]).to(DEVICE),
+        max_rows=max_rows,
     )
 
 
@@ -147,6 +148,7 @@ def run_case(
     num_planes: int,
     ranks: Sequence[int] = RANKS,
     pdl: bool = False,
+    max_rows: int = 16,
 ) -> None:
     """Shrink and expand over random adapters; x, planes and y are views of wider, poisoned or guarded rows."""
     slots, num_segments = batch
@@ -155,7 +157,7 @@ def run_case(
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", in_features, out) for out in out_features)]
     table = rng.choice(ranks, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
     adapters = on_device(make_adapter_pool(modules, table, geometry_of(pool_dtype), pool_dtype))
-    segments = padded_segments(slots, num_segments)
+    segments = padded_segments(slots, num_segments, max_rows)
     num_rows, layer = len(slots), 1
 
     x = torch.full((num_rows, in_features + 5), torch.nan, dtype=x_dtype)
@@ -181,6 +183,26 @@ def test_equals_dense_matrices(
     make_adapter_pool: Callable[..., Any],
 ) -> None:
     run_case(shrink, expand, make_adapter_pool, torch.float32, torch.float32, 300, THREE, batch, 2)
+
+
+LARGE_BATCHES = {
+    "one-full": ([1] * 64, 1),
+    "one-row-more": ([1] * 65, 2),
+    "mixed": ([2] * 70 + [-1] * 3 + [0] + [4] * 20 + [0] * 2, 7),
+    "all-base": ([-1] * 70, 3),
+}
+
+
+@pytest.mark.parametrize("batch", LARGE_BATCHES.values(), ids=LARGE_BATCHES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_large_segments_equal_dense_matrices(
+    dtype: torch.dtype,
+    batch: tuple[list[int], int],
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    run_case(shrink, expand, make_adapter_pool, dtype, dtype, 300, THREE, batch, 2, max_rows=64)
 
 
 @pytest.mark.parametrize(
@@ -415,15 +437,17 @@ def test_outer_modules_compile_for_hopper(
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
-    ("num_tokens", "num_segments", "pdl"),
+    ("num_tokens", "num_segments", "max_rows", "pdl"),
     [
-        pytest.param(64, 64, True, id="decode"),
-        pytest.param(2048, 130, False, id="prefill", marks=pytest.mark.campaign),
+        pytest.param(64, 64, 16, True, id="decode"),
+        pytest.param(2048, 160, 16, False, id="mixed", marks=pytest.mark.campaign),
+        pytest.param(2048, 64, 64, False, id="prefill", marks=pytest.mark.campaign),
     ],
 )
 def test_compiles_for_hopper(
     num_tokens: int,
     num_segments: int,
+    max_rows: int,
     pdl: bool,
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -451,7 +475,7 @@ def test_compiles_for_hopper(
     pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)
     rank, scale = tensor(64, 32, 7), tensor(64, 32, 7, dtype=torch.float32)
     tables = AdapterTables(tensor(64, 128), tensor(64, 32, 7, 2), rank, scale)
-    segments = Segments(tensor(num_tokens), tensor(num_segments + 1), tensor(num_segments))
+    segments = Segments(tensor(num_tokens), tensor(num_segments + 1), tensor(num_segments), max_rows=max_rows)
     num_planes = lora_shrink.num_splits(group, E, num_tokens, num_segments)
     planes = tensor(num_planes, num_tokens, 3, 64, dtype=torch.float32)
     x, y = (tensor(num_tokens, width, dtype=torch.bfloat16) for width in (4096, 6144))
@@ -464,7 +488,8 @@ def test_compiles_for_hopper(
         ptx = kernel.compiled.asm["ptx"]
         assert kernel.compiled.metadata.launch_pdl == (pdl and kernel is expand_kernel)
         assert (f"griddepcontrol.{call}" in ptx) == pdl
-        assert "mma.sync" in ptx
+        # Tiles of 64 rows are multiplied by a whole warp group.
+        assert ("wgmma.mma_async" if max_rows == 64 else "mma.sync") in ptx
         # Adapters are read 16 bytes at a time, into registers or past them.
         assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)
         if pdl and kernel is expand_kernel:
