@@ -64,7 +64,8 @@ def prefetch_b(
     """
     ranks = tl.minimum(tl.arange(0, BLOCK_R), rank - 1)
     chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, ranks >= 0, L, E)
-    LINE: tl.constexpr = min(BLOCK_N, CACHE_LINE_BITS // pool.dtype.element_ty.primitive_bitwidth)
+    CACHE_LINE: tl.constexpr = CACHE_LINE_BITS // pool.dtype.element_ty.primitive_bitwidth
+    LINE: tl.constexpr = CACHE_LINE if CACHE_LINE < BLOCK_N else BLOCK_N
     line = chunk[:, None] + LINE * tl.arange(0, BLOCK_N // LINE)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
