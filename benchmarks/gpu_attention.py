@@ -160,7 +160,7 @@ class Attention:
         )  # fmt: skip
 
     def dense(self, layer: int, sequences: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[num_sequences, num_kv_heads, context, head_dim]`, gathered from pages as `kv_write` fills them."""
+        """K and V `[num_sequences, num_kv_heads, context, head_dim]`, gathered from pages as the engine fills them."""
         heads, width = self.model.num_kv_heads, self.model.head_dim
         kv = self.pool.kv[self.pages[sequences], layer].unflatten(2, (2, heads, PAGE_TOKENS, width))
         k, v = kv.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self.case.context]

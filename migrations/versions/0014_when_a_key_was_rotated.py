@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0017"
+revision = "0014"
 down_revision = "0013"
 branch_labels = None
 depends_on = None
