@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterable
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 import structlog
@@ -53,6 +54,7 @@ def warn_of_unread_variable() -> None:
         log.warning("FORWARDED_ALLOW_IPS is not read: name the proxies in LORAMUX_TRUSTED_PROXIES")
 
 
+@lru_cache(maxsize=4096)
 def origin_of(address: str) -> str:
     """What one client is counted by: an IPv4 address, or the /64 of an IPv6 address, which one client has at least."""
     parsed = _parse(address)

@@ -157,3 +157,15 @@ def test_sources_are_separated_by_commas_or_a_list(model: Path, toml: Path, monk
         monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", wrong)
         with pytest.raises(SettingsError, match="no place to take adapters from"):
             load_settings(Settings, {"model": model})
+
+
+def test_trusted_proxies_are_addresses_and_networks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(Settings, {"model": model}).trusted_proxies == ()
+    monkeypatch.setenv("LORAMUX_TRUSTED_PROXIES", "127.0.0.1, 10.0.0.0/8,::1")
+    assert load_settings(Settings, {"model": model}).trusted_proxies == ("127.0.0.1", "10.0.0.0/8", "::1")
+
+
+@pytest.mark.parametrize("proxies", ["*", "10.0.0.1/8", "proxy.example.com"])
+def test_proxies_that_cannot_be_trusted_by_address_are_refused(model: Path, proxies: str) -> None:
+    with pytest.raises(SettingsError, match=r"trusted_proxies is wrong.*such as 127\.0\.0\.1 and 10\.0\.0\.0/8"):
+        load_settings(Settings, {"model": model, "trusted_proxies": proxies})
