@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,32 @@ async def test_a_body_that_does_not_end_is_given_up(side: AdminSide, monkeypatch
     async with client(side, ADMIN_KEY) as http:
         response = await http.post("/tenants", content=forever())
     assert (response.status_code, response.json()["error"]["code"]) == (400, "body_timeout")
+
+
+@pytest.mark.parametrize(
+    ("pauses_s", "status"),
+    [
+        pytest.param([0.01] * 8, 201, id="slow but steady"),
+        pytest.param([0.0, 30.0], 400, id="stops"),
+    ],
+)
+async def test_a_body_that_stops_is_given_up_long_before_one_that_is_slow(
+    side: AdminSide, monkeypatch: pytest.MonkeyPatch, pauses_s: list[float], status: int
+) -> None:
+    monkeypatch.setattr(request_body, "BODY_STALL_S", 1.0)
+    sent = json.dumps({"slug": f"slow-{secrets.token_hex(4)}"}).encode()
+
+    async def slowly() -> Any:
+        for number, pause_s in enumerate(pauses_s):
+            yield sent[number : number + 1]
+            await asyncio.sleep(pause_s)
+        yield sent[len(pauses_s) :]
+
+    async with client(side, ADMIN_KEY) as http:
+        response = await http.post("/tenants", content=slowly())
+    assert response.status_code == status
+    if status == 400:
+        assert response.json()["error"]["code"] == "body_timeout"
 
 
 HOSTILE = ["../../etc/passwd", "а-cyrillic", "a\u202eb", "a\x00b", "a\nb", "%2e%2e", "a/b", "", " ", "ａｂｃ", "x" * 64]
