@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from loramux.platform.errors import Unavailable
+from loramux.platform.errors import ApiError, RateLimited, Unavailable
 
 WAIT_S = 10.0
 """How long a call waits for a place; it holds a connection meanwhile, and no thread."""
@@ -53,11 +53,14 @@ class Places:
         return sum(limiter.statistics().tasks_waiting for limiter in everyone)
 
     async def take(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> Callable[[], None]:
-        """Take a place, and return what gives it back. Raises Unavailable `too_many_<what>`, unless it is patient.
+        """Take a place, and return what gives it back.
 
-        With `rests` False the tenant owes nothing for it.
+        Raises `too_many_<what>`, unless it is patient: RateLimited where the tenant's own calls have all its places,
+        Unavailable where all tenants' have. With `rests` False the tenant owes nothing for it.
         """
         call = object()
+        kind: type[ApiError] = RateLimited
+        whose = "one tenant may have"
         share = self._of_tenant.setdefault(tenant_id, _Share(self._num_each))
 
         def give_back_own() -> None:
@@ -67,6 +70,7 @@ class Places:
         try:
             with anyio.fail_after(None if is_patient else WAIT_S):
                 await share.limiter.acquire_on_behalf_of(call)
+                kind, whose = Unavailable, "this server takes"
                 try:
                     await self._all.acquire_on_behalf_of(call)
                 except BaseException:
@@ -76,8 +80,8 @@ class Places:
             self._forget_idle(tenant_id)
             if not isinstance(error, TimeoutError):
                 raise
-            raise Unavailable(
-                f"as many {self._what} as this server takes at once are under way; try again",
+            raise kind(
+                f"as many {self._what} as {whose} at once are under way; try again",
                 code=f"too_many_{self._what}",
                 retry_after_s=RETRY_AFTER_S,
             ) from None

@@ -135,7 +135,7 @@ class PreconditionRequired(ApiError):
 
 
 class RateLimited(ApiError):
-    """A quota is used up for now."""
+    """A quota is used up for now, or the caller has as many calls under way as it may."""
 
     status = 429
     type = "rate_limit_error"

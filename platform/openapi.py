@@ -150,7 +150,7 @@ def _common_errors(operation: Json, is_public: bool, repeats: bool, has_precondi
     parameters = operation.get("parameters", [])
     has_body = "requestBody" in operation
     if not is_public:
-        found |= {401, 403, 503}
+        found |= {401, 403, 429, 503}
     if parameters or has_body or repeats:
         found.add(400)
     if any(one["in"] == "path" or one["name"] == "tenant" for one in parameters):

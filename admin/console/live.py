@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from loramux.admin.console.oidc_confirmation import ConfirmInBrowser
 from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, find_session
-from loramux.platform.errors import Unavailable
+from loramux.platform.errors import RateLimited, Unavailable
 
 MAX_STREAMS = 200
 """Of all sessions together; a page beyond them is still right, and grows old."""
@@ -29,10 +29,14 @@ class LiveParts:
         self._num_of: Counter[str] = Counter()
 
     def stream(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> Response:
-        """The parts by the names of their events. Raises Unavailable where too many pages are watched already."""
-        is_full = not visit.is_platform and self._num_of[visit.session.principal.holder] >= MAX_STREAMS_EACH
-        if is_full or self._num_of.total() >= MAX_STREAMS:
-            raise Unavailable("too many pages are being watched; open this one again later", retry_after_s=30)
+        """The parts by the names of their events.
+
+        Raises RateLimited where the tenant watches too many pages already, Unavailable where all tenants do.
+        """
+        has_all = not visit.is_platform and self._num_of[visit.session.principal.holder] >= MAX_STREAMS_EACH
+        if has_all or self._num_of.total() >= MAX_STREAMS:
+            kind = RateLimited if has_all else Unavailable
+            raise kind("too many pages are being watched; open this one again later", retry_after_s=30)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self._events(visit, every_s, parts), media_type="text/event-stream", headers=headers)
 

@@ -310,7 +310,7 @@ def test_every_route_is_said_to_be_of_one_kind(app: ASGIApp) -> None:
 
 
 async def test_every_route_answers_a_limited_key_with_its_own_alone(app: ASGIApp, world: World) -> None:
-    async with client(app, world.secret, "http://admin") as limited:
+    async with client(app, world.secret, "http://localhost") as limited:
         for name, method, path, body in calls(app):
             answer = await limited.request(method, filled(path, world.own), json=body, headers={"if-match": "*"})
             assert world.leaks(answer.text) == [], name

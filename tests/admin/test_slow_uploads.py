@@ -80,7 +80,7 @@ def test_slow_uploads_hold_up_only_each_other(
         assert client.get("/admin/v1/tenants").status_code == 200
         # Who finds no place for a while is told to come again, and is not kept waiting for ever.
         put = client.put(file_path, content=b"x" * SIZE)
-        assert (put.status_code, put.json()["error"]["code"]) == (503, "too_many_uploads")
+        assert (put.status_code, put.json()["error"]["code"]) == (429, "too_many_uploads")
         assert int(put.headers["retry-after"]) > 0
         assert uploading.num_taken == MAX_UPLOADS_EACH
         # Another tenant finds a place at once.
