@@ -99,9 +99,6 @@ campaign-gateways: $(WARM) ## Gateways raced, cut, stopped and killed (LORAMUX_G
 campaign-full-disk: $(WARM) ## A disk that fills and empties under streams; root mounts it (LORAMUX_DISK_RUNS=100 _SEED=1)
 	$(VENV)/bin/python -m pytest tests/conformance/test_filling_disk.py -m campaign -s --timeout 3600 $(ARGS)
 
-campaign-sockets: $(WARM) ## A polite tenant's first tokens beside attacks on sockets (LORAMUX_SOCKETS=1000 LORAMUX_SOCKETS_S=20)
-	$(VENV)/bin/python -m pytest tests/adversary/test_socket_flood.py -m campaign -s --timeout 3600 $(ARGS)
-
 campaign-rollups: $(WARM) ## Processes killed in the middle of a fold, on both databases (LORAMUX_FOLD_KILLS=200)
 	$(VENV)/bin/python -m pytest tests/platform/test_rollup_crashes.py -m campaign -s --timeout 3600 $(ARGS)
 

@@ -1,21 +1,13 @@
-"""Attacks on a listener's sockets: connections that say nothing, or say and read everything slowly.
-
-    python -m tests.adversary.socket_flood 127.0.0.1 8000 slow_body --connections 1000 --hold 30 --key sk-lmx-...
-
-prints what became of the connections, as JSON.
-"""
+"""Attacks on a listener's sockets: connections that say nothing, or say and read everything slowly."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
-import resource
 import select
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 Outcome = Literal["held", "closed", "refused", "failed"]
@@ -104,18 +96,30 @@ def attack_of(kind: str, key: str) -> Attack:
         "slow_head": slow_head(),
         "slow_body": slow_body("/v1/completions", headers),
         # A document of some size, which costs no quota.
-        "slow_reader": slow_reader(request("GET", "/openapi.json", headers), num_times=16),
+        "slow_reader": slow_reader(request("GET", "/openapi.json", headers), num_times=8),
     }[kind]
 
 
 async def flood(
-    target: Target, attack: Attack, num_connections: int, hold_s: float, comes_again: bool = False
+    target: Target,
+    attack: Attack,
+    num_connections: int,
+    hold_s: float,
+    ramp_s: float = 0.0,
+    comes_again: bool = False,
 ) -> FloodCounts:
-    """Open the connections at once, keep each for `hold_s` seconds at most, and count what became of them.
+    """Open the connections over `ramp_s` seconds, close them `hold_s` seconds after the begin, and count what became
+    of them.
 
     An attacker that `comes_again` opens another for each that it lost before its time.
     """
-    found = await asyncio.gather(*(_attacker(target, attack, hold_s, comes_again) for _ in range(num_connections)))
+
+    async def one(number: int) -> list[Outcome]:
+        wait_s = ramp_s * number / num_connections
+        await asyncio.sleep(wait_s)
+        return await _attacker(target, attack, hold_s - wait_s, comes_again)
+
+    found = await asyncio.gather(*map(one, range(num_connections)))
     outcomes = [outcome for one in found for outcome in one]
     return FloodCounts(**{name: outcomes.count(name) for name in ("held", "closed", "refused", "failed")})
 
@@ -180,24 +184,3 @@ async def _drip(connection: socket.socket) -> None:
         # Not all at the same moment, or the attack would be one of packets.
         await asyncio.sleep(random.uniform(0.5, 1.5) * DRIP_S)
         await _send(connection, b"x")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Attack a listener's sockets.")
-    parser.add_argument("host")
-    parser.add_argument("port", type=int)
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--connections", type=int, default=1000)
-    parser.add_argument("--hold", type=float, default=30.0, help="seconds")
-    parser.add_argument("--key", default="", help="a tenant's key, for slow bodies and readers")
-    parser.add_argument("--source", help="the address to come from, such as 127.0.0.2")
-    given = parser.parse_args()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, given.connections + 100)), hard))
-    target = Target(host=given.host, port=given.port, source=given.source)
-    attacking = flood(target, attack_of(given.kind, given.key), given.connections, given.hold, comes_again=True)
-    print(json.dumps(asdict(asyncio.run(attacking))))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -18,17 +19,22 @@ import boto3
 import httpx
 from botocore.exceptions import BotoCoreError, ClientError
 from prometheus_client.parser import text_string_to_metric_families
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 
 from benchmarks.databases import open_database_at
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from tests.adversary.many_end_users import add_end_users
 from tests.conformance.demo_adapters import DEMO, changed_adapter
 from tests.conformance.served import Deployment, deployment
 from tests.ports import free_port
 
 BASE, ADAPTER = "demo-base", "support"
 DATABASES = ("sqlite", "postgresql")
+NUM_SOCKETS = 1000
+"""Connections of each attack on sockets."""
+NUM_END_USERS = 150_000
+"""Events in the attacker's ledger, each of another end user."""
 PATIENCE_S = 90.0
 
 
@@ -57,6 +63,10 @@ class Stand:
     attacker: Account
     directory: Path
     """For the attacks' own files."""
+    billed_before: int
+    """Completion tokens in the ledger that this server did not compute."""
+    notes: list[str] = field(default_factory=list)
+    """What attacks have to say beside their counts."""
     undocumented: Counter[str] = field(default_factory=Counter)
     """Answers that no client should see, by status and code; attacks add what they see."""
 
@@ -72,23 +82,52 @@ class Stand:
     def operator(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.deployment.admin_key}"}
 
+    def adapter_id(self, account: Account) -> str:
+        """The identifier of an account's one adapter."""
+        answer = httpx.get(
+            f"{self.admin_url}/admin/v1/adapters",
+            params={"tenant": account.slug},
+            headers=self.operator,
+            trust_env=False,
+            timeout=30,
+        )
+        return next(str(one["id"]) for one in answer.json()["data"] if one["name"] == ADAPTER)
+
+    def num_billed(self) -> int:
+        """Completion tokens in the ledger."""
+        events, adjustments = schema.usage_events.c, schema.usage_adjustments.c
+        with self.database.read() as connection:
+            return sum(
+                connection.execute(select(func.coalesce(func.sum(column), 0))).scalar_one()
+                for column in (events.completion_tokens, adjustments.completion_tokens)
+            )
+
     def metrics(self) -> dict[tuple[str, tuple[str, ...]], float]:
         """Each series' value, by its name and its labels' values."""
-        text = httpx.get(f"{self.admin_url}/metrics", trust_env=False, timeout=10).text
+        shown = httpx.get(f"{self.admin_url}/metrics", trust_env=False, timeout=10).text
         return {
             (sample.name, tuple(sample.labels.values())): sample.value
-            for family in text_string_to_metric_families(text)
+            for family in text_string_to_metric_families(shown)
             for sample in family.samples
         }
 
     def num_descriptors(self) -> dict[str, int]:
-        """Open descriptors of the server and of each of its processes, by command line."""
-        found: dict[str, int] = {}
+        """Open descriptors of the server and of its other processes, without the pool of database connections."""
+        found = {"server": -self._num_database_descriptors(), "other processes": 0}
         for pid in _family(self.server.pid):
             with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[-60:]
-                found[command] = found.get(command, 0) + len(os.listdir(f"/proc/{pid}/fd"))
+                found["server" if pid == self.server.pid else "other processes"] += len(os.listdir(f"/proc/{pid}/fd"))
         return found
+
+    def _num_database_descriptors(self) -> int:
+        """Files of SQLite, or connections to PostgreSQL; the pool keeps as many as its threads ever needed at once."""
+        if not self.database.is_sqlite:
+            query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
+            with self.database.read() as connection:
+                # Without this one.
+                return int(connection.execute(query).scalar_one()) - 1
+        descriptors = Path(f"/proc/{self.server.pid}/fd").iterdir()
+        return sum("loramux.db" in os.readlink(one) for one in descriptors if one.is_symlink())
 
     def wait_idle(self) -> None:
         """Until nothing runs, nothing is reserved and no version waits for its validation."""
@@ -121,14 +160,17 @@ def open_stand(kind: str) -> Iterator[Stand]:
         else:
             url = f"sqlite:///{directory / 'data' / 'loramux.db'}"
         made = deployment(DEMO / "base", directory / "data", arguments, environment)
-        server = stack.enter_context(made.running(directory / "server.log"))
+        with made.running(directory / "first.log"):
+            accounts = [_account(made, slug) for slug in ("polite", "mallory")]
+            for number, account in enumerate(accounts):
+                files = changed_adapter(directory / account.slug, 1 + number / 50)
+                made.json("adapters", "push", str(files), "--tenant", account.slug, "--name", ADAPTER)
         database = Database(url)
         stack.callback(database.close)
-        accounts = [_account(made, slug) for slug in ("polite", "mallory")]
-        for number, account in enumerate(accounts):
-            files = changed_adapter(directory / account.slug, 1 + number / 50)
-            made.json("adapters", "push", str(files), "--tenant", account.slug, "--name", ADAPTER)
-        yield Stand(made, server, database, accounts[0], accounts[1], directory)
+        add_end_users(database, accounts[1].tenant_id, NUM_END_USERS)
+        server = stack.enter_context(made.running(directory / "server.log"))
+        stand = Stand(made, server, database, accounts[0], accounts[1], directory, billed_before=0)
+        yield dataclasses.replace(stand, billed_before=stand.num_billed())
 
 
 def wait_until(is_so: Callable[[], bool], why: Callable[[], str]) -> None:

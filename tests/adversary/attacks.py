@@ -1,0 +1,106 @@
+"""Every attack of the campaign, by name: what is counted, and what a polite tenant is asked about."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+from tests.adversary import cold_loads, cut_streams, raw_calls
+from tests.adversary.admin_flood import CHEAP_CALLS, REPORTS, flood_calls
+from tests.adversary.ingest_flood import PeftFiles, cancel_uploads, flood_versions, open_without_end, time_push
+from tests.adversary.socket_flood import Target, attack_of, flood
+from tests.adversary.stand import NUM_SOCKETS, Stand
+from tests.conformance.demo_adapters import DEMO
+
+NUM_VERSIONS = 60
+OPEN_UPLOAD_BYTES = 1_000_000
+RAMP_S = 5.0
+"""Time in which the connections of an attack on sockets are opened: at once they would be an attack of connecting."""
+
+Counted = Callable[[Stand, random.Random, int], Awaitable[Counter[str]]]
+"""Makes about so many calls, and counts the answers."""
+Felt = Callable[[Stand, random.Random, float], Awaitable[Counter[str]]]
+"""Lasts for about so many seconds, and counts the answers."""
+
+
+async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
+    """Declare uploads and send none of the files; a tenant's cap holds. They are cancelled in the end."""
+    adapter_id = await asyncio.to_thread(stand.adapter_id, stand.attacker)
+    key = stand.attacker.admin_key
+    counts = await asyncio.to_thread(open_without_end, stand.admin_url, key, adapter_id, OPEN_UPLOAD_BYTES, num_calls)
+    await asyncio.to_thread(cancel_uploads, stand.admin_url, key, adapter_id)
+    return counts
+
+
+def sockets(kind: str) -> Felt:
+    """`NUM_SOCKETS` connections of a kind; each that the server closes comes again."""
+
+    async def attack(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
+        target = Target(host="127.0.0.1", port=stand.deployment.port)
+        connection = attack_of(kind, stand.attacker.key)
+        found = await flood(target, connection, NUM_SOCKETS, seconds, RAMP_S, comes_again=True)
+        return Counter({name: getattr(found, name) for name in ("held", "closed", "refused", "failed")})
+
+    return attack
+
+
+def calls(paths: Sequence[str]) -> Felt:
+    """24 calls of a reader's key at a time."""
+
+    async def attack(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
+        return await flood_calls(stand.admin_url, stand.attacker.reader_key, seconds, tuple(paths))
+
+    return attack
+
+
+async def pending_versions(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
+    """Versions that wait for their validation, every other one broken, and a polite push in the midst of them.
+
+    Lasts until all are validated.
+    """
+    files = PeftFiles.read(DEMO / "adapters" / "pirate")
+    start = dice.randrange(10**6)
+    versions = [files.valid(start + n) if n % 2 else files.invalid(n) for n in range(NUM_VERSIONS)]
+    adapter_id = await asyncio.to_thread(stand.adapter_id, stand.attacker)
+
+    def push(number: int) -> float:
+        directory = stand.directory / "pushes" / str(number)
+        name = f"push-{number}"
+        return time_push(
+            stand.admin_url, stand.polite.admin_key, stand.polite.slug, name, files.valid(number), directory
+        )
+
+    alone_s = await asyncio.to_thread(push, start + NUM_VERSIONS)
+    flooding = asyncio.create_task(
+        asyncio.to_thread(flood_versions, stand.admin_url, stand.attacker.admin_key, adapter_id, versions)
+    )
+    # Some wait by then.
+    await asyncio.sleep(2.0)
+    beside_s = await asyncio.to_thread(push, start + NUM_VERSIONS + 1)
+    counts = await flooding
+    stand.notes.append(f"a polite push took {alone_s:.2f} s alone and {beside_s:.2f} s beside the versions")
+    began_s = time.monotonic()
+    await asyncio.to_thread(stand.wait_idle)
+    counts["seconds until all were validated"] = round(time.monotonic() - began_s)
+    return counts
+
+
+COUNTED: dict[str, Counted] = {
+    "raw HTTP": raw_calls.attack,
+    "cut streams": cut_streams.cut,
+    "quota race": cut_streams.race,
+    "cold loads": cold_loads.attack,
+    "open uploads": open_uploads,
+}
+FELT: dict[str, Felt] = {
+    "reports by end user": calls(REPORTS),
+    "ordinary admin calls": calls(CHEAP_CALLS),
+    "idle sockets": sockets("idle"),
+    "slow heads": sockets("slow_head"),
+    "slow bodies": sockets("slow_body"),
+    "slow readers": sockets("slow_reader"),
+    "pending versions": pending_versions,
+}
