@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,9 @@ from loramux.admin.forwarded_clients import ForwardedClients
 from loramux.admin.listeners import prepare_to_listen
 from loramux.admin.stop_signals import StopSignals
 from loramux.engine.collector import keep_for_good
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that computes may keep the interpreter's lock while the event loop waits for it, in seconds."""
 
 LAST_WORDS_S = 2.0
 """How long streams have to end after the engine was stopped under them."""
@@ -94,6 +98,8 @@ async def serve_until_stopped(
     Requests that are not done after `drain_s`, or at a second signal, are ended by stopping the engine.
     """
     keep_for_good()
+    # By default the loop would wait ten times as long, at every step of a request.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     async with asyncio.TaskGroup() as group:
         gateway_task = group.create_task(gateway.run_until_stopped())
         group.create_task(admin.run_until_stopped())

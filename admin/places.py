@@ -15,7 +15,7 @@ WAIT_S = 10.0
 RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
 """How long a tenant rests at most for one call, however long that lasted."""
-UNRESTED_S = 5.0
+UNRESTED_S = 1.0
 """How much rest a tenant may owe before its places stay taken for it: a burst, such as a page's calls."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,9 @@ Clock = Callable[[], int]
 
 LONGEST_READ_S = 20.0
 """How long a reading that a caller's filters make long may keep the database busy."""
+
+SQLITE_WAIT_S = 10.0
+"""How long a writer waits for another."""
 
 POOL_WAIT_S = 5.0
 """How long to wait for a connection when all are in use."""
@@ -96,6 +100,8 @@ class Database:
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
+        # Reentrant: SQLite itself refuses a writer within a writer.
+        self._writing = threading.RLock()
         try:
             self._url = _parse_url(url)
             self._engine = _create_engine(self._url)
@@ -118,8 +124,22 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that may write; committed on exit, rolled back on an exception."""
-        with self._engine.begin() as connection:
+        with self._next_writer(), self._engine.begin() as connection:
             yield connection
+
+    @contextmanager
+    def _next_writer(self) -> Iterator[None]:
+        """Let the threads of this process write to SQLite one after the other.
+
+        A thread that waits here goes on as soon as the lock is free. SQLite's own wait sleeps for up to a tenth of a
+        second at a time, and is left for other processes.
+        """
+        is_held = self.is_sqlite and self._writing.acquire(timeout=SQLITE_WAIT_S)
+        try:
+            yield
+        finally:
+            if is_held:
+                self._writing.release()
 
     @contextmanager
     def write_by_round_trips(self) -> Iterator[Connection]:
@@ -255,7 +275,7 @@ def _create_engine(url: URL) -> Engine:
         return engine
     engine = create_engine(
         url,
-        connect_args={"timeout": 10.0, "check_same_thread": False},
+        connect_args={"timeout": SQLITE_WAIT_S, "check_same_thread": False},
         poolclass=QueuePool,
         # Files have no limit: as many as there are threads, so that none waits for another's.
         max_overflow=-1,

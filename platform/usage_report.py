@@ -19,6 +19,12 @@ from loramux.platform.usage_statement import OPTIONAL, select_all, select_larges
 MAX_ROWS = 50_000
 MAX_TOP = 1000
 
+_UNCACHED = {"compiled_cache": None}
+"""SQLAlchemy would keep each compiled report: tens of thousands of objects, since hardly two have the same ranges.
+
+Every full garbage collection goes through them, while every request waits.
+"""
+
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Sums over `[start_us, end_us)`; a field that was not grouped by is None. `tenant` is the slug."""
@@ -61,7 +67,7 @@ def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
     days = local_days(question.start_us, question.end_us, question.timezone) if question.has_local_days else []
     with database.read(LONGEST_READ_S) as connection:
         _check_summed(connection, question, days)
-        rows = connection.execute(select_all(question, days).limit(MAX_ROWS + 1)).all()
+        rows = connection.execute(select_all(question, days).limit(MAX_ROWS + 1), execution_options=_UNCACHED).all()
     if len(rows) > MAX_ROWS:
         raise InvalidRequest(
             f"the report has more than {MAX_ROWS} rows: take fewer groups, longer buckets or a shorter range",
@@ -82,7 +88,7 @@ def largest(database: Database, question: UsageQuestion, top: int) -> LargestRow
         raise InvalidRequest(f"top is a number from 1 to {MAX_TOP}", param="top")
     with database.read(LONGEST_READ_S) as connection:
         _check_summed(connection, question, ())
-        rows = connection.execute(select_largest(question, top)).all()
+        rows = connection.execute(select_largest(question, top), execution_options=_UNCACHED).all()
     # Behind each row are how many groups there are, and their sums.
     num_groups, *sums = rows[0][-1 - len(AMOUNTS) :] if rows else [0] * (1 + len(AMOUNTS))
     total = UsageRow(start_us=question.start_us, end_us=question.end_us, **dict(zip(AMOUNTS, sums, strict=True)))
@@ -92,7 +98,8 @@ def largest(database: Database, question: UsageQuestion, top: int) -> LargestRow
 def _check_summed(connection: Connection, question: UsageQuestion, days: Sequence[int]) -> None:
     """Refuse what would read too many rows before it reads them; counting them takes a fiftieth of the time."""
     limit = question.max_summed
-    if connection.execute(select_num_summed(question, days, limit + 1)).scalar_one() > limit:
+    query = select_num_summed(question, days, limit + 1)
+    if connection.execute(query, execution_options=_UNCACHED).scalar_one() > limit:
         raise InvalidRequest(
             f"the report would add up more than {limit} rows of the ledger: take a shorter range, or fewer groups",
             param="start",

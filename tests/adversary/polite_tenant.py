@@ -22,7 +22,7 @@ class PoliteSettings:
     key: str
     model: str
     seed: int
-    requests_per_s: float = 10.0
+    requests_per_s: float = 20.0
     max_tokens: int = 8
 
 

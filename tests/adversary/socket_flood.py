@@ -108,16 +108,14 @@ async def flood(
     ramp_s: float = 0.0,
     comes_again: bool = False,
 ) -> FloodCounts:
-    """Open the connections over `ramp_s` seconds, close them `hold_s` seconds after the begin, and count what became
-    of them.
+    """Open the connections over `ramp_s` seconds, close each `hold_s` seconds later, and count what became of them.
 
     An attacker that `comes_again` opens another for each that it lost before its time.
     """
 
     async def one(number: int) -> list[Outcome]:
-        wait_s = ramp_s * number / num_connections
-        await asyncio.sleep(wait_s)
-        return await _attacker(target, attack, hold_s - wait_s, comes_again)
+        await asyncio.sleep(ramp_s * number / num_connections)
+        return await _attacker(target, attack, hold_s, comes_again)
 
     found = await asyncio.gather(*map(one, range(num_connections)))
     outcomes = [outcome for one in found for outcome in one]
