@@ -6,12 +6,13 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import insert, select
+from sqlalchemy import event, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from loramux.migrations.database import Database, DatabaseError
@@ -321,3 +322,28 @@ def test_reservations_of_before_that_were_settled_are_gone(database_url: str) ->
     assert [row["state"] for row in left] == ["open", "recovered"]
     assert {(row["tenant_id"], row["reserved_tokens"], row["lease_expires_us"]) for row in left} == {(owner, 2, 4)}
     database.close()
+
+
+def test_writers_of_one_process_follow_each_other_at_once(tmp_path: Path) -> None:
+    """SQLite's own wait for its lock begins in a statement, and sleeps; threads of one process need neither."""
+    database = Database(migrated_sqlite(tmp_path / "loramux.db"))
+    with database.read(), database.read():
+        # Both threads then find a connection that is open.
+        pass
+    begun: list[str] = []
+    event.listen(
+        database._engine, "begin", lambda connection: begun.append(threading.current_thread().name), insert=True
+    )
+    second = threading.Thread(target=lambda: _write_once(database), name="second")
+    with database.write():
+        second.start()
+        second.join(0.2)
+        assert begun == [threading.current_thread().name], "the second does not ask SQLite before it is free"
+    second.join(10)
+    assert begun == [threading.current_thread().name, "second"]
+    database.close()
+
+
+def _write_once(database: Database) -> None:
+    with database.write():
+        return

@@ -12,7 +12,7 @@ from loramux.migrations.database import Database, ReadTooLong
 from loramux.platform import usage_question
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tenants import Tenants
-from loramux.platform.usage_grains import DAY_US
+from loramux.platform.usage_grains import DAY_US, HOUR_US
 from loramux.platform.usage_question import UsageQuestion
 from loramux.platform.usage_report import answer, largest
 from tests.adversary.many_end_users import add_end_users
@@ -85,3 +85,23 @@ def test_a_reading_ends_in_time(database: Database) -> None:
     # The same connection has all the time that it wants again.
     with database.read() as connection:
         assert connection.execute(text(FOR_EVER.replace("1000000000", "300000"))).scalar() == 300_000
+
+
+def test_a_report_leaves_no_compiled_statement_behind(database: Database) -> None:
+    """Hardly two reports have the same ranges: each one that is kept is memory that is never used again."""
+    tenant = Tenants(database).create("acme")
+    add_end_users(database, tenant.id, NUM_USERS, days=3)
+    now_us = database.now_us()
+
+    def ask(hours: int) -> None:
+        question = UsageQuestion(
+            tenant_id=tenant.id, start_us=now_us - hours * HOUR_US, end_us=now_us, group_by=("end_user",)
+        )
+        assert answer(database, question)
+        assert largest(database, question, 5).rows
+
+    ask(30)
+    before = len(database._engine._compiled_cache or ())
+    for hours in (31, 57, 83):
+        ask(hours)
+    assert len(database._engine._compiled_cache or ()) == before
