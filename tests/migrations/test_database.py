@@ -331,9 +331,7 @@ def test_writers_of_one_process_follow_each_other_at_once(tmp_path: Path) -> Non
         # Both threads then find a connection that is open.
         pass
     begun: list[str] = []
-    event.listen(
-        database._engine, "begin", lambda connection: begun.append(threading.current_thread().name), insert=True
-    )
+    event.listen(database._engine, "engine_connect", lambda _: begun.append(threading.current_thread().name))
     second = threading.Thread(target=lambda: _write_once(database), name="second")
     with database.write():
         second.start()
