@@ -28,9 +28,9 @@ router = APIRouter()
 async def get_openapi_document(request: Request, caller: Caller) -> Response:
     """This document. Any key reads it."""
     app = request.app
-    if not hasattr(app.state, "openapi_document"):
-        app.state.openapi_document = document_of(app)
-    return json_response(app.state.openapi_document)
+    if not hasattr(app.state, "openapi_body"):
+        app.state.openapi_body = json_response(document_of(app)).body
+    return Response(app.state.openapi_body, media_type="application/json")
 
 
 def document_of(app: FastAPI) -> dict[str, Any]:
