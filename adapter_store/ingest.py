@@ -135,7 +135,7 @@ class Ingest:
         return self._intake.list_open(adapter_id, limit, after, before)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> None:
-        """Forget an open upload and what came of its files.
+        """Forget an open upload, with the files that were sent.
 
         Raises AdapterNotFound, UploadNotFound, or UploadRefused for one that is used.
         """

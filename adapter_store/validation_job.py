@@ -19,7 +19,7 @@ a core was measured to do: see the figures in README.md."""
 
 
 WALL_PER_TIME = 10.0
-"""How much longer than its processor time a validation may last: where others want the processor it gives way."""
+"""Longest duration of a validation, in multiples of its processor time: it yields the processor to others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,8 @@ class SubprocessValidator:
     """Validates in `python -m loramux.adapter_store.validation_worker`, which limits and confines itself.
 
     Its processor time is 10 s, or what `Limits.for_upload` derives from a large upload's size. Its time on the wall is
-    ten times that, since it gives way to everything else on the machine. `timeout_s`, on the wall, and `memory_bytes`
-    take the place of what is derived, `command` that of the process. `niceness` says how far it gives way. Without one
+    ten times that, since it yields to everything else on the machine. `timeout_s`, on the wall, and `memory_bytes`
+    replace the derived limits, `command` replaces the process, and `niceness` is the niceness it runs with. Without one
     of the `required` measures of its sandbox the process reads nothing, and ends.
     """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_LOOKED_AT = 256
 """Connections that a search for one to shed looks at: a flood must not make each newcomer cost a look at all."""
 MAX_COMPARED = 16
-"""Connections that could be shed of which the search takes the best."""
+"""Candidates that a search compares before it sheds the best of them."""
 
 
 class ConnectionBook(ServerState):

@@ -73,7 +73,7 @@ def step_shape(
 def _mixed_shape(
     num_tokens: int, num_sequences: int, max_rank: int, has_outer: bool = False, groups: LayerGroups = ALL_GROUPS
 ) -> StepShape:
-    """With so many rows per sequence that large segments are half full on average, segments are large."""
+    """Segments are large where sequences have enough rows to fill half of one on average."""
     is_large = num_tokens >= LARGE_SEGMENT_ROWS // 2 * num_sequences
     segment_rows = LARGE_SEGMENT_ROWS if is_large else SEGMENT_ROWS
     return StepShape(num_tokens, num_sequences, False, max_rank, has_outer, groups, segment_rows)

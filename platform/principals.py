@@ -19,7 +19,7 @@ class Principal:
     def may_name(self, adapter_id: str | None) -> bool:
         """Whether the key's own limit leaves it the adapter; its tenant's rights are another matter.
 
-        None is what has no adapter, such as a request of the base; a limited key is not left that.
+        None stands for things without an adapter, such as requests of the base. A limited key may not see those.
         """
         return self.adapter_ids is None or adapter_id in self.adapter_ids
 

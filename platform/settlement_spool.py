@@ -146,7 +146,7 @@ class SettlementSpool:
             self._clear(file, 1, min(num_bytes, ALLOCATED_BYTES))
 
     def _allocate(self, file: int, num_bytes: int) -> None:
-        """Have the disk hold so many bytes of the file, and some more; raises OSError."""
+        """Allocate at least `num_bytes` of the file on the disk; raises OSError."""
         if num_bytes <= self._allocated:
             return
         wanted = min(self._max_bytes, -(-num_bytes // ALLOCATED_BYTES) * ALLOCATED_BYTES)

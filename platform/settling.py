@@ -106,14 +106,14 @@ class Settling:
         await self._none_is_held.wait()
 
     async def spool_held(self) -> None:
-        """Move what waits in memory to the spool, as far as it takes it."""
+        """Move settlements from memory to the spool until it takes no more."""
         for closing in tuple(self._held.values()):
             if not await self._spool_one(closing):
                 return
             self._release(closing)
 
     async def replay(self) -> None:
-        """Settle what waits in memory and on the disk; while the database is in trouble the rest goes on waiting.
+        """Settle the settlements in memory and on the disk; once the database is in trouble the rest goes on waiting.
 
         Raises OSError where the disk fails, which holds up only the settlements there.
         """

@@ -97,7 +97,7 @@ async def export_events(
             events = services.ledger.export(tenant_id, start_us, end_us, after, caller.adapter_ids)
             return (events[-1] if events else None), "".join(_lines(events, format))
 
-        # What was begun is not given up because other reports of the caller's are under way.
+        # An export that has begun does not fail because other reports of the caller are under way.
         return await services.report(caller.principal, spelled, is_patient=not is_first)
 
     async def body(last: UsageEvent | None, part: str) -> AsyncIterator[str]:

@@ -51,7 +51,7 @@ class Queue:
         assert server.take(known[name]) is not None
 
     def decide(self, turns: IngestTurns, num_versions: int) -> list[str]:
-        """What a server takes next, and rejects, so many times."""
+        """The versions that a server takes and rejects, one after the other."""
         server = VersionClaims(self._database)
         decided = []
         for _ in range(num_versions):

@@ -1,4 +1,4 @@
-"""A listener whose connections are bounded, whoever opens them and however slowly they speak."""
+"""A listener bounds its connections, and the time that a slow client may hold one."""
 
 from __future__ import annotations
 

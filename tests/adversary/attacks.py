@@ -21,9 +21,9 @@ RAMP_S = 4.0
 """Time in which the connections of an attack on sockets are opened, and closed: all at once is another attack."""
 
 Counted = Callable[[Stand, random.Random, int], Awaitable[Counter[str]]]
-"""Makes about so many calls, and counts the answers."""
+"""Makes about that number of calls and counts the answers."""
 Felt = Callable[[Stand, random.Random, float], Awaitable[Counter[str]]]
-"""Lasts for about so many seconds, and counts the answers."""
+"""Lasts for about that number of seconds and counts the answers."""
 
 
 async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:

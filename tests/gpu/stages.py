@@ -1,4 +1,4 @@
-"""What runs on a GPU that was never met before, in this order: the cheapest and most telling first."""
+"""The stages of a first run on a GPU, in order: the cheapest and most telling come first."""
 
 from __future__ import annotations
 
