@@ -218,7 +218,7 @@ def _give_way(pid: int, niceness: int) -> None:
     # Where there is no such process any more, or the machine does not take it, nothing is lost.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, niceness)
-        # Linux may share the processor out among sessions, of which this process has its own: see sched(7).
+        # Linux may divide the processor among sessions, and this process has one of its own: see sched(7).
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
 
 

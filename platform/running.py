@@ -204,7 +204,7 @@ class RunningRequests:
         return not self._settling.has_waiting and self._state.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:
-        """Find out when a database that failed takes writes again, and settle what has waited meanwhile."""
+        """Find out when a database that failed takes writes again, and then settle the settlements that wait."""
         while True:
             try:
                 await self._settling.spool_held()

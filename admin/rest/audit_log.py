@@ -50,7 +50,7 @@ async def list_audit_log(
     after: After = None,
     before: Before = None,
 ) -> ListDocument[AuditDocument]:
-    """List changes, newest first; a tenant's key sees those of its tenant's things, whoever made them.
+    """List changes, newest first; a tenant's key sees the changes to its tenant's things.
 
     It sees the platform's keys as the actor `platform`, and no addresses but those of its tenant's own keys.
     """
