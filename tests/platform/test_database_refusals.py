@@ -27,7 +27,7 @@ from loramux.platform.quotas import QuotaPolicies
 from loramux.platform.reservations import Operation, Outcome, Reservation, ReservationRequest
 from loramux.platform.scripted_engine import Script
 from loramux.platform.tenants import Tenants
-from tests.migrated import migrate
+from tests.migrated import migrate, migrated_sqlite
 from tests.platform.conftest import Gateway
 from tests.platform.faulty_postgres import faulty_postgres
 from tests.platform.lock_waits import until_wait
@@ -189,12 +189,13 @@ async def full_and_free_again(gateway: Gateway, begin: Callable[[], None], end: 
     assert_all_is_settled(gateway)
 
 
-async def test_sqlite_whose_disk_is_full(
-    accounts: Database, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str
-) -> None:
-    fault = no_more_pages(accounts)
-    async with maintained(accounts, tokenizer, tmp_path / "spool") as gateway:
+async def test_sqlite_whose_disk_is_full(tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str) -> None:
+    # A file of its own: what other tests deleted would have left it pages to fill first.
+    database = Database(migrated_sqlite(tmp_path / "loramux.db"))
+    fault = no_more_pages(database)
+    async with maintained(database, tokenizer, tmp_path / "spool") as gateway:
         await full_and_free_again(gateway, fault.__enter__, lambda: fault.__exit__(None, None, None) and None)
+    database.close()
 
 
 @pytest.mark.campaign
