@@ -17,6 +17,8 @@ HEAD_TIMEOUT_S = 10.0
 READER_TIMEOUT_S = 60.0
 """How long a client may take for MIN_READ_BYTES of an answer that waits for it, in seconds."""
 MIN_READ_BYTES = 16 * 1024
+MAX_BUFFERED_BYTES = 16 * 1024
+"""What waits in this process, beyond the kernel's MAX_UNSENT_BYTES, before an answer waits for its reader."""
 STALL_S = 1.0
 """How long a client keeps its connection waiting before the connection ends for a newcomer's sake, in seconds."""
 
@@ -52,9 +54,11 @@ class BoundedConnection(H11Protocol):
         """What the client is counted by; None for a trusted proxy."""
         self.since_s = self.loop.time()
         self._num_unread_bytes = 0
+        self._has_unread_answer = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(MAX_BUFFERED_BYTES)
         peer = self.client[0] if self.client is not None else ""
         self.origin = None if self._book.proxies.trusts(peer) else origin_of(peer)
         if not self._book.admit(self, self.loop.time()):
@@ -73,12 +77,22 @@ class BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self.since_s = self.loop.time()
-        super().on_response_complete()
+        if self.flow.write_paused:
+            # What the client asked meanwhile waits until it has read this, or each of its requests would cost us one.
+            self._has_unread_answer = True
+        else:
+            super().on_response_complete()
 
     def pause_writing(self) -> None:
         self.since_s = self.loop.time()
         self._num_unread_bytes = 0
         super().pause_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._has_unread_answer:
+            self._has_unread_answer = False
+            super().on_response_complete()
 
     @property
     def is_idle(self) -> bool:

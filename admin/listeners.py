@@ -7,7 +7,7 @@ import socket
 
 from loramux.admin.errors import StartRefused
 
-MAX_UNSENT_BYTES = 128 * 1024
+MAX_UNSENT_BYTES = 16 * 1024
 """What the kernel keeps of an answer beyond what is on its way, in bytes."""
 
 

@@ -45,12 +45,12 @@ NUM_ADMIN_THREADS = 4
 NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
 """Reports of one tenant, or of one key of the platform, that are added up at once."""
-REPORTS_REST = 9.0
+REPORTS_REST = 19.0
 """How many times as long as a report took its tenant rests: it takes a core from inference while it runs."""
 MAX_CALLS = 64
 MAX_CALLS_EACH = 4
 """Calls of one tenant's keys and sessions that are answered at once; the platform's own are not counted."""
-CALLS_REST = 9.0
+CALLS_REST = 19.0
 PAGES_REST = 3.0
 """Of a page of the console, most of whose time its calls take."""
 MAX_EXPORTS = 16

@@ -35,6 +35,7 @@ class Listener:
     book: ConnectionBook
     metrics: GatewayMetrics
     loop: Any = None
+    num_asked: int = 0
     num_waiting: int = 0
     num_left: int = 0
     num_endless_bytes: int = 0
@@ -43,6 +44,7 @@ class Listener:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """`/` says who calls; `/wait` answers when it may; `/endless` answers without end; a body is always read."""
         try:
+            self.num_asked += 1
             self.num_waiting += 1
             message: Any = {"more_body": True}
             while message.get("more_body"):

@@ -87,6 +87,17 @@ def test_a_client_that_reads_nothing_takes_little_of_the_kernels_memory() -> Non
         assert 0 < listener.num_endless_bytes <= 2 * (MAX_UNSENT_BYTES + 65536)
 
 
+def test_requests_sent_ahead_wait_until_the_answer_before_them_is_read() -> None:
+    sent = request("GET", "/large", {}) * 2 + request("GET", "/", {"connection": "close"})
+    with listening() as listener, listener.open(sent) as connection:
+        listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))
+        # A turn of the loop later it would have taken the next.
+        listener.call(lambda: None)
+        assert listener.num_asked == 1
+        received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+        assert received.count(b"HTTP/1.1 200 OK") == listener.num_asked == 3
+
+
 def test_a_client_that_reads_slowly_but_steadily_gets_everything() -> None:
     with listening() as listener, listener.open(request("GET", "/large", {"connection": "close"})) as connection:
         num_bytes, num_sweeps = 0, 0

@@ -16,10 +16,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -61,76 +62,93 @@ class Finding:
         return self.attacked_p99_ms / self.quiet_p99_ms
 
 
-class PoliteTenant:
-    """The polite tenant's process, and its requests by the moment that they were sent."""
+Note = Callable[[Finding], None]
+"""Takes each finding as soon as it is there."""
 
-    def __init__(self, stand: Stand, seed: int) -> None:
-        self._process = subprocess.Popen(
+
+@asynccontextmanager
+async def polite_tenant(
+    stand: Stand, seed: int, dice: random.Random, bystanders: ThreadPoolExecutor, asked: list[Asked]
+) -> AsyncIterator[None]:
+    """Let the polite tenant ask for as long as the block lasts, and add its requests to `asked`."""
+    settings = PoliteSettings(
+        port=stand.deployment.port,
+        key=stand.polite.key,
+        model=ADAPTER,
+        seed=seed,
+        prompt_seed=dice.randrange(10**9),
+    )
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
             [sys.executable, "-m", "tests.adversary.polite_tenant"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=stand.deployment.environment | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])},
         )
-        settings = PoliteSettings(port=stand.deployment.port, key=stand.polite.key, model=ADAPTER, seed=seed)
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(asdict(settings)).decode() + "\n")
-        self._process.stdin.flush()
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(asdict(settings)).decode() + "\n")
+        process.stdin.flush()
+        return process
 
-    def end(self) -> list[Asked]:
-        output, _ = self._process.communicate(timeout=120)
-        return [msgspec.json.decode(line, type=Asked) for line in output.splitlines()]
+    process = await asyncio.get_running_loop().run_in_executor(bystanders, start)
+    yield
+    output, _ = await asyncio.to_thread(process.communicate, timeout=120)
+    asked += [msgspec.json.decode(line, type=Asked) for line in output.splitlines()]
 
 
-async def count(stand: Stand, only: Sequence[str], seed: int, num_calls: int, kind: str) -> list[Finding]:
+async def count(stand: Stand, only: Sequence[str], seed: int, num_calls: int, kind: str, note: Note) -> None:
     """Run every counted attack once, and hold the ledger to the engine's own count after each."""
-    findings = []
     for name, attack in COUNTED.items():
         if name not in only:
             continue
         outcomes = await attack(stand, random.Random(f"{seed} {name}"), num_calls)
-        findings.append(Finding(kind, name, dict(outcomes.most_common()), faults=await asyncio.to_thread(check, stand)))
-    return findings
+        note(Finding(kind, name, dict(outcomes.most_common()), faults=await asyncio.to_thread(check, stand)))
 
 
-async def feel(stand: Stand, only: Sequence[str], seed: int, rounds: int, stretch_s: float, kind: str) -> list[Finding]:
-    """Run every felt attack in turn with quiet stretches of the same length."""
-    findings = []
+async def feel(
+    stand: Stand,
+    only: Sequence[str],
+    seed: int,
+    rounds: int,
+    stretch_s: float,
+    kind: str,
+    note: Note,
+    bystanders: ThreadPoolExecutor,
+) -> None:
+    """Run every felt attack in turn with quiet stretches of the same length; `bystanders` starts the polite tenant."""
     for name, attack in FELT.items():
         if name not in only:
             continue
         dice = random.Random(f"{seed} {name}")
-        polite = PoliteTenant(stand, seed)
-        await asyncio.sleep(SETTLING_S)
         outcomes: Counter[str] = Counter()
-        quiet: list[tuple[float, float]] = []
-        attacked: list[tuple[float, float]] = []
-        for _ in range(rounds):
-            quiet.append(await _timed(asyncio.sleep(stretch_s)))
-            begin_s = time.monotonic()
-            outcomes += await attack(stand, dice, stretch_s)
-            attacked.append((begin_s, time.monotonic()))
+        attacked: list[Asked] = []
+        quiet: list[Asked] = []
+        for number in range(rounds):
+            began_s = time.monotonic()
+            async with polite_tenant(stand, seed + number, dice, bystanders, attacked):
+                outcomes += await attack(stand, dice, stretch_s)
+            lasted_s = time.monotonic() - began_s
             await asyncio.sleep(SETTLING_S)
-        asked = await asyncio.to_thread(polite.end)
-        while_quiet = [one for one in asked if _is_within(one, quiet)]
-        while_attacked = [one for one in asked if _is_within(one, attacked)]
+            async with polite_tenant(stand, seed + number, dice, bystanders, quiet):
+                await asyncio.sleep(lasted_s)
         finding = Finding(
             kind,
             name,
             dict(outcomes.most_common()),
-            quiet_p99_ms=_p99_ms(while_quiet),
-            attacked_p99_ms=_p99_ms(while_attacked),
-            num_polite=len(while_attacked),
+            quiet_p99_ms=_p99_ms(quiet),
+            attacked_p99_ms=_p99_ms(attacked),
+            num_polite=len(attacked),
             notes=_taken(stand.notes),
             faults=await asyncio.to_thread(check, stand),
         )
-        failed = Counter(str(one.status) for one in asked if one.status != 200 or not one.is_complete)
+        failed = Counter(str(one.status) for one in attacked + quiet if one.status != 200 or not one.is_complete)
         if failed:
             finding.faults.append(f"the polite tenant was answered {dict(failed)}")
         if finding.ratio is None or finding.ratio > LIMIT:
             finding.faults.append(f"the polite tenant's p99 rose {finding.ratio or 0:.2f} times")
-        findings.append(finding)
-    return findings
+        note(finding)
 
 
 def check(stand: Stand) -> list[str]:
@@ -158,48 +176,62 @@ def _taken(notes: list[str]) -> list[str]:
     return found
 
 
-async def _timed(waiting: Awaitable[Any]) -> tuple[float, float]:
-    begin_s = time.monotonic()
-    await waiting
-    return begin_s, time.monotonic()
-
-
-def _is_within(asked: Asked, stretches: Sequence[tuple[float, float]]) -> bool:
-    return any(begin_s <= asked.at_s < end_s for begin_s, end_s in stretches)
-
-
 def _p99_ms(asked: Sequence[Asked]) -> float | None:
     times = [one.first_token_s for one in asked if one.first_token_s is not None]
     return round(float(np.percentile(times, 99)) * 1e3, 1) if times else None
 
 
-async def attack_all(stand: Stand, arguments: argparse.Namespace, kind: str) -> list[Finding]:
+async def attack_all(
+    stand: Stand, arguments: argparse.Namespace, kind: str, note: Note, bystanders: ThreadPoolExecutor
+) -> None:
+    only, seed = arguments.only, arguments.seed
     # A small round first: what the server opens once and keeps is no leak.
-    await count(stand, arguments.only, arguments.seed + 1, 40, kind)
-    await feel(stand, arguments.only, arguments.seed + 1, 1, 3.0, kind)
+    await count(stand, only, seed + 1, 40, kind, _forget)
+    await feel(stand, only, seed + 1, 1, 3.0, kind, _forget, bystanders)
     before = stand.num_descriptors()
-    findings = await count(stand, arguments.only, arguments.seed, arguments.calls, kind)
-    findings += await feel(stand, arguments.only, arguments.seed, arguments.rounds, arguments.stretch_s, kind)
+    await count(stand, only, seed, arguments.calls, kind, note)
+    await feel(stand, only, seed, arguments.rounds, arguments.stretch_s, kind, note, bystanders)
     after = stand.num_descriptors()
     leaks = {name: after[name] - number for name, number in before.items() if after.get(name, 0) > number}
-    findings.append(
-        Finding(kind, "all of them", {}, faults=[f"open descriptors more than before: {leaks}"] if leaks else [])
-    )
-    return findings
+    faults = [f"open descriptors more than before: {leaks}"] if leaks else []
+    note(Finding(kind, "all of them", {}, faults=faults))
+
+
+def _forget(finding: Finding) -> None:
+    pass
+
+
+def _leave_the_processor_to_others() -> None:
+    """The attacker's machine is elsewhere: here the calling thread, and those that it starts, take what is left."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def main() -> int:
     arguments = _arguments()
     require_idle(arguments.allow_busy)
-    # The attacker's machine is elsewhere: here it takes only what the server leaves.
-    os.nice(10)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * NUM_SOCKETS)), hard))
     findings: list[Finding] = []
+
+    def note(finding: Finding) -> None:
+        findings.append(finding)
+        if arguments.out is not None:
+            _write(arguments, findings)
+
     for kind in track(arguments.databases, "attacking", console=open_console()):
-        with open_stand(kind) as stand:
-            findings += asyncio.run(attack_all(stand, arguments, kind))
+        with (
+            open_stand(kind) as stand,
+            ThreadPoolExecutor(1) as bystanders,
+            ThreadPoolExecutor(1, initializer=_leave_the_processor_to_others) as attackers,
+        ):
+            # A thread has the priority of the one that started it.
+            bystanders.submit(int).result()
+            attackers.submit(asyncio.run, attack_all(stand, arguments, kind, note, bystanders)).result()
     _print(findings)
+    return 1 if any(finding.faults for finding in findings) else 0
+
+
+def _write(arguments: argparse.Namespace, findings: Sequence[Finding]) -> None:
     document = {
         "machine": describe(),
         "seed": arguments.seed,
@@ -208,9 +240,7 @@ def main() -> int:
         "stretch_s": arguments.stretch_s,
         "findings": [asdict(finding) | {"ratio": finding.ratio} for finding in findings],
     }
-    if arguments.out is not None:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-    return 1 if any(finding.faults for finding in findings) else 0
+    arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
 
 
 def _arguments() -> argparse.Namespace:

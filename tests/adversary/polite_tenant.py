@@ -1,7 +1,8 @@
 """A tenant that asks at a steady rate and times each first token: `python -m tests.adversary.polite_tenant`.
 
 It is a process of its own, so that an attacking process does not slow down its clock. It reads its settings as a line
-of JSON, asks until standard input ends, and prints one line of JSON for each request.
+of JSON, asks until standard input ends, and prints one line of JSON for each request. With the same seed it asks at the
+same moments, so that two stretches can be compared.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class PoliteSettings:
     key: str
     model: str
     seed: int
+    """Of the moments at which it asks."""
+    prompt_seed: int
     requests_per_s: float = 20.0
     max_tokens: int = 8
 
@@ -30,8 +33,6 @@ class PoliteSettings:
 class Asked:
     """One request as its client saw it."""
 
-    at_s: float
-    """When it was sent, by the machine's monotonic clock."""
     status: int
     """0: the connection failed."""
     first_token_s: float | None
@@ -42,14 +43,16 @@ class Asked:
 
 async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:
     """Requests as a Poisson process: one that is slow does not hold back the next."""
-    dice = random.Random(settings.seed)
+    dice, prompt_dice = random.Random(settings.seed), random.Random(settings.prompt_seed)
     under_way: set[asyncio.Task[None]] = set()
 
     async def one() -> None:
-        print(json.dumps(asdict(await ask(settings, dice))), flush=True)
+        print(json.dumps(asdict(await ask(settings, prompt_dice))), flush=True)
 
+    next_s = time.monotonic()
     while not over.is_set():
-        await asyncio.sleep(dice.expovariate(settings.requests_per_s))
+        next_s += dice.expovariate(settings.requests_per_s)
+        await asyncio.sleep(next_s - time.monotonic())
         task = asyncio.create_task(one())
         under_way.add(task)
         task.add_done_callback(under_way.discard)
@@ -89,7 +92,7 @@ async def ask(settings: PoliteSettings, dice: random.Random) -> Asked:
     except OSError:
         pass
     status = int(received[9:12]) if len(received) >= 12 else 0
-    return Asked(started, status, first_token_s, b"data: [DONE]" in received)
+    return Asked(status, first_token_s, b"data: [DONE]" in received)
 
 
 async def main() -> None:
