@@ -1,4 +1,7 @@
-"""The validation process: reads one job from standard input, confines itself, and answers on standard output."""
+"""The validation process: each fork of it reads one job from standard input, confines itself, and answers.
+
+The answer goes to standard output.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import numpy.random  # noqa: F401 - numpy imports it late, when this process may
 
 from loramux.adapter_store.canonical import write_canonical
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.fork_server import fork_for_each_request
 from loramux.adapter_store.packed_file import write_packed
 from loramux.adapter_store.packing import pack
 from loramux.adapter_store.sandbox import confine, limit_resources
@@ -60,6 +64,7 @@ def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
 
 
 def main() -> int:
+    fork_for_each_request()
     request = json.load(sys.stdin)
     job = ValidationJob(**{name: Path(path) for name, path in request["job"].items()})
     target = PackTarget.from_document(request["target"])

@@ -1,16 +1,13 @@
-"""Runs validation in a process of its own, with limits on time and memory and nothing of ours in its environment."""
+"""Runs each validation in a process of its own, with limits on time and memory and none of our environment."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import stat
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +18,7 @@ import structlog
 
 import loramux
 from loramux.adapter_store.errors import AdapterRejected, StoreError
+from loramux.adapter_store.fork_server import Ended, ForkServer, ForkServerFailed, last_line
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation_job import Accepted, Limits, ValidationJob
 
@@ -34,7 +32,6 @@ _VERDICT_SIGNALS = frozenset(
 _WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation_worker")
 _PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.sandbox")
 _PROBE_TIMEOUT_S = 30.0
-_MAX_ANSWER_BYTES = 4 << 20
 
 NICENESS = 10
 """How far a validation stands back for the engine and the gateway: it gets about a tenth of a core that they want."""
@@ -86,15 +83,11 @@ class SubprocessValidator:
         required: Collection[str] = (),
         niceness: int = NICENESS,
     ) -> None:
-        self._niceness = niceness
-        self._command = command
+        self._processes = ForkServer(command, worker_environment(), niceness)
         self._required = required
         self._file_bytes = file_bytes
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._is_closed = False
         self._missing: list[str] | None = None
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
@@ -105,34 +98,19 @@ class SubprocessValidator:
             "limits": asdict(limits),
             "required": list(self._required),
         }
-        # Files, not pipes: what the process writes is then bounded by its own limit, and read here up to another.
-        with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as errors:
-            process = self._start(answer.fileno(), errors.fileno())
-            wall_s = limits.wall_s if self._timeout_s is None else self._timeout_s
-            try:
-                process.communicate(json.dumps(request).encode(), timeout=wall_s)
-            except subprocess.TimeoutExpired:
-                message = f"validation took longer than {wall_s:g} s"
-                raise AdapterRejected("validation_timeout", message) from None
-            finally:
-                # Whatever ended the wait, nobody is left to run on.
-                if process.returncode is None:
-                    _kill_group(process)
-                    process.communicate()
-                with self._lock:
-                    self._running.remove(process)
-            if self._is_closed:
-                raise ValidationFailed("validation was stopped")
-            _check_end(process.returncode, os.pread(errors.fileno(), _MAX_ANSWER_BYTES, 0))
-            return self._verdict(os.pread(answer.fileno(), _MAX_ANSWER_BYTES, 0), job)
+        wall_s = limits.wall_s if self._timeout_s is None else self._timeout_s
+        try:
+            ended = self._processes.run(json.dumps(request).encode(), wall_s)
+        except ForkServerFailed as error:
+            raise ValidationFailed(f"the validation process failed: {error}") from error
+        if ended.took_too_long:
+            raise AdapterRejected("validation_timeout", f"validation took longer than {wall_s:g} s")
+        _check_end(ended)
+        return self._verdict(ended.stdout, job)
 
     def close(self) -> None:
         """End what is running, without a verdict, and start nothing more."""
-        with self._lock:
-            self._is_closed = True
-            for process in self._running:
-                if process.poll() is None:
-                    _kill_group(process)
+        self._processes.close()
 
     def _limits(self, job: ValidationJob, target: PackTarget) -> Limits:
         try:
@@ -147,26 +125,6 @@ class SubprocessValidator:
         if self._file_bytes is not None:
             limits = replace(limits, file_bytes=self._file_bytes)
         return limits
-
-    def _start(self, stdout: int, stderr: int) -> subprocess.Popen[bytes]:
-        with self._lock:
-            if self._is_closed:
-                raise ValidationFailed("validation was stopped")
-            try:
-                process = subprocess.Popen(  # noqa: S603 - our own program, and nothing of a tenant's in its arguments
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=worker_environment(),
-                    cwd=os.path.sep,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ValidationFailed(f"the validation process cannot be started: {error}") from error
-            self._running.add(process)
-        _give_way(process.pid, self._niceness)
-        return process
 
     def _verdict(self, answer: bytes, job: ValidationJob) -> Accepted:
         """The process has read a tenant's bytes, so its own word is checked as well."""
@@ -213,30 +171,14 @@ def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:
         raise ValidationFailed(f"the sandbox of the validation process cannot be tried: {error}") from error
 
 
-def _give_way(pid: int, niceness: int) -> None:
-    """Let the engine and the gateway have the processor first."""
-    # Where there is no such process any more, or the machine does not take it, nothing is lost.
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, niceness)
-        # Linux may divide the processor among sessions, and this process has one of its own: see sched(7).
-        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """The process leads a group of its own; called only before it has been waited for, so that the number is its."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _check_end(returncode: int, errors: bytes) -> None:
-    if -returncode in _VERDICT_SIGNALS:
+def _check_end(ended: Ended) -> None:
+    if -ended.returncode in _VERDICT_SIGNALS:
         raise AdapterRejected("validation_killed", "validation exceeded its limits")
-    if returncode < 0:
+    if ended.returncode < 0:
         # Somebody stops the whole server, which says nothing about the adapter.
-        raise ValidationFailed(f"the validation process was ended by signal {-returncode}")
-    if returncode > 0:
-        last_line = errors.decode(errors="replace").strip().rsplit("\n", 1)[-1]
-        raise ValidationFailed(f"the validation process failed: {last_line}")
+        raise ValidationFailed(f"the validation process was ended by signal {-ended.returncode}")
+    if ended.returncode > 0:
+        raise ValidationFailed(f"the validation process failed: {last_line(ended.stderr)}")
 
 
 def worker_environment() -> dict[str, str]:

@@ -28,7 +28,7 @@ from loramux.adapter_store.s3_blobs import S3BlobStore
 from loramux.adapter_store.s3_limits import MIN_PART_BYTES, S3Limits
 from loramux.adapter_store.target import PackTarget
 from loramux.adapter_store.validation import validate_files
-from loramux.adapter_store.validator import Validator
+from loramux.adapter_store.validator import SubprocessValidator, Validator
 from loramux.adapter_store.version_claims import Verdict, VersionClaims
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
@@ -348,6 +348,14 @@ def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path
         return StoredAdapter(digest, packed)
 
     return store
+
+
+@pytest.fixture(scope="session")
+def subprocess_validator() -> Iterator[SubprocessValidator]:
+    """The real one; not behind everything else on a machine that many tests keep busy."""
+    validator = SubprocessValidator(niceness=0)
+    yield validator
+    validator.close()
 
 
 @pytest.fixture

@@ -54,13 +54,13 @@ def test_it_is_refused(hostile: Hostile, tmp_path: Path) -> None:
     assert_no_echo(refused.value.message)
 
 
-def refuse_in_a_process(hostile: Hostile, directory: Path) -> dict[str, Any]:
+def refuse_in_a_process(hostile: Hostile, directory: Path, validator: SubprocessValidator) -> dict[str, Any]:
     """The report of an entry that the real validation process refuses as it should, and leaves nothing of."""
     config, tensors = hostile.write(directory)
     job = ValidationJob(config, tensors, directory / "canonical", directory / "packed")
     start = time.monotonic()
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator(niceness=0).validate(job, TARGET)
+        validator.validate(job, TARGET)
     assert time.monotonic() - start < 10
     assert refused.value.code == hostile.code
     assert hostile.param is None or refused.value.param == hostile.param
@@ -73,20 +73,22 @@ def refuse_in_a_process(hostile: Hostile, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hostile", [*PLACES, *GIANTS], ids=lambda hostile: hostile.name)
-def test_what_no_upload_could_be_is_refused_by_the_process(hostile: Hostile, tmp_path: Path) -> None:
+def test_what_no_upload_could_be_is_refused_by_the_process(
+    hostile: Hostile, tmp_path: Path, subprocess_validator: SubprocessValidator
+) -> None:
     """Of all the others, some go through the process in `tests/admin/test_hostile_uploads.py`."""
-    report = refuse_in_a_process(hostile, tmp_path)
+    report = refuse_in_a_process(hostile, tmp_path, subprocess_validator)
     assert report["usage"]["max_address_bytes"] < MAX_BYTES
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
-def test_the_process_refuses_the_whole_catalogue(tmp_path: Path) -> None:
+def test_the_process_refuses_the_whole_catalogue(tmp_path: Path, subprocess_validator: SubprocessValidator) -> None:
     reports = {}
     for index, hostile in enumerate(CATALOGUE):
         directory = tmp_path / str(index)
         directory.mkdir()
-        reports[hostile.name] = refuse_in_a_process(hostile, directory)["usage"]
+        reports[hostile.name] = refuse_in_a_process(hostile, directory, subprocess_validator)["usage"]
     by_memory = max(reports, key=lambda name: reports[name]["max_address_bytes"])
     by_rss = max(reports, key=lambda name: reports[name]["max_rss_bytes"])
     by_time = max(reports, key=lambda name: reports[name]["cpu_ms"])

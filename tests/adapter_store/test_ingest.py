@@ -32,9 +32,14 @@ from tests.adapter_store.house import SECOND_US, DirectValidator, FailingBlobSto
 
 
 def test_an_adapter_goes_all_the_way_to_the_engine(
-    open_house: Callable[..., House], blobs: BlobStore, make_adapter: Any, target: PackTarget, tmp_path: Path
+    open_house: Callable[..., House],
+    blobs: BlobStore,
+    subprocess_validator: SubprocessValidator,
+    make_adapter: Any,
+    target: PackTarget,
+    tmp_path: Path,
 ) -> None:
-    house = open_house(blobs, SubprocessValidator())
+    house = open_house(blobs, subprocess_validator)
     version = house.push(make_adapter(rank=4))
     assert (version.state, version.number, version.max_rank) == ("ready", 1, 4)
     assert version.digest is not None
@@ -92,8 +97,9 @@ def test_a_refused_adapter_leaves_one_row_and_no_blob(
     tensors: Callable[[Any], bytes],
     code: str,
     kind: str,
+    subprocess_validator: SubprocessValidator,
 ) -> None:
-    house = open_house(memory_blobs, SubprocessValidator() if kind == "subprocess" else DirectValidator())
+    house = open_house(memory_blobs, subprocess_validator if kind == "subprocess" else DirectValidator())
     files = make_adapter()
     version = house.push(files, tensors(files))
     assert (version.state, version.digest, version.ready_us) == ("rejected", None, None)

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,21 @@ from loramux.adapter_store.validator import (
 from loramux.kernels.layout import LinearShape, PageGeometry
 from tests.adapter_store import lesser_kernel
 
+_opened: list[SubprocessValidator] = []
+
+
+def opened(**options: Any) -> SubprocessValidator:
+    """A validator whose process ends with the test."""
+    _opened.append(SubprocessValidator(**options))
+    return _opened[-1]
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
 
 @pytest.fixture
 def job(tmp_path: Path, make_adapter: Any) -> ValidationJob:
@@ -48,7 +65,7 @@ def job(tmp_path: Path, make_adapter: Any) -> ValidationJob:
 
 
 def test_a_good_adapter_comes_out_packed(job: ValidationJob, target: PackTarget) -> None:
-    accepted = SubprocessValidator().validate(job, target)
+    accepted = opened().validate(job, target)
     assert accepted.digest == digest_of(job.canonical)
     assert accepted.max_rank == 4
     assert read_packed(job.packed, target, accepted.digest).num_pages == accepted.num_pages
@@ -58,13 +75,13 @@ def test_a_good_adapter_comes_out_packed(job: ValidationJob, target: PackTarget)
 def test_a_verdict_crosses_the_process_border(job: ValidationJob, target: PackTarget) -> None:
     job.config.write_bytes(b'{"peft_type": "LORA", "\\ud800": 1, "\\ud800": 1}')
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator().validate(job, target)
+        opened().validate(job, target)
     assert (refused.value.code, refused.value.param) == ("duplicate_key", "?")
 
 
 def test_too_slow_is_refused(job: ValidationJob, target: PackTarget) -> None:
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator(timeout_s=0.01).validate(job, target)
+        opened(timeout_s=0.01, command=HANGING).validate(job, target)
     assert refused.value.code == "validation_timeout"
 
 
@@ -77,14 +94,14 @@ def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_
     job.config.write_bytes(files.config_bytes)
     job.tensors.write_bytes(save({name: tensor / 10 for name, tensor in files.tensors.items()}))
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator(memory_bytes=400 << 20).validate(job, wide)
+        opened(memory_bytes=400 << 20).validate(job, wide)
     assert refused.value.code == "validation_killed"
 
 
 def test_an_output_beyond_its_limit_is_refused_for_good(job: ValidationJob, target: PackTarget) -> None:
     """The limit is that of the largest valid adapter, so another try would end the same way."""
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator(file_bytes=10_000).validate(job, target)
+        opened(file_bytes=10_000).validate(job, target)
     assert refused.value.code == "validation_killed"
 
 
@@ -120,7 +137,7 @@ def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) 
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + (1 << 40))
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator().validate(job, target)
+        opened().validate(job, target)
     assert (refused.value.code, refused.value.param) == ("unexpected_tensor", "kilroy")
     assert refused.value.report["usage"]["max_address_bytes"] < 256 << 20
 
@@ -128,9 +145,18 @@ def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) 
 def test_a_refusal_says_what_passed_before(job: ValidationJob, target: PackTarget) -> None:
     job.tensors.write_bytes(job.tensors.read_bytes()[:-1])
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator().validate(job, target)
+        opened().validate(job, target)
     outcomes = [check["outcome"] for check in refused.value.report["checks"]]
     assert outcomes == ["passed", "failed", *["not_made"] * 6]
+
+
+def worker(code: str) -> tuple[str, ...]:
+    """A validation process whose forks run this program."""
+    begin = "from loramux.adapter_store.fork_server import fork_for_each_request\nfork_for_each_request()\n"
+    return sys.executable, "-S", "-c", begin + code
+
+
+HANGING = worker("import time; time.sleep(60)")
 
 
 def answering(**answer: Any) -> str:
@@ -162,7 +188,7 @@ os.symlink('/etc/passwd', job['packed'])
 @pytest.mark.parametrize("code", HOSTILE_WORKERS.values(), ids=HOSTILE_WORKERS)
 def test_a_process_that_was_taken_over_is_not_believed(job: ValidationJob, target: PackTarget, code: str) -> None:
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator(command=(sys.executable, "-S", "-c", code)).validate(job, target)
+        opened(command=worker(code)).validate(job, target)
     assert refused.value.code == "validation_failed"
 
 
@@ -178,7 +204,7 @@ def test_all_processes_of_the_group_are_killed(
         f"    open({str(note)!r}, 'w').write(str(os.getpid()) + '.')\n"
         "time.sleep(60)"
     )
-    validator = SubprocessValidator(timeout_s=5 if way == "timeout" else 30, command=(sys.executable, "-S", "-c", code))
+    validator = opened(timeout_s=5 if way == "timeout" else 30, command=worker(code))
 
     def close() -> None:
         while not note.exists() or "." not in note.read_text():
@@ -207,13 +233,12 @@ def test_all_processes_of_the_group_are_killed(
 def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarget) -> None:
     """The clock on the wall may be slow to come; the kernel counts what the process uses."""
     code = (
-        "import sys; sys.path[:0] = {path!r}\n"
         "from loramux.adapter_store.sandbox import limit_resources\n"
         "limit_resources(1 << 32, 1 << 20, 1)\n"
         "while True: pass"
-    ).format(path=worker_environment()["PYTHONPATH"].split(os.pathsep))
+    )
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator(timeout_s=300, command=(sys.executable, "-c", code)).validate(job, target)
+        opened(timeout_s=300, command=worker(code)).validate(job, target)
     assert refused.value.code == "validation_killed"
 
 
@@ -230,7 +255,7 @@ def test_time_is_ten_seconds_or_goes_by_the_files_size(target: PackTarget) -> No
 
 def test_what_the_sandbox_lacks_is_logged_once(job: ValidationJob, target: PackTarget) -> None:
     code = answering(missing=["landlock"], rejected={"code": "x", "message": "x", "param": None, "report": {}})
-    validator = SubprocessValidator(command=(sys.executable, "-S", "-c", code))
+    validator = opened(command=worker(code))
     with structlog.testing.capture_logs() as entries:
         for _ in range(2):
             with pytest.raises(AdapterRejected):
@@ -250,27 +275,37 @@ def test_a_required_sandbox_that_is_not_there_reads_nothing(
     worker = ("-m", "loramux.adapter_store.validation_worker")
     command = (sys.executable, lesser_kernel.__file__, measure, *worker)
     with structlog.testing.capture_logs() as entries:
-        SubprocessValidator(command=command).validate(job, target)
+        opened(command=command).validate(job, target)
     assert [entry["missing"] for entry in entries] == [[measure]]
     for path in (job.canonical, job.packed):
         path.unlink()
     with pytest.raises(ValidationFailed, match=f"this machine has no {measure}"):
-        SubprocessValidator(command=command, required=ESSENTIAL).validate(job, target)
+        opened(command=command, required=ESSENTIAL).validate(job, target)
     assert not job.canonical.exists()
 
 
 def test_a_process_that_cannot_work_says_nothing_about_the_adapter(job: ValidationJob, target: PackTarget) -> None:
     job.config.unlink()
     with pytest.raises(ValidationFailed, match="No such file"):
-        SubprocessValidator().validate(job, target)
+        opened().validate(job, target)
+
+
+def fork_of(validator: SubprocessValidator) -> int:
+    """The process that validates, once there is one that leads its session."""
+    while True:
+        pid = validator._processes.pid
+        with suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                if os.getsid(int(child)) == int(child):
+                    return int(child)
+        time.sleep(0.001)
 
 
 def test_closing_ends_what_runs_without_a_verdict(job: ValidationJob, target: PackTarget) -> None:
-    validator = SubprocessValidator()
+    validator = opened(command=HANGING)
 
     def close() -> None:
-        while not validator._running:
-            time.sleep(0.001)
+        fork_of(validator)
         validator.close()
 
     thread = threading.Thread(target=close)
@@ -297,13 +332,10 @@ def test_only_a_crash_or_a_limit_is_a_verdict(
     job: ValidationJob, target: PackTarget, number: signal.Signals, error: type[Exception]
 ) -> None:
     """A stop of the whole server signals its validation process as well."""
-    validator = SubprocessValidator()
+    validator = opened(command=HANGING)
 
     def end_it() -> None:
-        while not validator._running:
-            time.sleep(0.001)
-        (process,) = validator._running
-        os.kill(process.pid, number)
+        os.kill(fork_of(validator), number)
 
     thread = threading.Thread(target=end_it)
     thread.start()
@@ -341,5 +373,5 @@ def test_a_validation_stands_back_for_everything_else(job: ValidationJob, target
     wait = f"import os, time\nwhile os.nice(0) != {NICENESS}: time.sleep(0.01)\n"
     code = wait + answering(missing=[], rejected={"code": "nice", "message": "x", "param": None, "report": {}})
     with pytest.raises(AdapterRejected) as refused:
-        SubprocessValidator(timeout_s=30, command=(sys.executable, "-S", "-c", code)).validate(job, target)
+        opened(timeout_s=30, command=worker(code)).validate(job, target)
     assert refused.value.code == "nice"

@@ -174,6 +174,7 @@ def open_admin_side(
         )
         worker.start()
         yield AdminSide(services, blobs, engine)
+        validator.close()
         worker.stop()
     commit.close()
     database.close()

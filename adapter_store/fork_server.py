@@ -1,0 +1,245 @@
+"""A process that has imported what its work needs, and forks for each piece of it: a start takes milliseconds.
+
+Nothing of one piece of work is in the next: the process itself reads no more of a request than how long it may take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+IDLE_S = 60.0
+"""Without requests for so long the process ends; the next request starts another."""
+MAX_OUTPUT_BYTES = 4 << 20
+"""How much is read of what a fork has written."""
+_START_S = 60.0
+_END_S = 10.0
+_REQUEST = struct.Struct("!di")
+"""The time that a fork may take, in seconds, and its niceness; its standard input, output and error come with it."""
+_REPLY = struct.Struct("!i?")
+"""The fork's return code, and whether it took too long."""
+
+
+class ForkServerFailed(Exception):
+    """The process could not be started, or has ended; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a fork ended, and what it wrote."""
+
+    returncode: int
+    """As `subprocess` has it: negative for a signal."""
+    took_too_long: bool
+    stdout: bytes
+    stderr: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The process, our end of the socket that is its standard input, and its standard error."""
+
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+    errors: IO[bytes]
+
+
+class ForkServer:
+    """Starts `command`, which calls `fork_for_each_request`, when there is work for it."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], niceness: int = 0) -> None:
+        self._niceness = niceness
+        self._command = command
+        self._environment = dict(environment)
+        # One piece of work at a time.
+        self._turn = threading.Lock()
+        # Of what `close` touches while another thread waits for an answer.
+        self._lock = threading.Lock()
+        self._running: _Running | None = None
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process that forks; None where there is none."""
+        running = self._running
+        return None if running is None else running.process.pid
+
+    def run(self, request: bytes, wall_s: float) -> Ended:
+        """Have a fork read the request on its standard input; raises ForkServerFailed where there is no fork."""
+        with (
+            self._turn,
+            tempfile.TemporaryFile() as stdin,
+            tempfile.TemporaryFile() as stdout,
+            tempfile.TemporaryFile() as stderr,
+        ):
+            stdin.write(request)
+            stdin.seek(0)
+            files = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
+            # The process may have been about to end for want of work.
+            reply = self._ask(files, wall_s) or self._ask(files, wall_s)
+            if not reply:
+                raise ForkServerFailed("it takes no requests")
+            # Files, not pipes: they are bounded by the fork's own limit, and read here up to another.
+            output, errors = (os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0) for file in (stdout, stderr))
+            returncode, took_too_long = _REPLY.unpack(reply)
+            return Ended(returncode, took_too_long, output, errors)
+
+    def close(self) -> None:
+        """End the process and what it is at, and start nothing more."""
+        with self._lock:
+            self._is_closed = True
+            if self._running is not None:
+                self._running.link.shutdown(socket.SHUT_RDWR)
+        with self._turn:
+            self._end()
+
+    def _ask(self, files: list[int], wall_s: float) -> bytes:
+        """The reply to one request; empty where the process had ended as it does for want of work."""
+        if self._running is None or self._running.process.poll() is not None:
+            self._end()
+            self._start()
+        running = self._running
+        assert running is not None
+        reply = b""
+        returncode, why = 0, ""
+        try:
+            socket.send_fds(running.link, [_REQUEST.pack(wall_s, self._niceness)], files)
+            running.link.settimeout(_START_S + wall_s)
+            reply = running.link.recv(_REPLY.size, socket.MSG_WAITALL)
+        except OSError:
+            pass
+        finally:
+            if len(reply) < _REPLY.size:
+                returncode, why = self._end()
+        if self._is_closed:
+            raise ForkServerFailed("it was stopped")
+        if returncode != 0:
+            raise ForkServerFailed(why or f"it ended with {returncode}")
+        return reply
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise ForkServerFailed("it was stopped")
+            ours, theirs = socket.socketpair()
+            errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+            try:
+                process = subprocess.Popen(  # noqa: S603 - our own program
+                    self._command,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=self._environment,
+                    cwd=os.path.sep,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                errors.close()
+                raise ForkServerFailed(f"it cannot be started: {error}") from error
+            finally:
+                theirs.close()
+            self._running = _Running(process, ours, errors)
+
+    def _end(self) -> tuple[int, str]:
+        """Wait until the process has ended; its return code, and the last line of what it complained of."""
+        running = self._running
+        if running is None:
+            return 0, ""
+        with self._lock:
+            self._running = None
+            running.link.close()
+        try:
+            returncode = running.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            running.process.kill()
+            returncode = running.process.wait()
+        with running.errors as errors:
+            return returncode, last_line(os.pread(errors.fileno(), MAX_OUTPUT_BYTES, 0))
+
+
+def last_line(said: bytes) -> str:
+    """Of what a process wrote to its standard error."""
+    return said.decode(errors="replace").strip().rsplit("\n", 1)[-1]
+
+
+def fork_for_each_request() -> None:
+    """Return in a fork for each request of a ForkServer, whose socket is standard input.
+
+    The fork leads a session of its own and has the request as its standard input. When it takes too long, or nobody
+    waits for it any more, its process group is killed. This process itself ends with the ForkServer, or after IDLE_S
+    without a request.
+    """
+    link = socket.socket(fileno=os.dup(0))
+    woken, waker = os.pipe()
+    for end in (woken, waker):
+        os.set_blocking(end, False)
+    # Interrupts the waits below.
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    while select.select([link], [], [], IDLE_S)[0]:
+        message, files, _, _ = socket.recv_fds(link, _REQUEST.size, 3)
+        if not message:
+            break
+        wall_s, niceness = _REQUEST.unpack(message)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in (link.detach(), woken, waker):
+                os.close(end)
+            os.setsid()
+            _give_way(niceness)
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+                os.close(file)
+            return
+        for file in files:
+            os.close(file)
+        reply = _wait_for(pid, link, woken, wall_s)
+        with contextlib.suppress(OSError):
+            link.sendall(reply)
+    sys.exit(0)
+
+
+def _give_way(niceness: int) -> None:
+    """Let others have the processor first."""
+    # Where the machine does not take it, nothing is lost.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
+        # Linux may divide the processor among sessions, and this process has one of its own: see sched(7).
+        Path("/proc/self/autogroup").write_text(str(niceness))
+
+
+def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes:
+    """The reply for a fork, which is over then."""
+    deadline_s = time.monotonic() + wall_s
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return _REPLY.pack(os.waitstatus_to_exitcode(status), False)
+        # The other end says nothing until it has its reply, so that what comes is its end.
+        ready, _, _ = select.select([link.fileno(), woken], [], [], max(0.0, deadline_s - time.monotonic()))
+        if woken in ready:
+            os.read(woken, 4096)
+        elif link.fileno() in ready or time.monotonic() >= deadline_s:
+            break
+    # The fork has not been waited for, so that the number is its; it may not have begun its group yet.
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return _REPLY.pack(os.waitstatus_to_exitcode(status), True)
