@@ -7,7 +7,12 @@ import importlib.util
 import re
 from pathlib import Path
 
+from loramux.kernels.capability import capability_problem
+
 DRIVER = "libcuda.so.1"
+
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
+"""Attributes of a device, as `CUdevice_attribute` in cuda.h numbers them."""
 
 
 def missing_for_cuda() -> str | None:
@@ -19,19 +24,37 @@ def missing_for_cuda() -> str | None:
             "the device 'cuda' needs a PyTorch built for CUDA, and the installed one is for CPUs: "
             "make the virtual environment with CONSTRAINTS=constraints-cuda.txt, or use --device cpu"
         )
-    return None
+    capability = capability_of_first_gpu()
+    return None if capability is None else capability_problem(capability)
 
 
 def count_gpus() -> int:
     """The GPUs that NVIDIA's driver shows to this process; 0 where there is no driver."""
+    driver = _opened_driver()
+    count = ctypes.c_int(0)
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def capability_of_first_gpu() -> tuple[int, int] | None:
+    """Major and minor compute capability of the GPU that an engine takes; None where the driver does not say."""
+    driver = _opened_driver()
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver is None or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return None
+    for value, attribute in ((major, CAPABILITY_MAJOR), (minor, CAPABILITY_MINOR)):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) != 0:
+            return None
+    return major.value, minor.value
+
+
+def _opened_driver() -> ctypes.CDLL | None:
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+        return None
+    return driver if driver.cuInit(0) == 0 else None
 
 
 def torch_has_cuda() -> bool:

@@ -7,10 +7,8 @@ from typing import Protocol
 
 import torch
 
+from loramux.kernels.capability import capability_problem
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
-
-MIN_CAPABILITY = (8, 0)
-"""The oldest GPUs that multiply bfloat16 and copy to shared memory asynchronously: Ampere."""
 
 
 class LoraKernels(Protocol):
@@ -157,12 +155,9 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
         raise ValueError(f"there are no kernels for device {device.type!r}; use --device cpu or cuda")
     if not torch.cuda.is_available():
         raise ValueError("this machine has no CUDA device that torch can use; use --device cpu")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        raise ValueError(
-            f"the GPU has compute capability {capability[0]}.{capability[1]}; "
-            f"the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later"
-        )
+    problem = capability_problem(torch.cuda.get_device_capability(device))
+    if problem is not None:
+        raise ValueError(problem)
     # A machine without triton serves on its CPU.
     try:
         from loramux.kernels.gpu import GpuKernels, check_shapes

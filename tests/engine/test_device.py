@@ -62,8 +62,59 @@ def test_the_setting_for_overlapping_launches_reaches_the_kernels(monkeypatch: p
     assert asked == [pdl]
 
 
+class Driver:
+    """NVIDIA's driver on a machine with one GPU; `broken` calls return an error."""
+
+    def __init__(self, capability: tuple[int, int], broken: tuple[str, ...] = ()) -> None:
+        self._attributes = dict(zip((75, 76), capability, strict=True))
+        self._broken = broken
+
+    def cuInit(self, flags: int) -> int:
+        return self._code("cuInit")
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 1
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = 40 + ordinal
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+        assert device.value == 40
+        value._obj.value = self._attributes[attribute]
+        return self._code("cuDeviceGetAttribute")
+
+    def _code(self, call: str) -> int:
+        return 999 if call in self._broken else 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [
+        pytest.param(Driver((7, 5)), "compute capability 7.5; the kernels need 8.0 or later", id="too old"),
+        pytest.param(Driver((8, 0)), None, id="old enough"),
+        pytest.param(Driver((12, 0)), None, id="new"),
+        pytest.param(Driver((7, 5), ("cuDeviceGetAttribute",)), None, id="says nothing"),
+        pytest.param(Driver((9, 0), ("cuInit",)), "none was found", id="lost"),
+    ],
+)
+def test_a_gpu_that_the_kernels_cannot_use_is_refused_before_anything_is_begun(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, expected: str | None
+) -> None:
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: True)
+    if expected is None:
+        assert resolve_device("auto") == resolve_device("cuda") == "cuda"
+        return
+    with pytest.raises(DeviceNotUsable, match=f"{expected}.*use .*--device cpu$"):
+        resolve_device("cuda")
+    assert resolve_device("auto") == "cpu"
+
+
 def test_a_gpu_needs_a_torch_that_was_built_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "count_gpus", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "capability_of_first_gpu", lambda: (9, 0))
     monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: False)
     missing = missing_for_cuda()
     assert missing is not None

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu_bench import describe
 from loramux.engine.cuda_driver import missing_for_cuda
-from loramux.kernels.dispatch import MIN_CAPABILITY
+from loramux.kernels.capability import MIN_CAPABILITY
 
 NEEDED = ("torch", "triton", "numba", "numpy", "safetensors", "msgspec", "transformers", "peft", "pytest")
 TOOLS = ("compute-sanitizer", "ncu", "nvcc", "nvidia-smi")

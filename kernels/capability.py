@@ -1,0 +1,17 @@
+"""Which GPUs the kernels run on; asked before torch is imported."""
+
+from __future__ import annotations
+
+MIN_CAPABILITY = (8, 0)
+"""The oldest GPUs that multiply bfloat16 and copy to shared memory asynchronously: Ampere."""
+
+
+def capability_problem(capability: tuple[int, int]) -> str | None:
+    """Why a GPU of this compute capability, major and minor, cannot run the kernels; None where it can."""
+    if capability >= MIN_CAPABILITY:
+        return None
+    (major, minor), (least_major, least_minor) = capability, MIN_CAPABILITY
+    return (
+        f"the GPU has compute capability {major}.{minor}; the kernels need {least_major}.{least_minor} or later: "
+        "use a newer GPU or --device cpu"
+    )
