@@ -12,6 +12,7 @@ import torch
 
 from loramux.engine.accelerator import Accelerator
 from loramux.engine.batch import NO_ROWS, Batch, OuterSlots
+from loramux.engine.device_faults import reason_of
 from loramux.engine.device_sampler import DeviceSampler, SampledStep
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.logit_edits import logit_edits
@@ -169,7 +170,7 @@ class GraphExecutor:
         try:
             replay = self._accelerator.capture(lambda: self._forward(layout))
         except RuntimeError as error:
-            print(f"{layout.shape} runs without a graph, capturing it failed: {error}", file=sys.stderr)
+            print(f"{layout.shape} runs without a graph, capturing it failed: {reason_of(error)}", file=sys.stderr)
             self._uncapturable.add(layout.shape)
             return None
         self._graphs[layout.shape] = replay

@@ -23,6 +23,7 @@ import msgspec
 from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.collector import keep_for_good
 from loramux.engine.config import EngineConfig
+from loramux.engine.device_faults import device_fault
 from loramux.engine.errors import EngineError
 from loramux.engine.gateway_link import GatewayLink
 from loramux.engine.messages import (
@@ -45,7 +46,10 @@ if TYPE_CHECKING:
     from loramux.engine.otel_spans import OtelSpanSink
 
 EXIT_REFUSED = 3
-"""The configuration cannot work, so a restart would not help; the reason is the last line on standard error."""
+"""The engine cannot start; the reason is the last line on standard error."""
+
+EXIT_DEVICE_FAILED = 4
+"""The device failed while the engine served; the reason is the last line on standard error."""
 
 LOADING_POLL_MS = 50
 """How long to wait for an event while adapters load; the loader wakes the loop sooner."""
@@ -197,7 +201,12 @@ class EngineServer:
 
 
 def main() -> None:
-    """Assemble the engine and serve it; a configuration that cannot work ends with EXIT_REFUSED and one sentence."""
+    """Assemble the engine and serve it.
+
+    Ends with EXIT_REFUSED where the configuration or the device cannot work, and with EXIT_DEVICE_FAILED where the
+    device fails later, with one sentence each. Whatever runs then ends with the process: its supervisor and its
+    gateways notice.
+    """
     # Ctrl-C reaches the whole terminal group; the supervisor decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     document = sys.stdin.buffer.readline()
@@ -221,6 +230,9 @@ def main() -> None:
     except (EngineError, ValueError) as error:
         print(str(error), file=sys.stderr)
         sys.exit(EXIT_REFUSED)
+    except Exception as error:
+        _end_for_device(error, "the GPU cannot be used", EXIT_REFUSED)
+        raise
     _serve(assembled, Path(sys.argv[1]), wake_read, record, ended)
     closed.set()
     if spans is not None:
@@ -246,6 +258,17 @@ def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Ca
         os._exit(1)
 
 
+def _end_for_device(error: Exception, what: str, code: int) -> None:
+    """End the process with one sentence if the device is to blame for the error, else return.
+
+    Nothing is torn down: calls to a broken device may hang, and what they print would follow the sentence.
+    """
+    fault = device_fault(error)
+    if fault is not None:
+        print(f"{what}: {fault}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
 def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> None:
     import zmq
 
@@ -263,6 +286,9 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
         server = EngineServer(assembled, socket, wake_read, record, ended)
         keep_for_good()
         server.serve()
+    except Exception as error:
+        _end_for_device(error, "the GPU failed", EXIT_DEVICE_FAILED)
+        raise
     finally:
         socket.close()
         context.term()

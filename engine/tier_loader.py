@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.accelerator import Accelerator, Fence
 from loramux.engine.adapter_fetching import Fetcher, Outcome, PackedLease
 from loramux.engine.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
+from loramux.engine.device_faults import reason_of
 from loramux.engine.slot_tables import SlotTables
 from loramux.kernels.tables import PoolViews
 
@@ -133,6 +135,7 @@ class TierLoader:
                 self._accelerator.upload(self._views.raw, pages, torch.from_numpy(packed.payload), after)
         except Exception as error:
             fetch.release()
+            print(f"copying adapter {fetch.digest} into the page pool failed: {reason_of(error)}", file=sys.stderr)
             self._report(fetch, LoadFailed(fetch.digest, f"copying failed: {type(error).__name__}"))
             return
         self._report(fetch, Copied(fetch.digest))

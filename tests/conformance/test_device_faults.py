@@ -1,0 +1,149 @@
+"""A played GPU that fails: what the engine says of it at its start, and what becomes of sequences while it serves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.engine.assembly import AssembledEngine
+from loramux.engine.device_faults import device_fault
+from loramux.engine.engine import Engine
+from loramux.engine.messages import Add, Finished, SamplingParams
+from tests.conformance.parity import Subject, make_subject
+from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, SMALL_WINDOW, AdapterPlan
+from tests.engine.played_card import PlayedCard, cuda_error, out_of_memory, played_backend
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+LOST = cuda_error("the device fell off the bus")
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    plans = [AdapterPlan("r3", 3, ALL_LINEARS, alpha=6.0)]
+    return make_subject("llama", tmp_path_factory.mktemp("llama"), plans, SMALL_SHAPE, SMALL_WINDOW)
+
+
+@pytest.fixture
+def card() -> PlayedCard:
+    return PlayedCard()
+
+
+def assemble(subject: Subject, card: PlayedCard, make_linear: Any = None, **settings: Any) -> AssembledEngine:
+    backend = played_backend(card) if make_linear is None else played_backend(card, make_linear)
+    return subject.assemble(backend, **{"max_batch_tokens": 16, "max_sequences": 4, **settings})
+
+
+# At the start
+
+
+@pytest.mark.parametrize("call", ["launch", "fence", "download"])
+def test_a_card_that_fails_at_the_start_is_to_blame(subject: Subject, card: PlayedCard, call: str) -> None:
+    card.broken[call] = cuda_error("no kernel image is available for execution on the device")
+    with pytest.raises(torch.AcceleratorError) as failed:
+        assemble(subject, card)
+    assert device_fault(failed.value) == "CUDA error: no kernel image is available for execution on the device"
+
+
+# While it serves
+
+
+def add(name: str, num_tokens: int = 6, digest: str | None = None) -> Add:
+    return Add(sequence_id=name, prompt=(5, 6, 7), max_tokens=num_tokens, sampling=GREEDY, digest=digest)
+
+
+def finished(engine: Engine) -> dict[str, Finished]:
+    """Run what there is to its end; how each sequence ended."""
+    while engine.has_work:
+        engine.step()
+    messages = [one.message for one in engine.take_outbox()]
+    ends = [message for message in messages if isinstance(message, Finished)]
+    assert max(Counter(end.sequence_id for end in ends).values()) == 1
+    return {end.sequence_id: end for end in ends}
+
+
+def lose(card: PlayedCard) -> None:
+    card.lost = LOST
+
+
+def break_call(name: str, error: Exception) -> Callable[[PlayedCard], None]:
+    return lambda card: card.broken.update({name: error})
+
+
+FAULTS = {
+    "launch": break_call("launch", cuda_error("unspecified launch failure")),
+    "metadata copy": break_call("fence", cuda_error("an illegal memory access was encountered")),
+    "memory": break_call("launch", out_of_memory()),
+    "tokens' copy": break_call("download", cuda_error("unspecified launch failure")),
+    "lost": lose,
+}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
+@pytest.mark.parametrize("strike", FAULTS.values(), ids=FAULTS.keys())
+def test_no_step_hides_that_its_device_failed(
+    subject: Subject, card: PlayedCard, strike: Callable[[PlayedCard], None], num_steps: int
+) -> None:
+    """In a step's first run, in its capture, and when it is replayed: what lives must not wait for ever."""
+    assembled = assemble(subject, card)
+    engine = assembled.engine
+    for name in ("a", "b"):
+        engine.add(b"", add(name))
+    for _ in range(num_steps):
+        engine.step()
+    strike(card)
+    with pytest.raises(RuntimeError) as failed:
+        finished(engine)
+    assert device_fault(failed.value) is not None
+    assembled.loader.close()
+
+
+def test_a_lost_card_is_found_by_a_request_that_waits_for_its_adapter(subject: Subject, card: PlayedCard) -> None:
+    """Though nothing runs: the adapter would otherwise fail again and again on an engine that looks well."""
+    assembled = assemble(subject, card)
+    lose(card)
+    assembled.engine.add(b"", add("a", digest=subject.digests["r3"]))
+    with pytest.raises(torch.AcceleratorError, match="fell off the bus"):
+        finished(assembled.engine)
+    assembled.loader.close()
+
+
+def test_an_adapter_whose_copy_fails_fails_its_own_requests_once(
+    subject: Subject, card: PlayedCard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assembled = assemble(subject, card)
+    engine, digest = assembled.engine, subject.digests["r3"]
+    card.broken["upload"] = cuda_error("invalid argument")
+    capsys.readouterr()
+    for name, wanted in (("base", None), ("first", digest), ("second", digest)):
+        engine.add(b"", add(name, digest=wanted))
+    ends = finished(engine)
+    assert ends["base"].reason == "length"
+    assert [ends[name].code for name in ("first", "second")] == ["adapter_unavailable"] * 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"copying adapter {digest} into the page pool failed: CUDA error: invalid argument"
+    ]
+    engine.check_integrity()
+
+    card.broken.clear()
+    engine.add(b"", add("again", digest=digest))
+    assert finished(engine)["again"].reason == "length"
+    engine.check_integrity()
+    assembled.loader.close()
+
+
+def test_a_capture_that_finds_no_memory_is_one_line_and_the_step_runs(
+    subject: Subject, card: PlayedCard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assembled = assemble(subject, card)
+    card.broken["capture"] = cuda_error("out of memory")
+    capsys.readouterr()
+    assembled.engine.add(b"", add("a"))
+    assert finished(assembled.engine)["a"].reason == "length"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.endswith("runs without a graph, capturing it failed: CUDA error: out of memory") for line in lines)
+    assembled.loader.close()
