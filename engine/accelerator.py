@@ -22,6 +22,10 @@ class Accelerator(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes that are free and bytes in all; None for a device whose memory is the host's."""
+        ...
+
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """uint8 `[num_bytes]` in host memory, from which copies to the device need no help of the host."""
         ...
@@ -68,6 +72,9 @@ class HostAccelerator:
     """The CPU: every call does its work before it returns, and a captured step simply runs again."""
 
     device = torch.device("cpu")
+
+    def memory(self) -> tuple[int, int] | None:
+        return None
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

@@ -26,7 +26,7 @@ from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, reso
 from loramux.engine.device_sampler import DeviceSampler
 from loramux.engine.direct_executor import DirectExecutor
 from loramux.engine.engine import Engine
-from loramux.engine.errors import ConfigNotUsable
+from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable
 from loramux.engine.eviction import POLICIES, Reclaimer
 from loramux.engine.executor import Executor
 from loramux.engine.graph_executor import GraphExecutor
@@ -36,7 +36,7 @@ from loramux.engine.model import Decoder
 from loramux.engine.model_config import ModelConfig
 from loramux.engine.model_files import model_sha256
 from loramux.engine.page_pool import PagePool
-from loramux.engine.pool_memory import allocate_pool, pool_bytes_of
+from loramux.engine.pool_memory import allocate_pool, in_gib, pool_bytes_of
 from loramux.engine.prefix_cache import PrefixCache
 from loramux.engine.request_limits import EngineLimits
 from loramux.engine.scheduler import Scheduler, SchedulerLimits
@@ -119,7 +119,7 @@ def assemble_engine(
     target = pack_target(model, dtype)
     decoder = _load_decoder(config, model, DTYPES[dtype], max_model_len, weights, backend)
     tables = SlotTables(target, config.max_resident_adapters, backend.accelerator, decoder.outer_factors)
-    pool_bytes = pool_bytes_of(config.pool_bytes, backend.device)
+    pool_bytes = pool_bytes_of(config.pool_bytes, backend.accelerator.memory())
     views = allocate_pool(target.geometry, pool_bytes, DTYPES[dtype], DTYPES[dtype], backend.device)
     kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
@@ -180,14 +180,20 @@ def assemble_engine(
 def warm_up(executor: Executor, config: EngineConfig, page_tokens: int, compiles: bool) -> None:
     """Run steps of every kind once, so that no request waits for kernels to load.
 
-    Writes K and V to page 0, which has no owner yet.
+    Writes K and V to page 0, which has no owner yet. Raises ConfigNotUsable where a GPU has no memory for a step.
     """
-    for num_prompt in (2, 1):
-        add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
-        sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, pages=page_list([0]))
-        executor.submit(build_batch([ScheduledSequence(sequence, num_prompt)], page_tokens)).tokens()
-    if compiles and isinstance(executor, GraphExecutor):
-        executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
+    try:
+        for num_prompt in (2, 1):
+            add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
+            sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, pages=page_list([0]))
+            executor.submit(build_batch([ScheduledSequence(sequence, num_prompt)], page_tokens)).tokens()
+        if compiles and isinstance(executor, GraphExecutor):
+            executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
+    except torch.OutOfMemoryError as error:
+        raise ConfigNotUsable(
+            f"beside the model and the page pool the GPU has no memory for a step of {config.max_batch_tokens} tokens: "
+            "set a lower pool_bytes or max_batch_tokens"
+        ) from error
 
 
 def _load_decoder(
@@ -198,10 +204,20 @@ def _load_decoder(
     weights: WeightSource | None,
     backend: Backend,
 ) -> Decoder:
-    if weights is not None:
-        return Decoder(model, weights, dtype, max_model_len, backend)
-    with open_weights(Path(config.model_dir)) as opened:
-        return Decoder(model, opened, dtype, max_model_len, backend)
+    memory = backend.accelerator.memory()
+    try:
+        if weights is not None:
+            return Decoder(model, weights, dtype, max_model_len, backend)
+        with open_weights(Path(config.model_dir)) as opened:
+            return Decoder(model, opened, dtype, max_model_len, backend)
+    except torch.OutOfMemoryError as error:
+        if memory is None:
+            raise
+        free, total = memory
+        raise DeviceNotUsable(
+            f"the model does not fit the GPU, which had {in_gib(free)} of its {in_gib(total)} free: "
+            "end other programs on the GPU, or use a larger GPU"
+        ) from error
 
 
 def _make_executor(

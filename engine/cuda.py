@@ -41,6 +41,11 @@ class CudaAccelerator:
         self._graph_pool = torch.cuda.graph_pool_handle()
         torch.cuda.set_stream(self._steps)
 
+    def memory(self) -> tuple[int, int]:
+        # What torch keeps for later is free as well.
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)
+
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 

@@ -12,10 +12,11 @@ import torch
 from loramux.engine.assembly import AssembledEngine
 from loramux.engine.device_faults import device_fault
 from loramux.engine.engine import Engine
+from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, EngineError, PoolTooSmall
 from loramux.engine.messages import Add, Finished, SamplingParams
 from tests.conformance.parity import Subject, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, SMALL_WINDOW, AdapterPlan
-from tests.engine.played_card import PlayedCard, cuda_error, out_of_memory, played_backend
+from tests.engine.played_card import GIB, PlayedCard, cuda_error, out_of_memory, played_backend
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 LOST = cuda_error("the device fell off the bus")
@@ -38,6 +39,55 @@ def assemble(subject: Subject, card: PlayedCard, make_linear: Any = None, **sett
 
 
 # At the start
+
+
+def refusal(kind: type[EngineError], subject: Subject, card: PlayedCard, **arguments: Any) -> str:
+    with pytest.raises(kind) as refused:
+        assemble(subject, card, **arguments)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_card_that_does_not_hold_the_model_is_refused(subject: Subject) -> None:
+    def no_room(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        raise out_of_memory()
+
+    assert refusal(DeviceNotUsable, subject, PlayedCard(3 * GIB, 80 * GIB), make_linear=no_room) == (
+        "the model does not fit the GPU, which had 3.0 GiB of its 80.0 GiB free: "
+        "end other programs on the GPU, or use a larger GPU"
+    )
+
+
+def test_a_card_with_no_room_for_a_pool_beside_the_model_is_refused(subject: Subject) -> None:
+    assert refusal(PoolTooSmall, subject, PlayedCard(2 * GIB, 80 * GIB), pool_bytes=None) == (
+        "beside the model the GPU has 2.0 GiB of its 80.0 GiB free, and activations need 6.4 GiB, which leaves no page "
+        "pool: end other programs on the GPU, or use a larger GPU"
+    )
+
+
+def test_a_pool_that_does_not_fit_the_card_is_refused(
+    subject: Subject, card: PlayedCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def bounded(*sizes: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") == torch.uint8 and len(sizes) == 3:
+            raise out_of_memory()
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", bounded)
+    assert refusal(PoolTooSmall, subject, card, pool_bytes=100 * GIB) == (
+        "a page pool of 100.0 GiB does not fit beside the model: lower pool_bytes, or leave it out"
+    )
+
+
+def test_a_card_with_no_memory_for_a_step_is_refused(subject: Subject, card: PlayedCard) -> None:
+    card.broken["launch"] = out_of_memory()
+    assert refusal(ConfigNotUsable, subject, card) == (
+        "beside the model and the page pool the GPU has no memory for a step of 16 tokens: "
+        "set a lower pool_bytes or max_batch_tokens"
+    )
 
 
 @pytest.mark.parametrize("call", ["launch", "fence", "download"])
