@@ -35,6 +35,11 @@ class DataDirectory:
     def disk_tier(self) -> Path:
         return self.root / "disk-tier"
 
+    @property
+    def programs(self) -> Path:
+        """A GPU's compiled programs, which a later start loads."""
+        return self.root / "programs"
+
 
 @contextmanager
 def open_data_directory(root: Path) -> Iterator[DataDirectory]:

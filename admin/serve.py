@@ -77,6 +77,7 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
             model_dir=str(settings.model),
             blob_url=settings.resolved_blob_url,
             cache_dir=str((settings.disk_tier_dir or DataDirectory(settings.data_dir).disk_tier).absolute()),
+            program_dir=str(DataDirectory(settings.data_dir).programs.absolute()) if device == "cuda" else None,
             device=device,
             dtype=resolve_dtype(settings.dtype, model, device),
             pool_bytes=None if settings.pool_bytes is None else int(settings.pool_bytes),

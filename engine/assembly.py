@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +23,7 @@ from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.accelerator import Accelerator
 from loramux.engine.adapter_fetching import AdapterSource, Fetcher, LeasingFetcher
 from loramux.engine.adapter_pool import AdapterPool
-from loramux.engine.backend import Backend, open_backend
+from loramux.engine.backend import Backend, CompileAhead, open_backend
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.device_sampler import DeviceSampler
@@ -134,7 +137,10 @@ def assemble_engine(
     loader = TierLoader(fetcher, views, tables, backend.accelerator, wake, loading)
     adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer)
     page_tokens = target.geometry.page_tokens
-    executor = _make_executor(config, model, max_model_len, page_tokens, decoder, kernels, tables, backend)
+    make_executor = partial(_make_executor, config, model, max_model_len, page_tokens, kernels, tables, backend)
+    if backend.compiles and backend.compile_ahead is not None:
+        compile_programs(make_executor(decoder.with_few_layers()), config, backend.compile_ahead)
+    executor = make_executor(decoder)
     warm_up(executor, config, page_tokens, backend.compiles)
     prefixes = PrefixCache(pages, reclaimer.policy, page_tokens, identity=(repr(model).encode(), dtype.encode()))
     kv = KvPages(pages, reclaimer, prefixes, page_tokens)
@@ -175,6 +181,22 @@ def assemble_engine(
         ran_at_death=config.ran_at_death,
     )
     return AssembledEngine(engine, loader, fetcher, views, ready)
+
+
+def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:
+    """Compile the kernels of every shape in parallel, so that the warm-up only loads them.
+
+    `executor` launches no kernel and is of no use afterwards: it believes that its shapes have run. What kernels would
+    have written holds anything, which is safe in a step of padding: nothing of it is used as an index. Whatever goes
+    wrong is one line on standard error, since the warm-up compiles what is missing, one kernel after the other.
+    """
+    if not isinstance(executor, GraphExecutor):
+        return
+    shapes = list(reachable_shapes(config.max_batch_tokens, config.max_sequences))
+    try:
+        compile_ahead(lambda: executor.warm_up(shapes, captures=False), len(os.sched_getaffinity(0)))
+    except Exception as error:
+        print(f"the GPU's programs are compiled one after the other: {error!r}", file=sys.stderr)
 
 
 def warm_up(executor: Executor, config: EngineConfig, page_tokens: int, compiles: bool) -> None:
@@ -225,10 +247,10 @@ def _make_executor(
     model: ModelConfig,
     max_model_len: int,
     page_tokens: int,
-    decoder: Decoder,
     kernels: Kernels,
     tables: SlotTables,
     backend: Backend,
+    decoder: Decoder,
 ) -> Executor:
     if backend.sample_tokens is None:
         return DirectExecutor(decoder, kernels, tables, model.eos_token_ids)

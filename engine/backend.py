@@ -21,6 +21,12 @@ from loramux.kernels.tables import PoolViews
 SWITCH_INTERVAL_S = 0.0005
 
 
+class CompileAhead(Protocol):
+    """`kernels.ahead.compile_ahead`."""
+
+    def __call__(self, launch: Callable[[], None], num_processes: int) -> None: ...
+
+
 class Linear(Protocol):
     """`y = x @ weightᵀ + bias` for `x` `[T, in_features]`."""
 
@@ -44,7 +50,8 @@ class Backend:
 
     `set_num_threads` bounds what its kernels and torch use of the CPU.
     A device with `sample_tokens` chooses tokens itself; its steps are padded, captured as graphs, and submitted before
-    the host knows the tokens of the step before. Where it also `compiles`, kernels are made for each shape.
+    the host knows the tokens of the step before. Where it also `compiles`, kernels are made for each shape, with
+    `compile_ahead` in parallel before any of them is launched.
     """
 
     accelerator: Accelerator
@@ -53,6 +60,7 @@ class Backend:
     activation_dtype: torch.dtype | None
     sample_tokens: SampleTokens | None = None
     compiles: bool = False
+    compile_ahead: CompileAhead | None = None
     set_num_threads: Callable[[int], None] = torch.set_num_threads
 
     @property
@@ -89,6 +97,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
     if not torch.cuda.is_available():
         raise DeviceNotUsable("PyTorch cannot use this machine's GPU: update its driver, or use --device cpu")
     # A CPU needs no triton.
+    from loramux.kernels.ahead import compile_ahead
     from loramux.kernels.sampling import sample_tokens
 
     accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
@@ -99,4 +108,5 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
         activation_dtype=None,
         sample_tokens=sample_tokens,
         compiles=True,
+        compile_ahead=compile_ahead,
     )

@@ -36,6 +36,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where adapters come from: `file://DIR` or `s3://BUCKET/PREFIX`."""
     cache_dir: str
     """The disk tier's directory, which engines of one host and user may share."""
+    program_dir: str | None = None
+    """Where a GPU's compiled programs are kept, unless TRITON_CACHE_DIR is set; None: where Triton keeps them."""
     device: str = "cpu"
     dtype: str = "bfloat16"
     pool_bytes: int | None = None

@@ -79,19 +79,19 @@ class GraphExecutor:
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def warm_up(self, shapes: Iterable[StepShape]) -> None:
+    def warm_up(self, shapes: Iterable[StepShape], captures: bool = True) -> None:
         """Run each shape with nothing but padding in it, so that no request waits for kernels to be compiled or loaded,
         and so that whatever memory the largest takes is taken now.
 
         Decodes without outer modules are captured now, other steps of up to MAX_GRAPH_TOKENS rows when they first
-        occur.
+        occur. Without `captures` none is.
         """
         for shape in shapes:
             layout = self._buffer.load(NO_ROWS, shape)
             self._forward(layout)
             if shape.is_captured:
                 self._has_run.add(shape)
-            if shape.is_decode:
+            if captures and shape.is_decode:
                 self._capture(layout)
             if shape.max_rank:
                 self._warm_up_outer(replace(shape, has_outer=True))

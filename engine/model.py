@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,12 @@ class Decoder:
     def outer_factors(self) -> tuple[float, ...]:
         """What the base multiplies the outputs of `config.outer_modules` by; so it does with their adapters'."""
         return (self._embedding_scale, 1.0)
+
+    def with_few_layers(self) -> Decoder:
+        """The same weights with one layer of each kind: it launches every kernel of this decoder, in less time."""
+        few = copy.copy(self)
+        few._layers = list({layer.attention: layer for layer in self._layers}.values())
+        return few
 
     @torch.inference_mode()
     def embed(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:

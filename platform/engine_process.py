@@ -76,7 +76,7 @@ class EngineProcess:
                 pass_fds=(record_fd,),
                 # A session of its own: Ctrl-C at the terminal is for the supervisor, which drains first.
                 start_new_session=True,
-                env=_environment(),
+                env=_environment(config.program_dir),
             )
         except BaseException:
             output.close()
@@ -154,10 +154,12 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _environment() -> dict[str, str]:
+def _environment(program_dir: str | None = None) -> dict[str, str]:
+    programs = {} if program_dir is None else {"TRITON_CACHE_DIR": program_dir}
     return {
         **THREADS_ENVIRONMENT,
         **MEMORY_ENVIRONMENT,
+        **programs,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }

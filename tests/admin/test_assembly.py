@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import select
 
 from loramux.adapter_store.sandbox import ESSENTIAL
+from loramux.admin import serve
 from loramux.admin.assembly import NUM_THREADS, Assembled, assemble
 from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
@@ -52,6 +53,15 @@ def test_servers_of_one_host_may_share_a_disk_tier(demo_base: Path, tmp_path: Pa
     own = read_model(Settings(model=demo_base, data_dir=tmp_path / "data"))[1]
     shared = read_model(Settings(model=demo_base, data_dir=tmp_path / "data", disk_tier_dir=tmp_path / "shared"))[1]
     assert (own.cache_dir, shared.cache_dir) == (str(tmp_path / "data" / "disk-tier"), str(tmp_path / "shared"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_s_programs_are_kept_in_the_data_directory(
+    device: str, demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "resolve_device", lambda requested: device)
+    config = read_model(Settings(model=demo_base, data_dir=tmp_path))[1]
+    assert config.program_dir == {"cpu": None, "cuda": str(tmp_path / "programs")}[device]
 
 
 def test_an_operator_and_an_engine_begin_with_the_same_defaults(demo_base: Path, tmp_path: Path) -> None:

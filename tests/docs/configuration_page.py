@@ -44,7 +44,8 @@ S3 and its credentials are found as every AWS program finds them: `AWS_ENDPOINT_
 
 MEANINGS = {
     "config": "The TOML file itself.",
-    "data_dir": "Everything of this server: the embedded database and blobs, scratch space, the disk tier.",
+    "data_dir": "Everything of this server: the embedded database and blobs, scratch space, the disk tier, "
+    "a GPU's compiled programs.",
     "database_url": "`postgresql://USER@HOST/NAME` or `sqlite:///FILE`; by default SQLite in the data directory.",
     "model": "Directory of the base model, as Hugging Face's `save_pretrained` writes it.",
     "served_name": "The base model's name in the API; by default the directory's.",

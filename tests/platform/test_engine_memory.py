@@ -44,3 +44,11 @@ def test_what_a_step_freed_serves_the_next_without_page_faults() -> None:
 def test_an_operator_s_own_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     assert _environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=0"
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/shared/programs")
+    assert _environment("/data/programs")["TRITON_CACHE_DIR"] == "/shared/programs"
+
+
+def test_compiled_programs_are_kept_where_the_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert _environment("/data/programs")["TRITON_CACHE_DIR"] == "/data/programs"
+    assert "TRITON_CACHE_DIR" not in _environment()
