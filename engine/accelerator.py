@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device, those that other programs use included."""
+
+    free: int
+    total: int
 
 
 class Fence(Protocol):
@@ -22,8 +31,8 @@ class Accelerator(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def memory(self) -> tuple[int, int] | None:
-        """Bytes that are free and bytes in all; None for a device whose memory is the host's."""
+    def memory(self) -> DeviceMemory | None:
+        """What the driver counts now; None where the device has no memory of its own."""
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
@@ -73,7 +82,7 @@ class HostAccelerator:
 
     device = torch.device("cpu")
 
-    def memory(self) -> tuple[int, int] | None:
+    def memory(self) -> DeviceMemory | None:
         return None
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ from loramux.engine.eviction import POLICIES, Reclaimer
 from loramux.engine.executor import Executor
 from loramux.engine.graph_executor import GraphExecutor
 from loramux.engine.kv_pages import KvPages
-from loramux.engine.messages import Add, EngineReady, SamplingParams
+from loramux.engine.messages import Add, EngineReady, GraphMemory, SamplingParams
 from loramux.engine.model import Decoder
 from loramux.engine.model_config import ModelConfig
 from loramux.engine.model_files import model_sha256
@@ -169,6 +169,7 @@ def assemble_engine(
         traces=None if spans is None or timelines is None else SequenceTraces(spans, timelines),
         contents=fetcher.contents,
         page_bytes=views.raw[0].nbytes,
+        graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
         protect=fetcher.protect,
     )
     ready = EngineReady(

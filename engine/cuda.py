@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from loramux.engine.accelerator import Fence
+from loramux.engine.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
 """Bytes of an adapter that are queued at a time: a step's metadata, which is copied too, waits no longer for them."""
@@ -41,10 +41,9 @@ class CudaAccelerator:
         self._graph_pool = torch.cuda.graph_pool_handle()
         torch.cuda.set_stream(self._steps)
 
-    def memory(self) -> tuple[int, int]:
-        # What torch keeps for later is free as well.
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.device)
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return DeviceMemory(free, total)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -24,6 +24,7 @@ from loramux.engine.messages import (
     Extend,
     Finished,
     FromEngine,
+    GraphMemory,
     Load,
     Pin,
     Rejected,
@@ -78,6 +79,7 @@ class Engine:
         loading: TierFigures | None = None,
         contents: Callable[[], tuple[TierContents, ...]] = tuple,
         page_bytes: int = 0,
+        graphs: Callable[[], GraphMemory] = GraphMemory,
         protect: Protect = no_floors,
         traces: SequenceTraces | None = None,
     ) -> None:
@@ -100,7 +102,9 @@ class Engine:
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
         self._floors = HostFloors(protect)
-        self._stats = EngineStats(pages, adapters, prefixes, scheduler, loading or TierFigures(), contents, page_bytes)
+        self._stats = EngineStats(
+            pages, adapters, prefixes, scheduler, loading or TierFigures(), contents, page_bytes, graphs
+        )
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
         self._calls = AdapterCalls(adapters, prefixes, self._live, pins, clock, self._post, self._leaves_room)

@@ -9,7 +9,7 @@ from loramux.adapter_store.tier_contents import TierContents
 from loramux.adapter_store.tier_figures import TierFigures
 from loramux.engine.adapter_pool import AdapterPhase, AdapterPool
 from loramux.engine.batch import ScheduledSequence
-from loramux.engine.messages import ResidentAdapter, Stats, StepTimes, Waiting
+from loramux.engine.messages import GraphMemory, ResidentAdapter, Stats, StepTimes, Waiting
 from loramux.engine.page_pool import PageOwner, PagePool
 from loramux.engine.prefix_cache import PrefixCache
 from loramux.engine.scheduler import Scheduler
@@ -29,11 +29,13 @@ class EngineStats:
         loading: TierFigures,
         contents: Callable[[], tuple[TierContents, ...]] = tuple,
         page_bytes: int = 0,
+        graphs: Callable[[], GraphMemory] = GraphMemory,
     ) -> None:
         self._pages = pages
         self._loading = loading
         self._contents = contents
         self._page_bytes = page_bytes
+        self._graphs = graphs
         self._adapters = adapters
         self._prefixes = prefixes
         self._scheduler = scheduler
@@ -118,6 +120,7 @@ class EngineStats:
             num_pinned_pages=self._adapters.num_pinned_pages,
             page_bytes=self._page_bytes,
             num_slots=self._adapters.num_slots,
+            graphs=self._graphs(),
             tiers=self._contents() if with_tiers else (),
         )
 

@@ -16,7 +16,7 @@ from loramux.engine.device_faults import reason_of
 from loramux.engine.device_sampler import DeviceSampler, SampledStep
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.logit_edits import logit_edits
-from loramux.engine.messages import SamplingParams
+from loramux.engine.messages import GraphMemory, SamplingParams
 from loramux.engine.model import Decoder, HeadAdapters
 from loramux.engine.sampler import SamplingRow
 from loramux.engine.slot_tables import SlotTables
@@ -69,6 +69,7 @@ class GraphExecutor:
         # The one that was replayed last is the last.
         self._graphs: OrderedDict[StepShape, Callable[[], None]] = OrderedDict()
         self._has_run: set[StepShape] = set()
+        self._graph_bytes = 0
         # Those whose capture failed, which is not tried again.
         self._uncapturable: set[StepShape] = set()
         # Where captured steps leave the normed rows that tokens are chosen after.
@@ -78,6 +79,9 @@ class GraphExecutor:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+    def graph_memory(self) -> GraphMemory:
+        return GraphMemory(num_graphs=self.num_graphs, num_bytes=self._graph_bytes)
 
     def warm_up(self, shapes: Iterable[StepShape], captures: bool = True) -> None:
         """Run each shape with nothing but padding in it, so that no request waits for kernels to be compiled or loaded,
@@ -167,6 +171,7 @@ class GraphExecutor:
 
     def _capture(self, layout: StepLayout) -> Callable[[], None] | None:
         """The shape's graph; None where it cannot be captured, which one line on standard error says."""
+        free_bytes = self._free_bytes()
         try:
             replay = self._accelerator.capture(lambda: self._forward(layout))
         except RuntimeError as error:
@@ -178,7 +183,13 @@ class GraphExecutor:
             # A step that was submitted earlier may still be running as this graph.
             self._accelerator.fence().wait()
             self._graphs.popitem(last=False)
+        self._graph_bytes += free_bytes - self._free_bytes()
         return replay
+
+    def _free_bytes(self) -> int:
+        """Of the device. What a capture takes of it are the graph's nodes and the memory of its activations."""
+        memory = self._accelerator.memory()
+        return 0 if memory is None else memory.free
 
     @torch.inference_mode()
     def _forward(self, layout: StepLayout) -> None:

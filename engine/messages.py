@@ -253,6 +253,14 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     """More tokens than they were granted."""
 
 
+class GraphMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Captured steps of a GPU."""
+
+    num_graphs: int = 0
+    num_bytes: int = 0
+    """How much less memory the device had free after each capture than before it, added up."""
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A snapshot of the engine; counters only grow while the engine lives."""
 
@@ -294,6 +302,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of all layers."""
     num_slots: int = 0
     """How many adapters can be resident."""
+    graphs: GraphMemory = GraphMemory()
     tiers: tuple[TierContents, ...] = ()
     """Only where they were asked for."""
 

@@ -59,6 +59,8 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     ):
         tokens.add_metric((kind,), count)
     yield tokens
+    yield _gauge("loramux_engine_graphs", "Captured steps of a GPU that are kept", stats.graphs.num_graphs)
+    yield _gauge("loramux_engine_graph_bytes", "Device memory that captures took", stats.graphs.num_bytes)
     yield _gauge("loramux_engine_running_sequences", "Sequences that run", stats.num_running)
     waiting = stats.waiting
     yield _gauges(

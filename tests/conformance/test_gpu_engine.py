@@ -15,7 +15,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from loramux.engine.accelerator import Accelerator, HostAccelerator
+from loramux.engine.accelerator import Accelerator, DeviceMemory, HostAccelerator
 from loramux.engine.backend import Backend, DenseLinear
 from loramux.engine.engine import Engine
 from loramux.engine.graph_executor import GraphExecutor
@@ -262,6 +262,26 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
     told = [line for line in capsys.readouterr().err.splitlines() if "runs without a graph" in line]
     assert len(told) == accelerator.num_captures == len(executor._uncapturable) > 0, "each shape is tried once"
     assembled.engine.check_integrity()
+    assembled.loader.close()
+
+
+def test_the_memory_that_captures_take_is_counted(subject: Subject) -> None:
+    class SmallAccelerator(HostAccelerator):
+        """A device with memory of its own, of which each captured step takes 3 MiB."""
+
+        free = 1 << 30
+
+        def memory(self) -> DeviceMemory:
+            return DeviceMemory(self.free, 1 << 30)
+
+        def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+            self.free -= 3 << 20
+            return step
+
+    assembled = subject.assemble(plain_backend(SmallAccelerator(), compiles=True), max_batch_tokens=16, max_sequences=4)
+    num_decodes = sum(shape.is_decode for shape in reachable_shapes(16, 4))
+    graphs = assembled.engine.stats(StatsRequest(call_id="")).graphs
+    assert (graphs.num_graphs, graphs.num_bytes) == (num_decodes, num_decodes * (3 << 20))
     assembled.loader.close()
 
 
