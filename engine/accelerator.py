@@ -35,6 +35,10 @@ class Accelerator(Protocol):
         """What the driver counts now; None where the device has no memory of its own."""
         ...
 
+    def release_unused(self) -> None:
+        """Give back to the device what is kept of freed tensors for later ones."""
+        ...
+
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """uint8 `[num_bytes]` in host memory, from which copies to the device need no help of the host."""
         ...
@@ -84,6 +88,9 @@ class HostAccelerator:
 
     def memory(self) -> DeviceMemory | None:
         return None
+
+    def release_unused(self) -> None:
+        """Nothing is kept."""
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

@@ -122,8 +122,17 @@ def assemble_engine(
     target = pack_target(model, dtype)
     decoder = _load_decoder(config, model, DTYPES[dtype], max_model_len, weights, backend)
     tables = SlotTables(target, config.max_resident_adapters, backend.accelerator, decoder.outer_factors)
-    pool_bytes = pool_bytes_of(config.pool_bytes, backend.accelerator.memory())
-    views = allocate_pool(target.geometry, pool_bytes, DTYPES[dtype], DTYPES[dtype], backend.device)
+    page_tokens = target.geometry.page_tokens
+    allocate = partial(
+        allocate_pool, target.geometry, kv_dtype=DTYPES[dtype], adapter_dtype=DTYPES[dtype], device=backend.device
+    )
+    make_executor = partial(_make_executor, config, model, max_model_len, page_tokens, tables, backend)
+    backend.accelerator.release_unused()
+    if backend.compiles and backend.compile_ahead is not None:
+        # Before the pool is sized: torch keeps what a step's activations took, so that it no longer counts as free.
+        kernels = backend.make_kernels(allocate(target.geometry.total_page_bytes), decoder.shapes)
+        compile_programs(make_executor(kernels, decoder.with_few_layers()), config, backend.compile_ahead)
+    views = allocate(pool_bytes_of(config.pool_bytes, backend.accelerator.memory()))
     kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
     reclaimer = Reclaimer(pages, POLICIES[config.eviction_policy]())
@@ -136,11 +145,7 @@ def assemble_engine(
     )
     loader = TierLoader(fetcher, views, tables, backend.accelerator, wake, loading)
     adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer)
-    page_tokens = target.geometry.page_tokens
-    make_executor = partial(_make_executor, config, model, max_model_len, page_tokens, kernels, tables, backend)
-    if backend.compiles and backend.compile_ahead is not None:
-        compile_programs(make_executor(decoder.with_few_layers()), config, backend.compile_ahead)
-    executor = make_executor(decoder)
+    executor = make_executor(kernels, decoder)
     warm_up(executor, config, page_tokens, backend.compiles)
     prefixes = PrefixCache(pages, reclaimer.policy, page_tokens, identity=(repr(model).encode(), dtype.encode()))
     kv = KvPages(pages, reclaimer, prefixes, page_tokens)
@@ -236,9 +241,8 @@ def _load_decoder(
     except torch.OutOfMemoryError as error:
         if memory is None:
             raise
-        free, total = memory
         raise DeviceNotUsable(
-            f"the model does not fit the GPU, which had {in_gib(free)} of its {in_gib(total)} free: "
+            f"the model does not fit the GPU, which had {in_gib(memory.free)} of its {in_gib(memory.total)} free: "
             "end other programs on the GPU, or use a larger GPU"
         ) from error
 
@@ -248,9 +252,9 @@ def _make_executor(
     model: ModelConfig,
     max_model_len: int,
     page_tokens: int,
-    kernels: Kernels,
     tables: SlotTables,
     backend: Backend,
+    kernels: Kernels,
     decoder: Decoder,
 ) -> Executor:
     if backend.sample_tokens is None:

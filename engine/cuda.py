@@ -45,6 +45,9 @@ class CudaAccelerator:
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceMemory(free, total)
 
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
+
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from loramux.engine.accelerator import DeviceMemory
 from loramux.engine.errors import PoolTooSmall
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
@@ -12,33 +13,36 @@ DEFAULT_BYTES = 1 << 30
 """What a pool in host memory takes unless it is told otherwise."""
 
 GPU_RESERVE = 0.08
-"""The share of a GPU's memory that stays free for activations, graphs and other programs' contexts."""
+"""The share of a GPU's memory that stays free for graphs, with the activations of captured steps, and other programs.
+
+Where nothing is compiled ahead, the activations of all steps come out of it too.
+"""
 
 MIN_RESERVE_BYTES = 2 << 30
+"""The least that stays free of a GPU's memory, in bytes. An allowance: `Stats.graphs` says what graphs took."""
 
 
 def in_gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
-def pool_bytes_of(wanted: int | None, memory: tuple[int, int] | None) -> int:
-    """The pool's size: what was asked for, else on a GPU most of what the model has left.
+def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
+    """The pool's size: what was asked for, else on a GPU most of what the model and its activations have left.
 
-    `memory` is what `Accelerator.memory` says once the model is loaded. Raises PoolTooSmall when the reserve is all
-    that is left, or not even that.
+    Raises PoolTooSmall where they leave nothing.
     """
     if wanted is not None:
         return wanted
     if memory is None:
         return DEFAULT_BYTES
-    free, total = memory
-    reserve = max(MIN_RESERVE_BYTES, int(GPU_RESERVE * total))
-    if free <= reserve:
+    reserve = max(MIN_RESERVE_BYTES, int(GPU_RESERVE * memory.total))
+    if memory.free <= reserve:
         raise PoolTooSmall(
-            f"beside the model the GPU has {in_gib(free)} of its {in_gib(total)} free, and activations need "
-            f"{in_gib(reserve)}, which leaves no page pool: end other programs on the GPU, or use a larger GPU"
+            f"{in_gib(memory.free)} of the GPU's {in_gib(memory.total)} are free beside the model, and "
+            f"{in_gib(reserve)} are kept for graphs: use a larger GPU or a smaller model, end other programs that use the GPU, or set "
+            "pool_bytes to less than what is free"
         )
-    return free - reserve
+    return memory.free - reserve
 
 
 def allocate_pool(

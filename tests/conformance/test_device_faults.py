@@ -61,8 +61,8 @@ def test_a_card_that_does_not_hold_the_model_is_refused(subject: Subject) -> Non
 
 def test_a_card_with_no_room_for_a_pool_beside_the_model_is_refused(subject: Subject) -> None:
     assert refusal(PoolTooSmall, subject, PlayedCard(2 * GIB, 80 * GIB), pool_bytes=None) == (
-        "beside the model the GPU has 2.0 GiB of its 80.0 GiB free, and activations need 6.4 GiB, which leaves no page "
-        "pool: end other programs on the GPU, or use a larger GPU"
+        "2.0 GiB of the GPU's 80.0 GiB are free beside the model, and 6.4 GiB are kept for graphs: use a larger GPU or "
+        "a smaller model, end other programs that use the GPU, or set pool_bytes to less than what is free"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from loramux.engine.accelerator import Fence, HostAccelerator
+from loramux.engine.accelerator import DeviceMemory, Fence, HostAccelerator
 from loramux.engine.backend import Backend, DenseLinear
 from loramux.kernels.reference import ReferenceKernels
 from loramux.kernels.tables import PoolViews
@@ -40,14 +40,14 @@ class PlayedCard(HostAccelerator):
     def __init__(self, free: int = 60 * GIB, total: int = 80 * GIB) -> None:
         self.broken: dict[str, Exception] = {}
         self.lost: Exception | None = None
-        self._memory = free, total
+        self._memory = DeviceMemory(free, total)
 
     def call(self, name: str) -> None:
         error = self.lost or self.broken.get(name)
         if error is not None:
             raise error
 
-    def memory(self) -> tuple[int, int]:
+    def memory(self) -> DeviceMemory:
         return self._memory
 
     def fence(self) -> Fence:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from loramux.engine.accelerator import HostAccelerator
+from loramux.engine.accelerator import Accelerator, HostAccelerator
 from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.backend import Backend, CompileAhead, DenseLinear
 from loramux.engine.config import EngineConfig
@@ -120,13 +120,17 @@ def cache_key(source: Any, target: Any, options: dict[str, Any]) -> str:
 
 
 def start_engine(
-    directory: Path, model: dict[str, Any], compile_ahead: CompileAhead | None, **settings: Any
+    directory: Path,
+    model: dict[str, Any],
+    compile_ahead: CompileAhead | None,
+    accelerator: Accelerator | None = None,
+    **settings: Any,
 ) -> AssembledEngine:
     """Start an engine for `model` that believes to be on a GPU, in host memory."""
     (directory / "config.json").write_text(json.dumps(model))
     gpu, sampling = (importlib.import_module(f"loramux.kernels.{name}") for name in ("gpu", "sampling"))
     backend = Backend(
-        accelerator=HostAccelerator(),
+        accelerator=accelerator or HostAccelerator(),
         make_kernels=lambda pool, shapes: gpu.GpuKernels(pool, num_processors=132),
         make_linear=DenseLinear,
         activation_dtype=None,
