@@ -192,9 +192,10 @@ def assemble_engine(
 def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:
     """Compile the kernels of every shape in parallel, so that the warm-up only loads them.
 
-    `executor` launches no kernel and is of no use afterwards: it believes that its shapes have run. What kernels would
-    have written holds anything, which is safe in a step of padding: nothing of it is used as an index. Whatever goes
-    wrong is one line on standard error, since the warm-up compiles what is missing, one kernel after the other.
+    `executor` launches no kernel that would have to be compiled, and is of no use afterwards: it believes that its
+    shapes have run. What kernels would have written holds anything, which is safe in a step of padding: nothing of it
+    is used as an index. Whatever goes wrong is one line on standard error, since the warm-up compiles what is missing,
+    one kernel after the other.
     """
     if not isinstance(executor, GraphExecutor):
         return

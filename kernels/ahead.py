@@ -87,7 +87,7 @@ def _tuples(value: Any) -> Any:
 
 @contextmanager
 def recorded_programs() -> Iterator[list[str]]:
-    """Collect, a line each, the programs of launches whose kernels are not compiled yet; none of them is launched."""
+    """Collect, a line each, the programs that launches need and this process has not loaded; these are not launched."""
     lines: dict[str, None] = {}
 
     def record(**said: Any) -> bool:
@@ -105,10 +105,11 @@ def recorded_programs() -> Iterator[list[str]]:
 
 
 def compile_ahead(launch: Callable[[], None], num_processes: int, command: Sequence[str] = COMMAND) -> None:
-    """Compile in parallel what `launch` would launch and Triton's cache lacks; `launch` launches nothing meanwhile.
+    """Compile in parallel what `launch` would launch and Triton's cache lacks.
 
-    A program that is not compiled here, because a process died or refused, is compiled at its first launch. One line on
-    standard error says so, one says what is done.
+    Meanwhile `launch` launches at most programs that this process has loaded before. A program that is not compiled
+    here, because a process died or refused, is compiled at its first launch. One line on standard error says so, one
+    says what is done.
     """
     with recorded_programs() as lines:
         launch()
