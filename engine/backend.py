@@ -97,8 +97,13 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
     if not torch.cuda.is_available():
         raise DeviceNotUsable("PyTorch cannot use this machine's GPU: update its driver, or use --device cpu")
     # A CPU needs no triton.
-    from loramux.kernels.ahead import compile_ahead
     from loramux.kernels.sampling import sample_tokens
+
+    def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
+        # Uses more of triton than its public names: a version without them raises here, where it does not matter.
+        from loramux.kernels import ahead
+
+        ahead.compile_ahead(launch, num_processes)
 
     accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
     return Backend(

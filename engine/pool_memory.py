@@ -39,8 +39,8 @@ def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
     if memory.free <= reserve:
         raise PoolTooSmall(
             f"{in_gib(memory.free)} of the GPU's {in_gib(memory.total)} are free beside the model, and "
-            f"{in_gib(reserve)} are kept for graphs: use a larger GPU or a smaller model, end other programs that use the GPU, or set "
-            "pool_bytes to less than what is free"
+            f"{in_gib(reserve)} are kept for graphs: use a larger GPU or a smaller model, end other programs that use "
+            "the GPU, or set pool_bytes to less than what is free"
         )
     return memory.free - reserve
 
