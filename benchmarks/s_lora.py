@@ -96,10 +96,12 @@ class Measurement:
         while True:
             with self.open(self.plan, self.arguments.dtype, self.arguments.policy[0]) as engine:
                 window = drive(engine, arrivals, WARM_SHARE * seconds, (1.0 + WARM_SHARE) * seconds, 0.0)
-            if window.fewest_sequences >= self.plan.num_sequences:
+            if window.fewest_sequences < self.plan.num_sequences:
+                # All came to an end too early, so that the window was not full.
+                seconds /= 2
+            elif window.num_finished:
                 return window.num_finished / window.seconds
-            # All came to an end too early, so that the window was not full.
-            seconds /= 2
+            # Else the machine was busy with others for all of the window.
 
     def _digests(self, num_adapters: int) -> Sequence[str]:
         return self.files.digests[:num_adapters]
