@@ -174,6 +174,9 @@ bench-gpu: $(READY) ## Measure kernels and engine on a GPU, 9 minutes (CONSTRAIN
 bench-gpu-table: $(READY) ## Count launches and bytes of steps without a GPU (ARGS='--card h200 --out FILE')
 	$(VENV)/bin/python -m benchmarks.gpu_table $(ARGS)
 
+bench-gpu-dry: $(READY) ## List what each case of bench-gpu needs of a card, without one (ARGS='--card h100 --out FILE')
+	$(VENV)/bin/python -m benchmarks.gpu --dry-run $(if $(PART),--only $(PART)) $(ARGS)
+
 bench-s-lora: $(WARM) ## Measure throughput over 5 to 2,000 adapters on disk, 9 minutes (ARGS='--help' for settings)
 	$(VENV)/bin/python -m benchmarks.s_lora $(ARGS)
 

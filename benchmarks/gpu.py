@@ -4,8 +4,9 @@ Run it from the repository root: `PYTHONPATH=.src python -m benchmarks.gpu --out
 triton >= 3.6, numba, numpy, safetensors and msgspec, ends within nine minutes, writes each row to one JSON file as it
 is measured, and prints one Markdown table per part. A part that runs alone (`--only lora`) has all of that time, and
 its rows join those of other parts in the file. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the
-answers on a small model. The exit code is 1 if a part failed, gave a wrong answer or was cut short, and 2 if the
-benchmark cannot run here. `README.md` says what each part shows.
+answers on a small model, and `--dry-run` lists what each case would need of a card. The exit code is 1 if a part
+failed, gave a wrong answer, was cut short or would not fit, and 2 if the benchmark cannot run here. `README.md` says
+what each part shows.
 """
 
 from __future__ import annotations
@@ -28,39 +29,54 @@ from typing import Any, NoReturn
 
 import torch
 
-from benchmarks import gpu_attention, gpu_ceilings, gpu_lora, gpu_prefill, gpu_s_lora, gpu_step
-from benchmarks.gpu_bench import Bench, Row, describe
+from benchmarks import (
+    gpu_attention,
+    gpu_ceilings,
+    gpu_dry_engine,
+    gpu_dry_kernels,
+    gpu_lora,
+    gpu_prefill,
+    gpu_s_lora,
+    gpu_step,
+)
+from benchmarks.gpu_bench import MAX_WARMERS, Bench, Row
+from benchmarks.gpu_cards import PLANNED
+from benchmarks.gpu_dry import Limits, dry_run
+from benchmarks.gpu_machine import describe
 from benchmarks.gpu_model import Model, model_of
+from benchmarks.gpu_needs import Need
 from benchmarks.gpu_report import store, stored, table
+from benchmarks.gpu_table_step import META
 
 PEERS = Path(__file__).parent / "scratch" / "peers"
 TOTAL_S = 460
 WARM_S = 80
-MAX_WARMERS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """One part of the benchmark. It looks at `bench.seconds_left` between cases and reports those it leaves out.
 
-    `warm(bench, shard, num_shards)` compiles a share of what `run` launches, in a process of its own.
+    `needs` lists what its cases take, for a dry run. `warm(bench, shard, num_shards)` compiles a share of what `run`
+    launches, in a process of its own.
     """
 
     name: str
     budget_s: float
     run: Callable[[Bench], Iterator[Row]]
+    needs: Callable[[Bench], Iterator[Need]]
     warm: Callable[[Bench, int, int], None] | None = None
     model: Callable[[Bench], Model] = model_of
 
 
 PARTS = (
     # The others state their floors against the ceilings, so that this one always runs.
-    Part("ceilings", 15, gpu_ceilings.run),
-    Part("lora", 85, gpu_lora.run, gpu_lora.warm),
-    Part("step", 80, gpu_step.run, gpu_step.warm),
-    Part("s_lora", 110, gpu_s_lora.run, gpu_s_lora.warm, gpu_s_lora.model_of),
-    Part("prefill", 25, gpu_prefill.run, gpu_prefill.warm),
-    Part("attention", 40, gpu_attention.run, gpu_attention.warm),
+    Part("ceilings", 15, gpu_ceilings.run, gpu_dry_kernels.ceilings),
+    Part("lora", 55, gpu_lora.run, gpu_dry_kernels.lora, gpu_lora.warm),
+    Part("step", 70, gpu_step.run, gpu_dry_engine.step, gpu_step.warm),
+    Part("s_lora", 215, gpu_s_lora.run, gpu_dry_engine.s_lora, gpu_s_lora.warm, gpu_s_lora.model_of),
+    Part("prefill", 25, gpu_prefill.run, gpu_dry_engine.prefill, gpu_prefill.warm),
+    Part("attention", 40, gpu_attention.run, gpu_dry_kernels.attention, gpu_attention.warm),
 )
 
 
@@ -174,6 +190,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--peers", type=Path, default=PEERS, help="where peers' kernels are; see gpu_peers.py")
     parser.add_argument("--check-only", action="store_true", help="check the answers and time nothing")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, with --check-only")
+    parser.add_argument("--dry-run", action="store_true", help="list what each case needs of a card; needs none")
+    parser.add_argument("--card", choices=PLANNED, default="h200", help="of the dry run (%(default)s)")
     parser.add_argument("--no-warm", action="store_true", help="compile as launches come, in this process")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     parser.add_argument("--has-failed", action="store_true", help=argparse.SUPPRESS)
@@ -194,6 +212,8 @@ def why_not(arguments: argparse.Namespace) -> str:
 
 def main() -> int:
     arguments = parse(sys.argv[1:])
+    if arguments.dry_run:
+        return list_needs(arguments)
     problem = why_not(arguments)
     if problem:
         print(f"benchmarks.gpu: {problem}", file=sys.stderr)
@@ -239,6 +259,22 @@ def main() -> int:
         if result["error"] and left and bench.is_broken():
             go_on_afresh(left, arguments, ends_at - time.monotonic())
     return 1 if has_failed else 0
+
+
+def list_needs(arguments: argparse.Namespace) -> int:
+    """The dry run: 1 where a part does not fit the card's memory or its time."""
+    bench = Bench(
+        device=META,
+        is_tiny=False,
+        is_quick=arguments.quick,
+        is_full=arguments.full,
+        is_timed=True,
+        is_warming=False,
+        peers=arguments.peers,
+        planned=PLANNED[arguments.card],
+    )
+    parts = [part for part in PARTS if part.name in arguments.only or part is PARTS[0]]
+    return dry_run(bench, parts, Limits(total_s=arguments.seconds, warm_s=WARM_S), arguments.out)
 
 
 def run_warmer(bench: Bench, parts: list[Part], share: str) -> int:

@@ -134,7 +134,8 @@ class LoraBatch:
 
     def outputs(self) -> list[torch.Tensor]:
         """Fresh rows `[T, total_out]` of each group, as the base's linears would leave them."""
-        generator = torch.Generator(self.xs[0].device).manual_seed(3)
+        device = self.xs[0].device
+        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(3)
         return [
             torch.randn(
                 self.case.num_rows, group.total_out, generator=generator, device=x.device, dtype=torch.float32
@@ -150,7 +151,7 @@ class LoraBatch:
 
 def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
     """The case's rows and segments; the segments are padded to the bound that a captured graph has."""
-    generator = torch.Generator(bench.device).manual_seed(4)
+    generator = bench.generator(4)
     xs = tuple(
         torch.randn(case.num_rows, group.in_features, generator=generator, device=bench.device).to(bench.dtype)
         for group in model.groups

@@ -20,7 +20,8 @@ MAX_KV_BYTES = 72 << 30
 MAX_DENSE_BYTES = 9 << 30
 """Of the contiguous keys and values that SDPA reads; one layer at least."""
 
-KEPT_FREE = 40 << 30
+KEPT_FREE = 24 << 30
+WARM_POOL_BYTES = 1 << 30
 SAMPLED_ROWS = 64
 """Of a prefill's query rows: the rest are compared with nothing, but must be finite."""
 
@@ -84,9 +85,9 @@ def run(bench: Bench) -> Iterator[Row]:
     model = model_of(bench)
     wanted = cases(bench)
     itemsize = bench.dtype.itemsize
-    allowed = min(MAX_KV_BYTES, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
+    allowed = allowed_bytes(bench)
     # The largest first: the pool's memory is then made once.
-    bench.pool(model.geometry(itemsize), max(_pool_bytes(model, case, itemsize, allowed) for case in wanted))
+    bench.pool(model.geometry(itemsize), max(pool_bytes_of(model, case, itemsize, allowed) for case in wanted))
     for number, case in enumerate(wanted):
         if bench.seconds_left <= 0:
             yield from bench.left_out(wanted[number:], OURS)
@@ -98,19 +99,24 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
     """Compile what this shard's cases launch, with all sequences in the same pages."""
     model = model_of(bench)
     for case in cases(bench)[shard::num_shards]:
-        num_layers = _num_stored(model, case, bench.dtype.itemsize, MAX_KV_BYTES)
-        pool = bench.pool(model.geometry(bench.dtype.itemsize, num_layers), 1 << 30)
+        num_layers = num_stored(model, case, bench.dtype.itemsize, MAX_KV_BYTES)
+        pool = bench.pool(model.geometry(bench.dtype.itemsize, num_layers), WARM_POOL_BYTES)
         Attention(bench, model, case, pool).launch(0)
 
 
-def _num_stored(model: Model, case: AttentionCase, itemsize: int, allowed: int) -> int:
+def allowed_bytes(bench: Bench) -> int:
+    """The most that a case's pages may take."""
+    return min(MAX_KV_BYTES, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
+
+
+def num_stored(model: Model, case: AttentionCase, itemsize: int, allowed: int) -> int:
     page_bytes = model.geometry(itemsize, 1).total_page_bytes
     return min(model.num_layers, allowed // (case.num_sequences * case.pages_each * page_bytes))
 
 
-def _pool_bytes(model: Model, case: AttentionCase, itemsize: int, allowed: int) -> int:
+def pool_bytes_of(model: Model, case: AttentionCase, itemsize: int, allowed: int) -> int:
     page_bytes = model.geometry(itemsize, 1).total_page_bytes
-    return _num_stored(model, case, itemsize, allowed) * case.num_sequences * case.pages_each * page_bytes
+    return num_stored(model, case, itemsize, allowed) * case.num_sequences * case.pages_each * page_bytes
 
 
 class Attention:
@@ -119,10 +125,6 @@ class Attention:
     def __init__(self, bench: Bench, model: Model, case: AttentionCase, pool: PoolViews) -> None:
         self.model, self.case, self.pool = model, case, pool
         num_pages, listed = pool.raw.shape[0], case.num_sequences * case.pages_each
-        # The interpreter runs one program after another.
-        num_processors = 1
-        if bench.device.type == "cuda":
-            num_processors = torch.cuda.get_device_properties(bench.device).multi_processor_count
         pages = np.random.default_rng(5).permutation(max(num_pages, listed))[:listed] % num_pages
         self.pages = torch.from_numpy(pages).view(case.num_sequences, case.pages_each).to(bench.device)
 
@@ -138,13 +140,13 @@ class Attention:
             kv_slots=torch.full((case.num_rows,), -1, dtype=torch.int64, device=bench.device),
             max_q=case.num_queries,
         )
-        generator = torch.Generator(bench.device).manual_seed(6)
+        generator = bench.generator(6)
         shape = (case.num_rows, model.num_heads, model.head_dim)
         self.q = torch.randn(shape, generator=generator, device=bench.device).mul_(QUERY_STD).to(bench.dtype)
         self.out = torch.full_like(self.q, torch.nan)
         self._plan = attention_plan(
             case.num_rows, case.num_sequences, model.attention, bench.dtype.itemsize,
-            all_short=case.is_decode, num_processors=num_processors,
+            all_short=case.is_decode, num_processors=bench.num_processors,
         )  # fmt: skip
         elements = self._plan.workspace_elements(case.num_rows, case.num_sequences, model.attention)
         self._workspace = torch.full((elements,), torch.nan, device=bench.device)
@@ -188,7 +190,7 @@ class Attention:
         return worst
 
 
-def _sdpa(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
+def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
     """torch's attention over contiguous copies of as many layers as fit; in decode the group is the query's length."""
     case, model = attention.case, attention.model
     layer_bytes = case.kv_bytes(model, bench.dtype.itemsize)
@@ -226,17 +228,17 @@ def _sdpa(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
 
 def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> Iterator[Row]:
     itemsize = bench.dtype.itemsize
-    num_layers = _num_stored(model, case, itemsize, allowed)
+    num_layers = num_stored(model, case, itemsize, allowed)
     if num_layers < 1:
         raise MemoryError(f"one layer takes {case.kv_bytes(model, itemsize) / 1e9:.1f} GB")
     geometry = model.geometry(itemsize, num_layers)
-    pool = bench.pool(geometry, _pool_bytes(model, case, itemsize, allowed))
+    pool = bench.pool(geometry, pool_bytes_of(model, case, itemsize, allowed))
     attention = Attention(bench, model, case, pool)
     errors = {OURS: max(attention.check(attention.launch, layer) for layer in sorted({0, num_layers - 1}))}
     launches: dict[str, LayerLaunch] = {OURS: attention.launch}
     stored = {OURS: num_layers}
     try:
-        launch, stored[SDPA] = _sdpa(bench, attention)
+        launch, stored[SDPA] = sdpa_way(bench, attention)
         errors[SDPA] = max(attention.check(launch, layer) for layer in sorted({0, stored[SDPA] - 1}))
         launches[SDPA] = launch
     # Without it the figures of loramux still stand.

@@ -1,27 +1,24 @@
-"""What the parts of the GPU benchmark share: rows and goals, graphs, clocks, the pool's memory, and the description."""
+"""What the parts of the GPU benchmark share: rows and goals, graphs, clocks and the pool's memory."""
 
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import math
-import os
-import platform
 import statistics
-import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_cards import PlannedCard
+from loramux.kernels.gpu_lora import supports_pdl
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 
-PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "msgspec")
 FLUSH_BYTES = 256 << 20
 """Read between two replays: several times the L2 of any card, so that each replay finds its weights in memory."""
 
@@ -32,6 +29,12 @@ MIN_SECONDS = 0.05
 MAX_SECONDS = 1.0
 """Each way is replayed `MIN_ROUNDS` times and until its replays took `MIN_SECONDS`, but no more than `MAX_ROUNDS` times
 and, where that is long, for `MAX_SECONDS` a way."""
+
+MAX_WARMERS = 12
+"""Processes that compile at the same time."""
+
+CONTEXT_BYTES = 10**9
+"""Of a card's memory, assumed for what CUDA, cuBLAS and loaded kernels hold in a process: where none can be asked."""
 
 POOL_STD = 0.02
 """Spread of the pool's random elements: a LoRA's A and B, or keys and values, of a usual size."""
@@ -108,7 +111,8 @@ class Bench:
     `is_tiny` shrinks the model to what Triton's interpreter can do; `is_quick` leaves out most cases, `is_full` none;
     `is_timed` is false where only answers are checked. A bench that `is_warming` compiles what another process will
     time: its adapters share a few pages, and its answers are not looked at. `engine_check` is what the check of the
-    engine found, which several parts ask for.
+    engine found, which several parts ask for. `planned` is the card for which a dry run lists what a run needs, over
+    tensors without memory; None where the work is done.
     """
 
     device: torch.device
@@ -123,6 +127,7 @@ class Bench:
     buffer: torch.Tensor | None = None
     flush: torch.Tensor | None = None
     engine_check: Row | CheckError | None = None
+    planned: PlannedCard | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,6 +137,33 @@ class Bench:
     @property
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
+
+    @property
+    def total_bytes(self) -> int:
+        """The card's whole memory."""
+        if self.planned is not None:
+            return self.planned.memory_bytes
+        if self.device.type != "cuda":
+            return 1 << 28
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    @property
+    def num_processors(self) -> int:
+        """The card's multiprocessors; the interpreter runs one program after another."""
+        if self.planned is not None:
+            return self.planned.card.multiprocessors
+        if self.device.type != "cuda":
+            return 1
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether launches may overlap (programmatic dependent launch)."""
+        return supports_pdl(self.device) if self.planned is None else self.planned.card.capability >= 90
+
+    def generator(self, seed: int) -> torch.Generator | None:
+        """A source of random numbers on the device; None where tensors have no memory."""
+        return None if self.planned is not None else torch.Generator(self.device).manual_seed(seed)
 
     def say(self, text: str) -> None:
         if not self.is_warming:
@@ -148,7 +180,7 @@ class Bench:
             self.buffer = None
             self.release()
             self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            generator = torch.Generator(self.device).manual_seed(1)
+            generator = self.generator(1)
             for part in self.buffer.view(self.dtype).split(1 << 29):
                 part.normal_(0.0, POOL_STD, generator=generator)
         raw = self.buffer[:num_bytes].view(num_pages, geometry.num_layers, geometry.page_bytes)
@@ -156,6 +188,8 @@ class Bench:
 
     def free_bytes(self) -> int:
         """Device memory that is neither used nor held for a pool; what torch caches counts as free."""
+        if self.planned is not None:
+            return self.planned.memory_bytes - CONTEXT_BYTES
         if self.device.type != "cuda":
             return 1 << 28
         self.release()
@@ -242,11 +276,27 @@ class Bench:
             self.synchronize()
             for name, (begin, end) in events.items():
                 seconds[name].append(begin.elapsed_time(end) / 1e3)
-            is_long = time.monotonic() - started > MAX_SECONDS * len(ways)
-            is_enough = number + 1 >= MIN_ROUNDS and min(sum(values) for values in seconds.values()) >= MIN_SECONDS
-            if is_enough or (is_long and number + 1 >= 3):
+            fewest = min(sum(values) for values in seconds.values())
+            if _is_measured(number + 1, fewest, time.monotonic() - started, len(ways)):
                 break
         return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _is_measured(num_rounds: int, fewest_s: float, elapsed_s: float, num_ways: int) -> bool:
+    """Whether ways were replayed often enough, of which the fastest took `fewest_s` in all."""
+    is_long = elapsed_s > MAX_SECONDS * num_ways
+    return (num_rounds >= MIN_ROUNDS and fewest_s >= MIN_SECONDS) or (is_long and num_rounds >= 3)
+
+
+def measuring_seconds(seconds: Sequence[float], flush_s: float) -> float:
+    """How long `Bench.time` replays ways that take `seconds` each, with `flush_s` before each replay."""
+    round_s = sum(seconds) + flush_s * len(seconds)
+    num_rounds = 1
+    while num_rounds < MAX_ROUNDS:
+        if _is_measured(num_rounds, num_rounds * min(seconds), num_rounds * round_s, len(seconds)):
+            break
+        num_rounds += 1
+    return (num_rounds + 1) * round_s
 
 
 def require_close(
@@ -264,39 +314,3 @@ def require_close(
     if not error <= tolerance:
         raise CheckError(f"the relative error is {error:.2e}, above {tolerance:g}")
     return error
-
-
-def describe() -> dict[str, str | int | float]:
-    """Hardware, driver, versions and commit."""
-    found: dict[str, str | int | float] = {"platform": platform.platform(), "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        fields = "driver_version,clocks.sm,clocks.mem,temperature.gpu"
-        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-        found |= {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "l2_mb": properties.L2_cache_size / 1e6,
-            "memory_gb": properties.total_memory / 1e9,
-            "cuda": torch.version.cuda or "unknown",
-            "driver_and_clocks": _output(query) or "unknown",
-        }
-    root = str(Path(__file__).parent.parent)
-    commit = _output(["git", "-C", root, "rev-parse", "--short=12", "HEAD"])
-    changes = "+changes" if commit and _output(["git", "-C", root, "status", "--porcelain"]) else ""
-    # A copy of the tree without its history is told the commit.
-    found["commit"] = commit + changes if commit else os.environ.get("LORAMUX_COMMIT", "unknown")
-    return found
-
-
-def _output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

@@ -74,3 +74,19 @@ CARDS = {
     "4090": _ada_or_later("GeForce RTX 4090", 89, 1.008e12, 128),
     "5090": _ada_or_later("GeForce RTX 5090", 120, 1.792e12, 170),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCard:
+    """What a run on one card may take: bytes of memory and dense bfloat16 operations a second, from its data sheet."""
+
+    card: Card
+    memory_bytes: int
+    matmul: float
+
+
+PLANNED = {
+    "h100": PlannedCard(CARDS["h100"], 80 * 10**9, 989e12),
+    "h200": PlannedCard(CARDS["h200"], 141 * 10**9, 989e12),
+}
+"""The cards that `benchmarks.gpu --dry-run` knows."""

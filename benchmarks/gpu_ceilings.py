@@ -9,12 +9,15 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu_bench import Bench, Ceilings, Row, require_close
-from loramux.kernels.gpu_lora import supports_pdl
 
 NUM_NODES = 256
 """As many as the LoRA launches of a step of Llama-3.1-8B."""
 
 READ_BLOCK = 4096
+ELEMENTS = 1 << 30
+"""float32 numbers that are copied and read."""
+
+MATMUL_SIZE = 8192
 
 
 @triton.jit
@@ -37,7 +40,7 @@ def _empty(cell: tl.tensor, WAITS: tl.constexpr, LAUNCHES: tl.constexpr) -> None
 
 def run(bench: Bench) -> Iterator[Row]:
     rows = []
-    elements = 1 << 14 if bench.is_tiny else 1 << 30
+    elements = 1 << 14 if bench.is_tiny else ELEMENTS
     source = torch.randn(elements, device=bench.device)
     rows.append(_copy(bench, source))
     rows.append(_read_only(bench, source))
@@ -70,7 +73,7 @@ def _copy(bench: Bench, source: torch.Tensor) -> Row:
 
 
 def _read_only(bench: Bench, source: torch.Tensor) -> Row:
-    num_programs = 4 if bench.is_tiny else 8 * torch.cuda.get_device_properties(bench.device).multi_processor_count
+    num_programs = 4 if bench.is_tiny else 8 * bench.num_processors
     sums = torch.full((num_programs,), torch.nan, device=bench.device)
 
     def read() -> None:
@@ -88,7 +91,7 @@ def _read_only(bench: Bench, source: torch.Tensor) -> Row:
 
 
 def _matmul(bench: Bench) -> Row:
-    size = 64 if bench.is_tiny else 8192
+    size = 64 if bench.is_tiny else MATMUL_SIZE
     a, b = (torch.randn(size, size, device=bench.device).to(bench.dtype) for _ in range(2))
     out = torch.full_like(a, torch.nan)
     torch.mm(a, b, out=out)
@@ -98,6 +101,11 @@ def _matmul(bench: Bench) -> Row:
         return Row(case, "matmul")
     seconds = bench.time({"matmul": lambda: torch.mm(a, b, out=out)}, is_cold=False)["matmul"]
     return Row(case, "matmul", {"tflop_s": 2 * size**3 / seconds / 1e12})
+
+
+def node_ways(bench: Bench) -> tuple[str, ...]:
+    ways = ("empty node", "empty node, all overlapping", "empty node, overlapping pairs")
+    return ways if bench.has_pdl else ways[:1]
 
 
 def _nodes(bench: Bench) -> list[Row]:
@@ -117,9 +125,7 @@ def _nodes(bench: Bench) -> list[Row]:
             _empty[(1,)](cell, WAITS=False, LAUNCHES=True, num_warps=4)
             _empty[(1,)](cell, WAITS=True, LAUNCHES=False, num_warps=4, launch_pdl=True)
 
-    launches: dict[str, Callable[[], None]] = {"empty node": plain}
-    if supports_pdl(bench.device):
-        launches |= {"empty node, all overlapping": overlapping, "empty node, overlapping pairs": pairs}
+    launches = dict(zip(node_ways(bench), (plain, overlapping, pairs), strict=False))
     replays = {}
     for name, launch in launches.items():
         launch()

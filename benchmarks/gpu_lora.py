@@ -13,9 +13,8 @@ from benchmarks.gpu_bench import Bench, CheckError, Goal, Row, require_close
 from benchmarks.gpu_model import Model, model_of
 from benchmarks.gpu_peers import Peer, load_peers
 from benchmarks.gpu_ways import LayerLaunch, MakeLaunch, OwnPlanes, gather_bmm_way, loramux_way, num_stored_layers
-from loramux.kernels.gpu_lora import supports_pdl
 
-KEPT_FREE = 40 << 30
+KEPT_FREE = 24 << 30
 """Device memory that the pool leaves to dense copies, references and captured graphs."""
 
 WARM_POOL_BYTES = 1 << 30
@@ -66,8 +65,7 @@ def run(bench: Bench) -> Iterator[Row]:
     yield from (Row("every case", name, problem=problem) for name, problem in problems.items())
     yield from (Row("every case", peer.name, problem=f"loaded: {peer.version}") for peer in peers)
     wanted = cases(bench)
-    num_bytes = max(_pool_bytes(bench, model, case) for case in wanted)
-    num_bytes = min(num_bytes, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
+    num_bytes = shared_pool_bytes(bench, model, wanted)
     for number, case in enumerate(wanted):
         if bench.seconds_left <= 0:
             yield from bench.left_out(wanted[number:], OURS)
@@ -83,14 +81,14 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
     for case in cases(bench)[shard::num_shards]:
         batch = batch_of(bench, model, case)
         adapters = ResidentAdapters(bench, model, pool, case.ranks, shares_pages=True)
-        ways = _own_ways(bench, adapters, batch, OwnPlanes(adapters, batch))
+        ways = own_ways(bench, adapters, batch, OwnPlanes(adapters, batch))
         single = ResidentAdapters(bench, model, pool, (max(case.ranks),), shares_pages=True)
         for launch in [way.launch for way in ways.values()] + [peer.make(single, batch, 1) for peer in peers]:
             launch(0, batch.outputs())
         bench.release()
 
 
-def _pool_bytes(bench: Bench, model: Model, case: LoraCase) -> int:
+def pool_bytes_of(bench: Bench, model: Model, case: LoraCase) -> int:
     geometry = model.geometry(bench.dtype.itemsize)
     elements = sum(-(-side // 128) * 128 for one in model.modules for side in (one.in_features, one.out_features))
     # Each adapter ends inside a page, and each of its parts begins at a chunk.
@@ -98,10 +96,16 @@ def _pool_bytes(bench: Bench, model: Model, case: LoraCase) -> int:
     return pages * geometry.total_page_bytes
 
 
-def _own_ways(bench: Bench, adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes) -> dict[str, Way]:
+def shared_pool_bytes(bench: Bench, model: Model, wanted: list[LoraCase]) -> int:
+    """Of the pool that all cases use: what the largest needs, or what the card has for it."""
+    num_bytes = max(pool_bytes_of(bench, model, case) for case in wanted)
+    return min(num_bytes, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
+
+
+def own_ways(bench: Bench, adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes) -> dict[str, Way]:
     num_layers = batch.model.num_layers
     ways = {OURS: Way(loramux_way(adapters, batch, planes, pdl=False), num_layers)}
-    if supports_pdl(bench.device):
+    if bench.has_pdl:
         ways[OURS_PDL] = Way(loramux_way(adapters, batch, planes, pdl=True), num_layers)
     return ways
 
@@ -112,13 +116,12 @@ def _run_case(bench: Bench, model: Model, case: LoraCase, peers: list[Peer], num
     batch = batch_of(bench, model, case)
     planes, num_stored = OwnPlanes(adapters, batch), num_stored_layers(adapters)
     makers: dict[str, Callable[[], Way]] = {
-        name: partial(replace, way) for name, way in _own_ways(bench, adapters, batch, planes).items()
+        name: partial(replace, way) for name, way in own_ways(bench, adapters, batch, planes).items()
     }
     for name, make_launch in {"gather + bmm": gather_bmm_way, **{peer.name: peer.make for peer in peers}}.items():
         makers[name] = partial(_with_copies, make_launch, adapters, batch, num_stored)
 
-    # The first and the last layer of those that a way has; both exist in every way.
-    layers = sorted({0, num_stored - 1, model.num_layers - 1})
+    layers = checked_layers(model, num_stored)
     expected = {layer: expected_change(adapters, batch, layer) for layer in layers}
     ways: dict[str, Way] = {}
     for name, make in makers.items():
@@ -135,6 +138,11 @@ def _run_case(bench: Bench, model: Model, case: LoraCase, peers: list[Peer], num
         yield from _timed(bench, adapters, batch, planes, ways)
     else:
         yield from (Row(str(case), name, {"error": way.error}) for name, way in ways.items())
+
+
+def checked_layers(model: Model, num_stored: int) -> list[int]:
+    """The first and the last layer of those that a way has; both exist in every way."""
+    return sorted({0, num_stored - 1, model.num_layers - 1})
 
 
 def _lost(bench: Bench, case: LoraCase, name: str, error: Exception) -> Row:
@@ -191,7 +199,7 @@ def _timed(
 
     weights, activations = adapters.weight_bytes(), batch.activation_bytes()
     floor = (weights + activations) / bench.ceilings.bandwidth
-    num_launches = 2 * len(model.groups) * model.num_layers
+    num_launches = launches_of(model)
     budget = 1.2 * floor + num_launches * bench.ceilings.node
     best_peer = min(
         (way.seconds for name, way in ways.items() if way.seconds and name.startswith(("vllm", "sglang"))), default=None
@@ -222,6 +230,11 @@ def _timed(
         rows.append(Row(str(case), name, figures | {"error": way.error}, tuple(goals)))
     bench.say(f"  {case}: " + ", ".join(f"{row.way} {row.figures['time_us']:.0f} us" for row in rows))
     yield from rows
+
+
+def launches_of(model: Model) -> int:
+    """Of a step: a shrink and an expand for each group of each layer."""
+    return 2 * len(model.groups) * model.num_layers
 
 
 def _goals(case: LoraCase, has_peers: bool) -> list[Goal]:

@@ -26,6 +26,9 @@ from loramux.kernels.segments import build_segments
 
 VLLM_FILES = "vllm/lora/ops/triton_ops"
 SGLANG_FILES = "sglang/kernels/ops/lora/dense"
+VLLM, SGLANG, SGLANG_SPLIT = "vllm", "sglang csgmv", "sglang csgmv split-K 8"
+WAYS = (VLLM, SGLANG, SGLANG_SPLIT)
+"""What there is to compare with where all files are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
 
         return launch
 
-    return [Peer("vllm", _version(folder, "vllm"), make)]
+    return [Peer(VLLM, _version(folder, "vllm"), make)]
 
 
 def _load_sglang(folder: Path, device: torch.device) -> list[Peer]:
@@ -207,6 +210,6 @@ def _load_sglang(folder: Path, device: torch.device) -> list[Peer]:
     version = _version(folder, "sglang")
     # Its default, and what it offers for few rows: the sum over A's columns split among eight programs.
     return [
-        Peer("sglang csgmv", version, make_with(None)),
-        Peer("sglang csgmv split-K 8", version, make_with(8)),
+        Peer(SGLANG, version, make_with(None)),
+        Peer(SGLANG_SPLIT, version, make_with(8)),
     ]

@@ -61,11 +61,10 @@ def run(bench: Bench) -> Iterator[Row]:
     model, wanted, dtype = model_of(bench), cases(bench), engine_dtype(bench)
     adapters = RandomAdapters(bench, model, dtype)
     digests = adapters.make([f"a{index}" for index in range(max(case.num_prompts for case in wanted))], RANK)
-    num_pages = max(case.num_prompts * (case.num_tokens // PAGE_TOKENS + 2) for case in wanted)
-    num_pages += sum(adapters.num_pages(digest) for digest in digests)
+    num_pages = num_pages_of(wanted, adapters.num_pages(digests[0]))
     with open_engine(
         bench, model, adapters, device_backend(bench), device_weights(bench), dtype=dtype,
-        pool_bytes=(num_pages + 1) * adapters.page_bytes, **_settings(wanted),
+        pool_bytes=num_pages * adapters.page_bytes, **settings_of(wanted),
     ) as engine:  # fmt: skip
         engine.load(digests)
         for number, case in enumerate(wanted):
@@ -79,16 +78,22 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
     """Compile a share of the steps, from the second process on: the first compiles what the check launches."""
     steps = [WarmStep(case.num_prompts, case.num_tokens, rank) for case in cases(bench) for rank in (0, RANK)]
     own = steps[(shard - 1) % num_shards :: num_shards]
-    warm_steps(bench, model_of(bench), ALL_MODULES, own, **_settings(cases(bench)))
+    warm_steps(bench, model_of(bench), ALL_MODULES, own, **settings_of(cases(bench)))
 
 
-def _settings(wanted: list[PrefillCase]) -> dict[str, Any]:
+def settings_of(wanted: list[PrefillCase]) -> dict[str, Any]:
     return {
         "max_len": max(case.num_tokens for case in wanted) + 1,
         "max_batch_tokens": max(case.num_rows for case in wanted),
         "max_sequences": max(case.num_prompts for case in wanted),
         "max_resident_adapters": max(case.num_prompts for case in wanted),
     }
+
+
+def num_pages_of(wanted: list[PrefillCase], adapter_pages: int) -> int:
+    """The engine's pages: of the largest case's prompts, of all adapters with so many each, and one more."""
+    prompts = max(case.num_prompts * (case.num_tokens // PAGE_TOKENS + 2) for case in wanted)
+    return prompts + max(case.num_prompts for case in wanted) * adapter_pages + 1
 
 
 def _run_case(

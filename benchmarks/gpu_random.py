@@ -23,7 +23,7 @@ from loramux.adapter_store.target import PackTarget
 from loramux.engine.assembly import DTYPES
 from loramux.engine.config import pack_target
 from loramux.engine.model_config import ModelConfig
-from loramux.kernels.layout import A, B, adapter_layout, row_layout
+from loramux.kernels.layout import A, AdapterLayout, B, adapter_layout, row_layout
 
 EFFECT = 0.5
 """What an adapter adds to a linear's output, over what the base's output is."""
@@ -87,15 +87,20 @@ class RandomAdapters:
         self, digests: Iterable[str], rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0
     ) -> list[str]:
         """Add an adapter of `rank` on these modules of the layers from `first_layer` on, under each digest."""
-        ranks = np.zeros((self._target.geometry.num_layers, len(self._target.modules)), np.int32)
-        ranks[first_layer:, list(modules)] = rank
-        layout = adapter_layout(self._target.geometry, self._target.modules, ranks)
+        layout = self.layout(rank, modules, first_layer)
+        ranks = layout.ranks
         made = PackedAdapter(
             "", layout, (ranks > 0).astype(np.float32), _random_payload(self._bench, self._target, ranks)
         )
         listed = list(digests)
         self._packed |= {digest: dataclasses.replace(made, digest=digest) for digest in listed}
         return listed
+
+    def layout(self, rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0) -> AdapterLayout:
+        """Where such an adapter lies in its pages."""
+        ranks = np.zeros((self._target.geometry.num_layers, len(self._target.modules)), np.int32)
+        ranks[first_layer:, list(modules)] = rank
+        return adapter_layout(self._target.geometry, self._target.modules, ranks)
 
     @property
     def page_bytes(self) -> int:

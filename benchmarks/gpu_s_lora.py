@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from benchmarks.gpu_engine import GREEDY, RunningEngine, device_backend, device_
 from benchmarks.gpu_model import LLAMA_7B, TINY, Model
 from benchmarks.gpu_random import RandomAdapters
 from benchmarks.gpu_warm import WarmStep, warm_steps
-from benchmarks.s_lora_workload import Lengths, draw_requests
+from benchmarks.s_lora_workload import DrawnRequest, Lengths, draw_requests
 from loramux.engine.messages import Add, Finished, StepOutput
 
 ATTENTION_MODULES = (0, 1, 2, 3)
@@ -61,7 +61,10 @@ class Workload:
 
 TINY_WORKLOAD = Workload(3, 2, 2, 4, 16, (1, 3))
 PAPER = Workload(1200, 256, 8, 512, 2048, (5, 2000, 100, 1000))
-USUAL = Workload(512, 256, 8, 512, 2048, (5, 2000, 100, 1000))
+USUAL = Workload(512, 256, 8, 512, 2048, (5, 2000))
+SMALL_CARD_BYTES = 100 * 10**9
+SMALL_CARD_SEQUENCES = 128
+"""On a card with less memory, so many run at once, of half as many requests: the pages of 256 alone take 71 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,12 @@ class Throughput:
 
 
 def workload_of(bench: Bench) -> Workload:
-    return TINY_WORKLOAD if bench.is_tiny else PAPER if bench.is_full else USUAL
+    if bench.is_tiny:
+        return TINY_WORKLOAD
+    workload = PAPER if bench.is_full else USUAL
+    if bench.total_bytes < SMALL_CARD_BYTES:
+        return replace(workload, num_requests=workload.num_requests // 2, max_sequences=SMALL_CARD_SEQUENCES)
+    return workload
 
 
 def model_of(bench: Bench) -> Model:
@@ -105,8 +113,12 @@ def run(bench: Bench) -> Iterator[Row]:
         return
     workload = workload_of(bench)
     yield Row("every case", "workload", problem=str(workload))
-    for name in ("S1",) if bench.is_tiny or bench.is_quick else SETTINGS:
+    for name in settings_to_run(bench):
         yield from bench.guarded(name, "engine", _run_setting(bench, name, workload))
+
+
+def settings_to_run(bench: Bench) -> list[str]:
+    return ["S1"] if bench.is_tiny or bench.is_quick else list(SETTINGS)
 
 
 def _run_setting(bench: Bench, name: str, workload: Workload) -> Iterator[Row]:
@@ -118,19 +130,25 @@ def _run_setting(bench: Bench, name: str, workload: Workload) -> Iterator[Row]:
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
     """Compile a share of the steps that prompts and answers of all lengths mix to, from the second process on."""
     workload = workload_of(bench)
-    most, num_rows = workload.max_sequences, workload.max_batch_tokens
-    steps = []
-    for ranks in SETTINGS.values():
-        # While the batch fills, and then when one or a few prompts come to many decodes.
-        counts = {(count, num_rows // count) for count in (8, 32, 128) if count < most}
-        counts |= {(most, rows) for rows in (1, 2, 3, 4, num_rows // most)}
-        steps += [WarmStep(count, rows, max(ranks)) for count, rows in sorted(counts)]
+    steps = [step for name in SETTINGS for step in steps_to_warm(workload, name)]
     warm_steps(
-        bench, model_of(bench), ATTENTION_MODULES, steps[(shard - 1) % num_shards :: num_shards], **_settings(workload)
+        bench,
+        model_of(bench),
+        ATTENTION_MODULES,
+        steps[(shard - 1) % num_shards :: num_shards],
+        **settings_of(workload),
     )
 
 
-def _settings(workload: Workload) -> dict[str, Any]:
+def steps_to_warm(workload: Workload, name: str) -> list[WarmStep]:
+    """While the batch fills, and then when one or a few prompts come to many decodes."""
+    most, num_rows = workload.max_sequences, workload.max_batch_tokens
+    counts = {(count, num_rows // count) for count in (8, 32, 128) if count < most}
+    counts |= {(most, rows) for rows in (1, 2, 3, 4, num_rows // most)}
+    return [WarmStep(count, rows, max(SETTINGS[name])) for count, rows in sorted(counts)]
+
+
+def settings_of(workload: Workload) -> dict[str, Any]:
     return {
         "max_len": 2 * workload.longest,
         "max_batch_tokens": workload.max_batch_tokens,
@@ -140,18 +158,23 @@ def _settings(workload: Workload) -> dict[str, Any]:
     }
 
 
+def whole_pool_bytes(bench: Bench) -> int:
+    """Of a pool that is all that the card has beside the model."""
+    if bench.is_tiny:
+        return 64 << 20
+    bench.drop()
+    return bench.free_bytes() - model_of(bench).all_bytes(bench.dtype.itemsize) - RESERVED
+
+
 def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, None, Throughput | None]:
     """Every number of adapters on one engine whose pool is all that the card has; returns what the fewest made."""
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, max(workload.num_adapters))
-    pool_bytes = 64 << 20
-    if bench.device.type == "cuda":
-        bench.drop()
-        pool_bytes = bench.free_bytes() - model_of(bench).all_bytes(bench.dtype.itemsize) - RESERVED
+    pool_bytes = whole_pool_bytes(bench)
     fewest = None
     with open_engine(
         bench, model_of(bench), adapters, device_backend(bench), device_weights(bench), dtype=engine_dtype(bench),
-        pool_bytes=pool_bytes, **_settings(workload),
+        pool_bytes=pool_bytes, **settings_of(workload),
     ) as engine:  # fmt: skip
         pages = engine.stats().num_pages
         if pages < workload.kv_pages:
@@ -185,7 +208,7 @@ def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput)
         return
     with open_engine(
         bench, model_of(bench), adapters, device_backend(bench), device_weights(bench), dtype=engine_dtype(bench),
-        pool_bytes=num_pages * adapters.page_bytes, **_settings(workload),
+        pool_bytes=num_pages * adapters.page_bytes, **settings_of(workload),
     ) as engine:  # fmt: skip
         saturate(bench, engine, workload, digests[: workload.num_adapters[0]])
         found = saturate(bench, engine, workload, digests)
@@ -209,9 +232,13 @@ def _make(adapters: RandomAdapters, name: str, count: int) -> list[str]:
     return digests
 
 
+def drawn_of(workload: Workload, num_adapters: int = 1) -> list[DrawnRequest]:
+    lengths = Lengths(workload.shortest, workload.longest)
+    return draw_requests(workload.num_requests, num_adapters, lengths, lengths)
+
+
 def requests_of(workload: Workload, model: Model, digests: list[str]) -> list[Add]:
     """The same prompts and lengths however many adapters there are."""
-    lengths = Lengths(workload.shortest, workload.longest)
     tokens = np.random.default_rng(44).integers(model.vocab_size, size=workload.longest).tolist()
     return [
         Add(
@@ -221,7 +248,7 @@ def requests_of(workload: Workload, model: Model, digests: list[str]) -> list[Ad
             sampling=GREEDY,
             digest=digests[drawn.adapter],
         )
-        for number, drawn in enumerate(draw_requests(workload.num_requests, len(digests), lengths, lengths))
+        for number, drawn in enumerate(drawn_of(workload, len(digests)))
     ]
 
 

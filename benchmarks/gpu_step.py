@@ -16,7 +16,6 @@ from benchmarks.gpu_model import Model, model_of
 from benchmarks.gpu_random import ALL_MODULES, RandomAdapters, random_prompt
 from benchmarks.gpu_warm import WarmStep, warm_steps
 from loramux.engine.messages import Add, SamplingParams
-from loramux.kernels.gpu_lora import supports_pdl
 
 RANK = 16
 PAGE_TOKENS = 16
@@ -82,7 +81,7 @@ def run(bench: Bench) -> Iterator[Row]:
     if bench.is_tiny and not bench.is_timed:
         return
     yield from _run_cases(bench, cases(bench), pdl=False)
-    if supports_pdl(bench.device) and bench.is_timed and bench.seconds_left > 0:
+    if bench.has_pdl and bench.is_timed and bench.seconds_left > 0:
         yield from _run_cases(bench, cases(bench)[:1], pdl=True)
 
 
@@ -93,14 +92,14 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
     # Contexts share what is compiled.
     steps = list(dict.fromkeys(WarmStep(case.batch, 1, rank) for case in cases(bench) for rank in (0, RANK)))
     own = steps[num_shards - 1 - shard :: num_shards]
-    settings = _settings(bench, cases(bench))
+    settings = settings_of(bench, cases(bench))
     warm_steps(bench, model_of(bench), ALL_MODULES, own, **settings)
-    if supports_pdl(bench.device):
+    if bench.has_pdl:
         first = [WarmStep(cases(bench)[0].batch, 1, RANK)]
         warm_steps(bench, model_of(bench), ALL_MODULES, first if shard == num_shards - 1 else [], pdl=True, **settings)
 
 
-def _settings(bench: Bench, wanted: list[StepCase]) -> dict[str, Any]:
+def settings_of(bench: Bench, wanted: list[StepCase]) -> dict[str, Any]:
     num_tokens = max(case.context + case.num_skipped for case in wanted) + PAGE_TOKENS + NUM_WARM + NUM_MEASURED
     return {
         "max_len": num_tokens,
@@ -110,18 +109,23 @@ def _settings(bench: Bench, wanted: list[StepCase]) -> dict[str, Any]:
     }
 
 
+def num_pages_of(settings: dict[str, Any], adapter_pages: int) -> int:
+    """The engine's pages: of full sequences, of all adapters with so many each, and one more."""
+    pages_each = -(-settings["max_len"] // PAGE_TOKENS)
+    return int(settings["max_sequences"] * pages_each + settings["max_resident_adapters"] * adapter_pages + 1)
+
+
 def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]:
     """All of them on one engine."""
     model = model_of(bench)
     dtype = engine_dtype(bench)
-    settings = _settings(bench, wanted)
+    settings = settings_of(bench, wanted)
     adapters = RandomAdapters(bench, model, dtype)
     digests = adapters.make([f"a{index}" for index in range(settings["max_resident_adapters"])], RANK)
-    pages_each = -(-settings["max_len"] // PAGE_TOKENS)
-    num_pages = settings["max_sequences"] * pages_each + sum(adapters.num_pages(digest) for digest in digests)
+    num_pages = num_pages_of(settings, adapters.num_pages(digests[0]))
     with open_engine(
         bench, model, adapters, device_backend(bench, pdl), device_weights(bench), dtype=dtype,
-        pool_bytes=(num_pages + 1) * adapters.page_bytes, **settings,
+        pool_bytes=num_pages * adapters.page_bytes, **settings,
     ) as engine:  # fmt: skip
         # Prompts are not computed: as in the other parts, the keys and values that steps read are random numbers.
         for part in engine.assembled.views.kv.view(-1).split(1 << 29):

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
+from triton.runtime.jit import compute_cache_key
 
 from benchmarks.gpu_cards import Card
 from benchmarks.gpu_model import Model
@@ -67,12 +68,19 @@ class TableCase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonLaunch:
-    """A kernel, its grid, its arguments by name and what the compiler made of it."""
+    """A kernel, its grid, its arguments by name and what the compiler made of it, or an Uncompiled."""
 
     name: str
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     program: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Uncompiled:
+    """A program that Triton would compile: the `hash` of what it is compiled from and for."""
+
+    hash: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,13 +92,16 @@ class TorchLaunch:
     outputs: tuple[torch.Tensor, ...]
 
 
+Launch = TritonLaunch | TorchLaunch
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedStep:
     """What a step launched, in order, and the batch that it ran."""
 
     case: TableCase
     batch: Batch
-    launches: tuple[TritonLaunch | TorchLaunch, ...]
+    launches: tuple[Launch, ...]
 
 
 class UncomputingAccelerator(HostAccelerator):
@@ -110,33 +121,70 @@ class MetaWeights:
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
 
+class MetaEngine:
+    """The parts of an engine that run steps, as `card` would have them, over tensors without memory.
+
+    The settings are those of EngineConfig.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        card: Card,
+        *,
+        max_len: int,
+        max_batch_tokens: int,
+        max_sequences: int,
+        max_resident_adapters: int,
+        num_pages: int,
+    ) -> None:
+        self.card = card
+        config = _config(model, max_len)
+        self.target = pack_target(config, "bfloat16")
+        accelerator = UncomputingAccelerator()
+        backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens)
+        self.decoder = Decoder(config, MetaWeights(), torch.bfloat16, config.max_model_len, backend)
+        geometry = self.target.geometry
+        raw = torch.empty((num_pages, geometry.num_layers, geometry.page_bytes), dtype=torch.uint8, device=META)
+        self.pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)
+        kernels = GpuKernels(self.pool, num_processors=card.multiprocessors)
+        self.tables = SlotTables(self.target, max_resident_adapters, accelerator, self.decoder.outer_factors)
+        max_listed_pages = max_sequences * -(-max_len // PAGE_TOKENS)
+        buffer = StepBuffer(accelerator, max_batch_tokens, max_sequences, max_listed_pages)
+        sampler = DeviceSampler(accelerator, sample_tokens, max_sequences, ())
+        self._executor = GraphExecutor(self.decoder, kernels, self.tables, accelerator, buffer, sampler, max_sequences)
+
+    def record(self, case: TableCase, note: Callable[[Launch, RecordedStep], None] | None = None) -> RecordedStep:
+        """List what the case's step launches; or give each launch to `note`, whose programs are an Uncompiled then.
+
+        What is listed keeps its tensors alive; what is noted does not.
+        """
+        geometry = self.target.geometry
+        ranks = np.zeros((geometry.num_layers, len(self.target.modules)), np.int32)
+        ranks[:, list(case.modules)] = case.rank
+        layout = adapter_layout(geometry, self.target.modules, ranks)
+        packed = PackedAdapter("", layout, np.ones(ranks.shape, np.float32), np.zeros(0, np.uint8))
+        for slot in range(case.num_adapters):
+            self.tables.write(slot, [0] * layout.num_pages, packed)
+        batch = _batch(case, -(-(case.context + case.num_queries) // PAGE_TOKENS))
+        if note is not None:
+            step = RecordedStep(case, batch, ())
+            with recording(self.card.capability, lambda launch: note(launch, step)):
+                self._executor.submit(batch)
+            return step
+        with recording(self.card.capability) as launches:
+            self._executor.submit(batch)
+        return RecordedStep(case, batch, tuple(launches))
+
+
 def record_step(model: Model, card: Card, case: TableCase) -> RecordedStep:
     """Run the case's step on `model` as `card` would, and note what it launches."""
-    config = _config(model, case.context + case.num_queries)
-    target = pack_target(config, "bfloat16")
-    accelerator = UncomputingAccelerator()
-    backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens)
-    pages_each = -(-(case.context + case.num_queries) // PAGE_TOKENS)
-    geometry = target.geometry
-    sizes = (case.num_sequences * pages_each, geometry.num_layers, geometry.page_bytes)
-    raw = torch.empty(sizes, dtype=torch.uint8, device=META)
-    pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)
-    kernels = GpuKernels(pool, num_processors=card.multiprocessors)
-    decoder = Decoder(config, MetaWeights(), torch.bfloat16, config.max_model_len, backend)
-    tables = SlotTables(target, max(1, case.num_adapters), accelerator, decoder.outer_factors)
-    ranks = np.zeros((geometry.num_layers, len(target.modules)), np.int32)
-    ranks[:, list(case.modules)] = case.rank
-    layout = adapter_layout(geometry, target.modules, ranks)
-    packed = PackedAdapter("", layout, np.ones(ranks.shape, np.float32), np.zeros(0, np.uint8))
-    for slot in range(case.num_adapters):
-        tables.write(slot, [0] * layout.num_pages, packed)
-    buffer = StepBuffer(accelerator, case.num_tokens, case.num_sequences, case.num_sequences * pages_each)
-    sampler = DeviceSampler(accelerator, sample_tokens, case.num_sequences, ())
-    executor = GraphExecutor(decoder, kernels, tables, accelerator, buffer, sampler, case.num_sequences)
-    batch = _batch(case, pages_each)
-    with recording(card.capability) as launches:
-        executor.submit(batch)
-    return RecordedStep(case, batch, tuple(launches))
+    max_len = case.context + case.num_queries
+    engine = MetaEngine(
+        model, card, max_len=max_len, max_batch_tokens=case.num_tokens, max_sequences=case.num_sequences,
+        max_resident_adapters=max(1, case.num_adapters), num_pages=case.num_sequences * -(-max_len // PAGE_TOKENS),
+    )  # fmt: skip
+    return engine.record(case)
 
 
 def _config(model: Model, max_len: int) -> ModelConfig:
@@ -162,27 +210,41 @@ def _batch(case: TableCase, pages_each: int) -> Batch:
 
 
 @contextmanager
-def recording(capability: int) -> Iterator[list[TritonLaunch | TorchLaunch]]:
-    """Compile what is launched for `capability` instead of running it, and list it in order."""
-    launches: list[TritonLaunch | TorchLaunch] = []
+def recording(capability: int, note: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
+    """Compile what is launched for `capability` instead of running it, and list it in order.
+
+    With `note`, which is given each launch in the place of the list, programs are told apart and not compiled.
+    """
+    launches: list[Launch] = []
+    take = note or launches.append
     run: Callable[..., Any] = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
-        program = run(self, *arguments, grid=grid, warmup=True, **options)
+        if note is None:
+            program = run(self, *arguments, grid=grid, warmup=True, **options)
+        else:
+            program = _uncompiled(self, arguments, options)
         named = {name: value for name, value in options.items() if name in self.arg_names}
         bound = dict(self.signature.bind(*arguments, **named).arguments)
-        launches.append(TritonLaunch(self.fn.__name__, tuple(grid), bound, program))
+        take(TritonLaunch(self.fn.__name__, tuple(grid), bound, program))
         return program
 
     previous = driver._active
     driver.set_active(_NoDevice(GPUTarget("cuda", capability, 32)))
     JITFunction.run = compile_only
     try:
-        with _TorchRecorder(launches):
+        with _TorchRecorder(take):
             yield launches
     finally:
         JITFunction.run = run
         driver._active = previous
+
+
+def _uncompiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Uncompiled:
+    """What Triton would look up among its compiled programs before it compiles."""
+    _, known_keys, _, _, bind = kernel.device_caches[driver.active.get_current_device()]
+    _, specialization, bound_options = bind(*arguments, **options)
+    return Uncompiled(compute_cache_key(known_keys, specialization, bound_options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +269,9 @@ _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided")
 class _TorchRecorder(TorchDispatchMode):
     """Notes the operators that run a kernel: all but views and allocations."""
 
-    def __init__(self, launches: list[TritonLaunch | TorchLaunch]) -> None:
+    def __init__(self, take: Callable[[Launch], None]) -> None:
         super().__init__()
-        self._launches = launches
+        self._take = take
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -220,7 +282,7 @@ class _TorchRecorder(TorchDispatchMode):
         name = str(func).split(".")[1]
         outputs = _tensors((result,))
         if not is_view and name not in _ALLOCATIONS and any(one.device == META for one in outputs):
-            self._launches.append(TorchLaunch(name, _tensors((*args, *(kwargs or {}).values())), outputs))
+            self._take(TorchLaunch(name, _tensors((*args, *(kwargs or {}).values())), outputs))
         return result
 
 

@@ -58,7 +58,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, gpu_attention, gpu_bench, gpu_lora, gpu_model, gpu_report
+from benchmarks import gpu, gpu_attention, gpu_bench, gpu_lora, gpu_machine, gpu_model, gpu_report
 from loramux.kernels import gpu as kernels, sampling
 from loramux.kernels.reference import ReferenceKernels
 from loramux.kernels.reference_sampling import reference_sample_tokens
@@ -74,7 +74,7 @@ lora_cases, attention_cases = gpu_lora.cases, gpu_attention.cases
 gpu_lora.cases = lambda bench: lora_cases(bench)[2:]
 gpu_attention.cases = lambda bench: attention_cases(bench)[:1]
 path = Path(sys.argv[1]) / "timed.json"
-machine = gpu_bench.describe()
+machine = gpu_machine.describe()
 
 
 def bench(is_timed):
@@ -199,7 +199,10 @@ def test_a_case_that_fails_loses_its_own_rows_only(tmp_path: Path) -> None:
 
     kept: list[list[str]] = []
     result = gpu.run_part(
-        gpu.Part("part", 1.0, run), bench, math.inf, lambda now: kept.append([row["case"] for row in now["rows"]])
+        gpu.Part("part", 1.0, run, lambda bench: iter(())),
+        bench,
+        math.inf,
+        lambda now: kept.append([row["case"] for row in now["rows"]]),
     )
     assert [(row["case"], row["is_failure"]) for row in result["rows"]] == [
         ("first", False),

@@ -11,7 +11,7 @@ from importlib import metadata
 
 import torch
 
-from benchmarks.gpu_bench import describe
+from benchmarks.gpu_machine import describe
 from loramux.engine.cuda_driver import missing_for_cuda
 from loramux.kernels.capability import MIN_CAPABILITY
 
