@@ -150,8 +150,7 @@ def markdown(bench: Bench, parts: Sequence[PlannedPart], limits: Limits, problem
         f"times are floors at {card.bandwidth / 1e12:g} TB/s, {limits_of_card.matmul / 1e12:g} TFLOP/s and "
         f"{card.node_s * 1e6:g} us per launch, and these assumptions:",
         "",
-        *(f"- {one};" for one in ASSUMPTIONS),
-        f"- a process holds {CONTEXT_BYTES / 1e9:g} GB beside its tensors.",
+        *(f"- {one}" for one in ASSUMPTIONS),
         "",
         "**" + ("Does not fit: " + "; ".join(problems) if problems else "Every part fits.") + "**",
         "",

@@ -14,6 +14,8 @@ from benchmarks.gpu_needs import (
     CAPTURE_S,
     ENGINE_S,
     HOST_OP_S,
+    HOST_STEP_S,
+    NUM_SHAPES,
     OVER_FLOOR,
     Listed,
     MetaMemory,
@@ -28,9 +30,6 @@ from benchmarks.gpu_needs import (
 from benchmarks.gpu_random import ALL_MODULES, RandomAdapters
 from benchmarks.gpu_table_bytes import bytes_of
 from benchmarks.gpu_table_step import Launch, MetaEngine, RecordedStep, TableCase
-
-HOST_STEP_S = 2e-3
-"""Assumed for the host to schedule a step that is not run."""
 
 LORA_KERNELS = ("shrink_kernel", "expand_kernel")
 
@@ -171,13 +170,13 @@ def s_lora(bench: Bench) -> Iterator[Need]:
     yield Need("every case", {"workload": str(workload)}, 1, {}, 0.0)
     num_steps, num_prompt_tokens = scheduled_steps(workload)
     most = max(workload.num_adapters)
+    whole = gpu_s_lora.whole_pool_bytes(bench) // adapters.page_bytes
+    engine = PlannedEngine(bench, model, settings, whole)
     for name in gpu_s_lora.settings_to_run(bench):
         turns = gpu_s_lora.SETTINGS[name]
         pages = [adapters.layout(rank, gpu_s_lora.ATTENTION_MODULES).num_pages for rank in turns]
         capped = workload.kv_pages + sum(pages[number % len(turns)] for number in range(gpu_s_lora.CAPPED_ADAPTERS))
-        whole = gpu_s_lora.whole_pool_bytes(bench) // adapters.page_bytes
         payload = sum(pages) * adapters.page_bytes
-        engine = PlannedEngine(bench, model, settings, whole)
         compiled = frozenset[str]()
         for step in gpu_s_lora.steps_to_warm(workload, name):
             case = TableCase(name, step.num_sequences, 0, step.num_rows, 1, gpu_s_lora.ATTENTION_MODULES, step.rank)
@@ -203,16 +202,12 @@ def s_lora(bench: Bench) -> Iterator[Need]:
                 compiled | full.programs,
                 problem if num_pages < workload.kv_pages else "",
             )
-        yield engine.compiling()
+    yield engine.compiling()
 
 
 def _captures_s(full: PlannedStep) -> float:
     """While the batch fills and empties, steps of many sizes are run and captured once each."""
     return NUM_SHAPES * (CAPTURE_S + 2 * HOST_OP_S * full.num_launches)
-
-
-NUM_SHAPES = 40
-"""Of steps that a run of `s_lora` meets, assumed."""
 
 
 def scheduled_steps(workload: gpu_s_lora.Workload) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from benchmarks.gpu_ceilings import ELEMENTS, MATMUL_SIZE, NUM_NODES, node_ways
 from benchmarks.gpu_model import Model, model_of
 from benchmarks.gpu_needs import (
     CAPTURE_S,
+    CHECK_OPS,
     HOST_OP_S,
     OVER_FLOOR,
     Listed,
@@ -25,9 +26,6 @@ from benchmarks.gpu_needs import (
 from benchmarks.gpu_peers import WAYS
 from benchmarks.gpu_ways import OwnPlanes, gather_bmm_way, num_stored_layers
 from loramux.kernels.tables import PoolViews
-
-CHECK_OPS = 10
-"""torch operators that compare one adapter in one module, or one sequence, with float64."""
 
 GATHER_PASSES = 3
 """`gather + bmm` reads the padded copies, writes those that it picked, and reads them again."""

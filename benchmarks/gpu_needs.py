@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_bench import MAX_WARMERS, Bench, PlannedCard
+from benchmarks.gpu_bench import CONTEXT_BYTES, MAX_WARMERS, Bench, PlannedCard
 from benchmarks.gpu_table_step import META, Launch, TritonLaunch, recording
 
 OVER_FLOOR = 1.5
@@ -30,6 +30,15 @@ WARM_START_S = 10.0
 
 HOST_OP_S = 10e-6
 """Assumed for the host to submit one operator or kernel outside a graph."""
+
+HOST_STEP_S = 2e-3
+"""Assumed for the host to schedule a step that is not run."""
+
+CHECK_OPS = 10
+"""torch operators that compare one adapter in one module, or one sequence, with float64; assumed."""
+
+NUM_SHAPES = 40
+"""Shapes of steps that a run of `s_lora` captures, assumed."""
 
 CAPTURE_S = 0.1
 """Assumed to capture one graph, beyond what its launches take to submit."""
@@ -49,10 +58,13 @@ ASSUMPTIONS = (
     f"what a card runs takes {OVER_FLOOR:g} times its floor",
     f"{COMPILE_S:g} s to compile a program in one of {MAX_WARMERS} processes, which take {WARM_START_S:g} s to start",
     f"{HOST_OP_S * 1e6:g} us to submit an operator outside a graph, {CAPTURE_S:g} s to capture a graph",
+    f"{CHECK_OPS} operators to check an adapter in a module or a sequence; {HOST_STEP_S * 1e3:g} ms to schedule a step",
+    f"`s_lora` captures {NUM_SHAPES} shapes, and each of its steps has all sequences at the mean of full lengths",
     f"{ENGINE_S:g} s to start an engine and {CHECK_S:g} s to check its answers once",
     f"random numbers are written at {RANDOM_SHARE:g} of the bandwidth",
     "torch's attention runs as one fused kernel, which holds no scores",
-    "all ways of the peers can be loaded, and each compiles as many programs as ours",
+    "all ways of the peers can be loaded; each compiles as many programs as ours, and moves padded weights once",
+    f"a process holds {CONTEXT_BYTES / 1e9:g} GB beside its tensors",
 )
 """All that is neither counted nor on a data sheet."""
 
