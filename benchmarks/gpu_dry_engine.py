@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import gpu_prefill, gpu_s_lora, gpu_step
 from benchmarks.gpu_bench import CONTEXT_BYTES, Bench
-from benchmarks.gpu_model import Model
+from benchmarks.gpu_model import Model, model_of
 from benchmarks.gpu_needs import (
     CAPTURE_S,
     ENGINE_S,
@@ -97,7 +97,7 @@ class PlannedStep(Listed):
 
 
 def step(bench: Bench) -> Iterator[Need]:
-    model, wanted = gpu_step.model_of(bench), gpu_step.cases(bench)
+    model, wanted = model_of(bench), gpu_step.cases(bench)
     settings = gpu_step.settings_of(bench, wanted)
     adapter_pages = RandomAdapters(bench, model, "bfloat16").layout(gpu_step.RANK).num_pages
     engine = PlannedEngine(bench, model, settings, gpu_step.num_pages_of(settings, adapter_pages))
@@ -134,7 +134,7 @@ def _step_case(bench: Bench, engine: PlannedEngine, case: gpu_step.StepCase) -> 
 
 
 def prefill(bench: Bench) -> Iterator[Need]:
-    model, wanted = gpu_prefill.model_of(bench), gpu_prefill.cases(bench)
+    model, wanted = model_of(bench), gpu_prefill.cases(bench)
     settings = gpu_prefill.settings_of(wanted)
     adapter_pages = RandomAdapters(bench, model, "bfloat16").layout(gpu_prefill.RANK).num_pages
     engine = PlannedEngine(bench, model, settings, gpu_prefill.num_pages_of(wanted, adapter_pages))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import gpu_attention, gpu_lora
-from benchmarks.gpu_adapters import ResidentAdapters, batch_of
+from benchmarks.gpu_adapters import LoraCase, ResidentAdapters, batch_of
 from benchmarks.gpu_attention import Attention, AttentionCase
 from benchmarks.gpu_bench import CONTEXT_BYTES, FLUSH_BYTES, Bench, measuring_seconds
 from benchmarks.gpu_ceilings import ELEMENTS, MATMUL_SIZE, NUM_NODES, node_ways
@@ -65,7 +65,7 @@ def lora(bench: Bench) -> Iterator[Need]:
     yield compiling(CONTEXT_BYTES + gpu_lora.WARM_POOL_BYTES)
 
 
-def _lora_case(bench: Bench, model: Model, pool: PoolViews, case: gpu_lora.LoraCase) -> Need:
+def _lora_case(bench: Bench, model: Model, pool: PoolViews, case: LoraCase) -> Need:
     try:
         adapters = ResidentAdapters(bench, model, pool, case.ranks, shares_pages=False)
     except MemoryError as error:

@@ -8,6 +8,7 @@ assumptions below.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_bench import CONTEXT_BYTES, MAX_WARMERS, Bench, PlannedCard
+from benchmarks.gpu_bench import CONTEXT_BYTES, MAX_WARMERS, Bench
+from benchmarks.gpu_cards import PlannedCard
 from benchmarks.gpu_table_step import META, Launch, TritonLaunch, recording
 
 OVER_FLOOR = 1.5
@@ -79,9 +81,9 @@ class Need:
     """
 
     case: str
-    shapes: dict[str, str]
+    shapes: Mapping[str, str]
     num_rows: int
-    held: dict[str, float]
+    held: Mapping[str, float]
     seconds: float
     programs: frozenset[str] = frozenset()
     problem: str = ""
