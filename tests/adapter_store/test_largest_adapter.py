@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +54,9 @@ def assert_it_passes(target: PackTarget, directory: Path) -> None:
     size = job.tensors.stat().st_size
     assert target.max_tensors_bytes - (1 << 20) < size <= target.max_tensors_bytes
     limits = Limits.for_upload(target, size)
-    start = time.monotonic()
-    accepted = SubprocessValidator().validate(job, target)
+    with closing(SubprocessValidator()) as validator:
+        start = time.monotonic()
+        accepted = validator.validate(job, target)
     took_s = time.monotonic() - start
     for path in (job.tensors, job.canonical, job.packed):
         path.unlink()
