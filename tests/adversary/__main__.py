@@ -248,7 +248,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--databases", nargs="+", choices=DATABASES, default=DATABASES)
     parser.add_argument("--only", nargs="+", choices=[*COUNTED, *FELT], default=[*COUNTED, *FELT], metavar="ATTACK")
     parser.add_argument("--calls", type=int, default=600, help="calls of each counted attack")
-    parser.add_argument("--rounds", type=int, default=1, help="quiet and attacked stretches of each felt attack")
+    parser.add_argument("--rounds", type=int, default=2, help="quiet and attacked stretches of each felt attack")
     parser.add_argument("--stretch-s", type=float, default=20.0, help="length of a stretch, in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
