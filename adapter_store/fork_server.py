@@ -1,6 +1,6 @@
-"""A process that has imported what its work needs, and forks for each piece of it: a start takes milliseconds.
+"""A process that imports everything once and forks for each request, so that a fork starts in milliseconds.
 
-Nothing of one piece of work is in the next: the process itself reads no more of a request than how long it may take.
+Forks share no requests: the process itself reads only a request's time limit and niceness.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class ForkServer:
         self._niceness = niceness
         self._command = command
         self._environment = dict(environment)
-        # One piece of work at a time.
+        # One request at a time.
         self._turn = threading.Lock()
-        # Of what `close` touches while another thread waits for an answer.
+        # Guards what `close` changes while another thread waits for a reply.
         self._lock = threading.Lock()
         self._running: _Running | None = None
         self._is_closed = False
@@ -88,7 +88,7 @@ class ForkServer:
             stdin.write(request)
             stdin.seek(0)
             files = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
-            # The process may have been about to end for want of work.
+            # An idle process may end just as the request is sent, so ask twice.
             reply = self._ask(files, wall_s) or self._ask(files, wall_s)
             if not reply:
                 raise ForkServerFailed("it takes no requests")
@@ -107,7 +107,7 @@ class ForkServer:
             self._end()
 
     def _ask(self, files: list[int], wall_s: float) -> bytes:
-        """The reply to one request; empty where the process had ended as it does for want of work."""
+        """The reply to one request; empty if the process had ended because it was idle."""
         if self._running is None or self._running.process.poll() is not None:
             self._end()
             self._start()
@@ -155,7 +155,7 @@ class ForkServer:
             self._running = _Running(process, ours, errors)
 
     def _end(self) -> tuple[int, str]:
-        """Wait until the process has ended; its return code, and the last line of what it complained of."""
+        """Wait until the process has ended; returns its exit code and the last line of its standard error."""
         running = self._running
         if running is None:
             return 0, ""
@@ -231,13 +231,13 @@ def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return _REPLY.pack(os.waitstatus_to_exitcode(status), False)
-        # The other end says nothing until it has its reply, so that what comes is its end.
+        # The ForkServer sends nothing before it has its reply: if the link is readable, it was closed.
         ready, _, _ = select.select([link.fileno(), woken], [], [], max(0.0, deadline_s - time.monotonic()))
         if woken in ready:
             os.read(woken, 4096)
         elif link.fileno() in ready or time.monotonic() >= deadline_s:
             break
-    # The fork has not been waited for, so that the number is its; it may not have begun its group yet.
+    # The fork has not been reaped, so its PID cannot have been reused. It may not lead its process group yet.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)

@@ -18,7 +18,8 @@ READER_TIMEOUT_S = 60.0
 """How long a client may take for MIN_READ_BYTES of an answer that waits for it, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
-"""What waits in this process, beyond the kernel's MAX_UNSENT_BYTES, before an answer waits for its reader."""
+"""How much of an answer this process buffers, beside the kernel's MAX_UNSENT_BYTES, before the answer waits for its
+reader."""
 STALL_S = 1.0
 """How long a client keeps its connection waiting before the connection ends for a newcomer's sake, in seconds."""
 
@@ -78,7 +79,8 @@ class BoundedConnection(H11Protocol):
     def on_response_complete(self) -> None:
         self.since_s = self.loop.time()
         if self.flow.write_paused:
-            # What the client asked meanwhile waits until it has read this, or each of its requests would cost us one.
+            # Do not start the next pipelined request until the client has read this answer: a client that reads
+            # nothing must not make the server work.
             self._has_unread_answer = True
         else:
             super().on_response_complete()

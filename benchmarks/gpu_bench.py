@@ -283,7 +283,7 @@ class Bench:
 
 
 def _is_measured(num_rounds: int, fewest_s: float, elapsed_s: float, num_ways: int) -> bool:
-    """Whether ways were replayed often enough, of which the fastest took `fewest_s` in all."""
+    """Whether the ways were replayed often enough; `fewest_s` is the total time of the fastest one."""
     is_long = elapsed_s > MAX_SECONDS * num_ways
     return (num_rounds >= MIN_ROUNDS and fewest_s >= MIN_SECONDS) or (is_long and num_rounds >= 3)
 

@@ -1,7 +1,7 @@
 """What a case of the GPU benchmark needs of a card: its tensors, bytes, rows and time, told without one.
 
-Each part lists its cases with the functions that run them, over tensors without memory, so that no list can drift from
-what runs. Bytes are counted from those tensors. Seconds are the floors of bytes, operations and launches, and the
+Each part lists its cases with the functions that run them, over tensors without memory, so the list cannot drift from
+the benchmark. Bytes are counted from those tensors. Seconds are derived from bytes, operations and launches, with the
 assumptions below.
 """
 
@@ -125,12 +125,12 @@ def floor_s(bench: Bench, num_bytes: float = 0.0, operations: float = 0.0, launc
 
 
 def random_s(bench: Bench, num_bytes: float) -> float:
-    """Seconds to fill so many bytes with random numbers."""
+    """Seconds to fill `num_bytes` with random numbers."""
     return floor_s(bench, num_bytes) / RANDOM_SHARE
 
 
 class Listed:
-    """What was launched: how much, with which programs, and the widest grid."""
+    """The launches of a case: their cost, their programs and the widest grid."""
 
     def __init__(self) -> None:
         self.num_launches = 0
@@ -185,7 +185,7 @@ class MetaMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         is_new = False
         if any(one.alias_info is not None for one in func._schema.returns):
-            # A view, or what was written in place.
+            # A view, or a tensor that was written in place.
             return result
         for one in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(one, torch.Tensor) and one.device == META:
