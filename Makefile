@@ -8,7 +8,8 @@ ARGS ?=
 READY := $(VENV)/.ready
 WARM := $(VENV)/.warm
 CLIENTS := .venv-clients
-S3_TESTS := $(addprefix tests/adapter_store/test_,blobs.py s3_blobs.py s3_faults.py store_faults.py tiers.py)
+S3_TESTS := $(addprefix tests/adapter_store/blobs/test_,blobs.py s3_blobs.py s3_faults.py) \
+	$(addprefix tests/adapter_store/tiers/test_,store_faults.py tiered_store.py)
 HASHED := --require-hashes --no-deps --only-binary :all:
 BROWSER := greenlet|playwright
 # The wheels of the pins whose names fit, or with -v do not fit; no line says where they come from.
@@ -44,8 +45,8 @@ lock: ## Write the hashes of what constraints.txt pins, from the package index
 	$(call hashes_of,,$(BROWSER)) > $(BROWSER_LOCK).new && mv $(BROWSER_LOCK).new $(BROWSER_LOCK)
 
 # The CPU's kernels are compiled once, so that no server start has to wait for them.
-$(WARM): $(READY) $(wildcard kernels/*.py)
-	$(VENV)/bin/python -m loramux.kernels.warm
+$(WARM): $(READY) $(wildcard kernels/*.py kernels/cpu/*.py)
+	$(VENV)/bin/python -m loramux.kernels.cpu.warm
 	@touch $@
 
 demo: $(WARM) ## Serve three tenants' adapters in one batch (ARGS=--exit to stop after the report)
@@ -69,13 +70,13 @@ campaign-life: $(WARM) ## A long random life of the engine with real weights (LO
 	$(VENV)/bin/python -m pytest tests/conformance/test_long_life.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-quotas: $(WARM) ## Admission beside plain dictionaries for long, on both databases (LORAMUX_QUOTA_STEPS=1500)
-	$(VENV)/bin/python -m pytest tests/platform/test_quota_machine.py -m campaign --timeout 3600 $(ARGS)
+	$(VENV)/bin/python -m pytest tests/platform/quotas/test_quota_machine.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-sampling: $(WARM) ## Sampling at the ends of its settings against float64 (LORAMUX_SAMPLING_EXAMPLES=3000)
-	$(VENV)/bin/python -m pytest tests/engine/test_sampling_extremes.py -m campaign --timeout 3600 $(ARGS)
+	$(VENV)/bin/python -m pytest tests/engine/execution/test_sampling_extremes.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-processes: $(WARM) ## Servers and engines that hang, die, are joined, restarted and stopped in a hurry
-	$(VENV)/bin/python -m pytest tests/platform/test_supervision.py tests/platform/test_joined_engine.py \
+	$(VENV)/bin/python -m pytest tests/platform/engine_link/test_supervision.py tests/platform/engine_link/test_joined_engine.py \
 		tests/admin/test_serve.py -m 'campaign or not campaign' --timeout 3600 $(ARGS)
 
 campaign-validation: $(WARM) ## The whole hostile catalogue in its process, 20,000 headers, 300 peft configurations
@@ -83,30 +84,30 @@ campaign-validation: $(WARM) ## The whole hostile catalogue in its process, 20,0
 		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)
 
 campaign-api: $(WARM) ## Random calls over both OpenAPI documents (LORAMUX_API_CASES=20000 LORAMUX_API_SEED=1)
-	$(VENV)/bin/python -m pytest tests/admin/test_api_conformance.py -m campaign --timeout 36000 -s $(ARGS)
+	$(VENV)/bin/python -m pytest tests/admin/rest/test_api_conformance.py -m campaign --timeout 36000 -s $(ARGS)
 
 campaign-ingest: $(WARM) ## Servers killed at every step of the ingestion, on both databases and both blob stores
-	$(VENV)/bin/python -m pytest tests/adapter_store/test_ingest_crashes.py -m campaign --timeout 3600 $(ARGS)
+	$(VENV)/bin/python -m pytest tests/adapter_store/ingest/test_ingest_crashes.py -m campaign --timeout 3600 $(ARGS)
 
 campaign-store-faults: $(WARM) ## A running server while its S3 store fails in every way (LORAMUX_STORE_FAULTS=1000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_store_faults.py -m campaign -s $(ARGS)
 
 campaign-gateways: $(WARM) ## Gateways raced, cut, stopped and killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _STOPS=1000 _KILLS=200)
 	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py tests/admin/test_gateway.py \
-		tests/platform/test_database_trouble.py tests/platform/test_database_refusals.py \
+		tests/platform/generation/test_database_trouble.py tests/platform/generation/test_database_refusals.py \
 		-m campaign -s --timeout 3600 $(ARGS)
 
 campaign-full-disk: $(WARM) ## A disk that fills and empties under streams; root mounts it (LORAMUX_DISK_RUNS=100 _SEED=1)
 	$(VENV)/bin/python -m pytest tests/conformance/test_filling_disk.py -m campaign -s --timeout 3600 $(ARGS)
 
 campaign-rollups: $(WARM) ## Processes killed in the middle of a fold, on both databases (LORAMUX_FOLD_KILLS=200)
-	$(VENV)/bin/python -m pytest tests/platform/test_rollup_crashes.py -m campaign -s --timeout 3600 $(ARGS)
+	$(VENV)/bin/python -m pytest tests/platform/ledger/test_rollup_crashes.py -m campaign -s --timeout 3600 $(ARGS)
 
 campaign-adversary: $(WARM) ## Attack a running server on both databases beside a polite tenant (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m tests.adversary $(ARGS)
 
 bench-first-token: $(WARM) ## Measure what quotas add to the time to first token (ARGS='--help' for sizes)
-	$(VENV)/bin/python -m benchmarks.first_token $(ARGS)
+	$(VENV)/bin/python -m benchmarks.accounts.first_token $(ARGS)
 
 campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
@@ -117,7 +118,7 @@ test-gpu: $(READY) ## All that needs a GPU, 9 minutes (CONSTRAINTS=constraints-c
 test-browser: $(WARM) ## The console in Debian's Chromium over a running demo (installed where root may)
 	$(VENV)/bin/python -m pip install --quiet $(HASHED) -r $(BROWSER_LOCK)
 	$(VENV)/bin/python -m tests.browser.browser_tools
-	$(VENV)/bin/python -m pytest tests/browser tests/admin/test_console_sessions.py -m campaign $(ARGS)
+	$(VENV)/bin/python -m pytest tests/browser tests/admin/console/test_console_sessions.py -m campaign $(ARGS)
 
 # The clients have an environment of their own, so that our pins stay clean; npm brings the Node client.
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
@@ -141,14 +142,14 @@ test-package: $(WARM) ## What wheel and sdist hold, and the demo from a wheel (L
 	$(VENV)/bin/python -m pytest tests/layout/test_package.py -m campaign $(ARGS)
 
 test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real radosgw (Debian's, installed where root may)
-	$(VENV)/bin/python -m tests.adapter_store.radosgw
+	$(VENV)/bin/python -m tests.adapter_store.blobs.radosgw
 	$(VENV)/bin/python -m pytest $(S3_TESTS) -m campaign --timeout 3600 $(ARGS)
 	LORAMUX_TEST_S3=radosgw $(VENV)/bin/python -m pytest $(S3_TESTS) \
 		-m 'campaign or not campaign' --timeout 3600 $(ARGS)
 
 test-oidc: $(WARM) ## Single sign-on through a real OpenID provider (npm oidc-provider 8.8.1, needs node 18 or later)
 	npm install --no-audit --no-fund --ignore-scripts --prefix $(VENV)/oidc oidc-provider@8.8.1
-	LORAMUX_TEST_OIDC=$(VENV)/oidc/node_modules $(VENV)/bin/python -m pytest tests/admin/test_oidc.py \
+	LORAMUX_TEST_OIDC=$(VENV)/oidc/node_modules $(VENV)/bin/python -m pytest tests/admin/console/test_oidc.py \
 		-m 'campaign or not campaign' --timeout 600 $(ARGS)
 
 test-prometheus: $(WARM) ## Dashboard and alerts on a real Prometheus that scrapes a server under load (Debian's, installed where root may)
@@ -172,7 +173,7 @@ bench-gpu: $(READY) ## Measure kernels and engine on a GPU, 9 minutes (CONSTRAIN
 	$(VENV)/bin/python -m benchmarks.gpu $(if $(PART),--only $(PART)) $(ARGS)
 
 bench-gpu-table: $(READY) ## Count launches and bytes of steps without a GPU (ARGS='--card h200 --out FILE')
-	$(VENV)/bin/python -m benchmarks.gpu_table $(ARGS)
+	$(VENV)/bin/python -m benchmarks.gpu.table $(ARGS)
 
 bench-gpu-dry: $(READY) ## List what each case of bench-gpu needs of a card, without one (ARGS='--card h100 --out FILE')
 	$(VENV)/bin/python -m benchmarks.gpu --dry-run $(if $(PART),--only $(PART)) $(ARGS)
@@ -181,25 +182,25 @@ bench-s-lora: $(WARM) ## Measure throughput over 5 to 2,000 adapters on disk, 9 
 	$(VENV)/bin/python -m benchmarks.s_lora $(ARGS)
 
 bench-flood: $(WARM) ## Measure what polite accounts see of one that floods (ARGS='--help' for settings)
-	$(VENV)/bin/python -m benchmarks.flood $(ARGS)
+	$(VENV)/bin/python -m benchmarks.tenants.flood $(ARGS)
 
 bench-cold-storm: $(WARM) ## Measure what running streams see of 200 adapters that come at once (ARGS='--help' for settings)
-	$(VENV)/bin/python -m benchmarks.cold_storm $(ARGS)
+	$(VENV)/bin/python -m benchmarks.tenants.cold_storm $(ARGS)
 
 bench-registry: $(READY) ## Measure what a name costs among 100,000 versions, on both databases (ARGS='--help' for sizes)
-	$(VENV)/bin/python -m benchmarks.registry $(ARGS)
+	$(VENV)/bin/python -m benchmarks.accounts.registry $(ARGS)
 
 bench-admin-lists: $(READY) ## Measure the admin API's lists over 100,000 versions, on both databases (ARGS='--help' for sizes)
-	$(VENV)/bin/python -m benchmarks.admin_lists $(ARGS)
+	$(VENV)/bin/python -m benchmarks.accounts.admin_lists $(ARGS)
 
 bench-usage-report: $(READY) ## Measure reports over 10 million requests, on both databases (ARGS='--help' for sizes)
-	$(VENV)/bin/python -m benchmarks.usage_report $(ARGS)
+	$(VENV)/bin/python -m benchmarks.accounts.usage_report $(ARGS)
 
 bench-console-pages: $(READY) ## Measure the console's pages over 10 million requests (ARGS='--help' for sizes)
-	$(VENV)/bin/python -m benchmarks.console_pages $(ARGS)
+	$(VENV)/bin/python -m benchmarks.accounts.console_pages $(ARGS)
 
 bench-admission: $(READY) ## Measure quota reserved and settled, one by one and by group commit, on both databases
-	$(VENV)/bin/python -m benchmarks.admission $(ARGS)
+	$(VENV)/bin/python -m benchmarks.accounts.admission $(ARGS)
 
 bench-simulation: $(READY) ## Count the engine's steps a second on a simulated device (ARGS='--running 64')
 	$(VENV)/bin/python -m benchmarks.simulation $(ARGS)

@@ -10,36 +10,19 @@ from fastapi.routing import APIRoute
 
 from loramux.adapter_store.errors import StoreError
 from loramux.admin.console.app import create_console, to_console
-from loramux.admin.metered import AdminMetered
-from loramux.admin.metrics_route import metrics_router
-from loramux.admin.rest import (
-    adapters,
-    aliases,
-    api_keys,
-    audit_log,
-    costs,
-    document,
-    engine_state,
-    grants,
-    jobs,
-    pins,
-    prices,
-    quotas,
-    requests_in_flight,
-    residency,
-    server,
-    tenants,
-    uploads,
-    usage,
-    version_files,
-    versions,
-)
+from loramux.admin.rest import openapi_route as document
+from loramux.admin.rest.accounts import api_keys, audit_log, tenants
+from loramux.admin.rest.adapters import adapters, aliases, grants, jobs, pins, uploads, version_files, versions
+from loramux.admin.rest.engine import engine_state, requests_in_flight, residency, server
 from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_again
-from loramux.admin.root_path import UnderRootPath
-from loramux.admin.services import AdminServices
-from loramux.admin.store_errors import api_error
-from loramux.platform.error_responses import install_error_handling
-from loramux.platform.health import health_router
+from loramux.admin.rest.services import AdminServices
+from loramux.admin.rest.store_errors import api_error
+from loramux.admin.rest.usage import costs, prices, quotas, usage
+from loramux.admin.server.metered import AdminMetered
+from loramux.admin.server.metrics_route import metrics_router
+from loramux.admin.server.root_path import UnderRootPath
+from loramux.platform.openai_api.error_responses import install_error_handling
+from loramux.platform.openai_api.health import health_router
 
 ROUTERS = (
     tenants,

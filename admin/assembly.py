@@ -12,51 +12,51 @@ from pydantic import SecretStr
 from sqlalchemy import inspect
 from sqlalchemy.exc import SQLAlchemyError
 
-from loramux.adapter_store.aliases import AdapterAliases
-from loramux.adapter_store.blob_url import open_blob_store
+from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.errors import StoreError
-from loramux.adapter_store.export import VersionExport
-from loramux.adapter_store.grants import AdapterGrants
-from loramux.adapter_store.ingest import Ingest
-from loramux.adapter_store.ingest_jobs import IngestJobs
-from loramux.adapter_store.ingest_worker import IngestWorker
-from loramux.adapter_store.pins import AdapterPins
-from loramux.adapter_store.registry import AdapterRegistry
-from loramux.adapter_store.sandbox import ESSENTIAL
-from loramux.adapter_store.sources import AdapterSources
-from loramux.adapter_store.validator import SubprocessValidator
-from loramux.adapter_store.version_states import VersionStates
+from loramux.adapter_store.ingest.export import VersionExport
+from loramux.adapter_store.ingest.ingest import Ingest
+from loramux.adapter_store.ingest.jobs import IngestJobs
+from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.adapter_store.ingest.worker import IngestWorker
+from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.pins import AdapterPins
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.registry.sharing import AdapterGrants
+from loramux.adapter_store.registry.version_states import VersionStates
+from loramux.adapter_store.validation.sandbox import ESSENTIAL
+from loramux.adapter_store.validation.validator import SubprocessValidator
 from loramux.admin.app import create_admin_app
-from loramux.admin.data_directory import DataDirectory
+from loramux.admin.doctor.self_check import SelfCheck
 from loramux.admin.errors import StartRefused
-from loramux.admin.idempotency_keys import IdempotencyKeys
-from loramux.admin.self_check import SelfCheck
-from loramux.admin.services import NUM_ADMIN_THREADS, NUM_REPORT_THREADS, AdminServices
-from loramux.admin.settings import Settings
+from loramux.admin.rest.services import NUM_ADMIN_THREADS, NUM_REPORT_THREADS, AdminServices
+from loramux.admin.server.data_directory import DataDirectory
+from loramux.admin.server.idempotency_keys import IdempotencyKeys
+from loramux.admin.server.settings import Settings
 from loramux.admin.upkeep import Upkeep
 from loramux.engine.config import EngineConfig, pack_target, resolve_max_model_len
 from loramux.engine.errors import ConfigNotUsable
-from loramux.engine.model_config import ModelConfig
+from loramux.engine.model.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
-from loramux.platform.adapter_limits import AdapterLimits
-from loramux.platform.api_keys import ApiKeys
-from loramux.platform.app import create_openai_app
-from loramux.platform.audit_log import AuditLog
-from loramux.platform.chat_template import ModelFilesError
-from loramux.platform.engine_client import EngineClient
-from loramux.platform.ledger import Ledger
-from loramux.platform.measured_validator import MeasuredValidator
-from loramux.platform.metrics import GatewayMetrics
-from loramux.platform.model_tokenizer import ModelTokenizer
-from loramux.platform.price_list import PriceList
-from loramux.platform.quota_view import QuotaView
-from loramux.platform.quotas import QuotaPolicies
-from loramux.platform.requests_in_flight import RequestsInFlight
-from loramux.platform.running import RunningRequests
-from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
-from loramux.platform.settlement_spool import SettlementSpool
-from loramux.platform.tenants import Tenants
-from loramux.platform.tracing import Tracing
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.audit_log import AuditLog
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.generation.requests_in_flight import RequestsInFlight
+from loramux.platform.generation.running_requests import RunningRequests
+from loramux.platform.generation.settlement_spool import SettlementSpool
+from loramux.platform.ledger.events import Ledger
+from loramux.platform.ledger.price_list import PriceList
+from loramux.platform.openai_api.app import create_openai_app
+from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.quotas.adapter_limits import AdapterLimits
+from loramux.platform.quotas.overview import QuotaView
+from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.telemetry.measured_validator import MeasuredValidator
+from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.telemetry.tracing import Tracing
+from loramux.platform.tokenizer.chat_template import ModelFilesError
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 NUM_THREADS = 16
 """For the SQL of inference; each waits for the database most of its time."""
@@ -200,7 +200,7 @@ def open_tracing(settings: Settings) -> Tracing | None:
         return None
     try:
         # Takes half a second, which only those pay who want traces.
-        from loramux.platform.otel_tracing import OtelTracing
+        from loramux.platform.telemetry.otel_tracing import OtelTracing
 
         return OtelTracing.open(config, settings.traces_share, settings.traces_of_clients)
     except ImportError:

@@ -25,7 +25,7 @@ from loramux.admin.commands import (
     tenants,
     usage,
 )
-from loramux.admin.commands.output import INTERRUPTED
+from loramux.admin.exit_codes import INTERRUPTED
 
 app = typer.Typer(
     no_args_is_help=True,

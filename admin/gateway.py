@@ -8,18 +8,18 @@ from contextlib import AsyncExitStack, ExitStack
 
 import uvloop
 
-from loramux.admin.client_addresses import TrustedProxies, warn_of_unread_variable
-from loramux.admin.connection_limits import ListenerLimits, make_room
-from loramux.admin.data_directory import DataDirectory, open_data_directory
 from loramux.admin.errors import StartRefused
-from loramux.admin.listeners import bind, is_loopback, url_of
-from loramux.admin.logs import configure_logs
-from loramux.admin.settings import Settings
-from loramux.admin.stop_signals import StopSignals
+from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable
+from loramux.admin.server.connection_limits import ListenerLimits, make_room
+from loramux.admin.server.data_directory import DataDirectory, open_data_directory
+from loramux.admin.server.listeners import bind, is_loopback, url_of
+from loramux.admin.server.logs import configure_logs
+from loramux.admin.server.settings import Settings
+from loramux.admin.server.stop_signals import StopSignals
 from loramux.engine.errors import EngineError
-from loramux.engine.model_config import ModelConfig
-from loramux.engine.model_files import model_sha256
-from loramux.platform.joined_engine import JoinedEngine, JoinRefused
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.model_files import model_sha256
+from loramux.platform.engine_link.joined_engine import JoinedEngine, JoinRefused
 
 SETTLE_S = 5.0
 """How long the last settlements may take once both listeners are closed."""
@@ -67,9 +67,9 @@ async def _serve(
         except JoinRefused as error:
             raise StartRefused(str(error)) from error
         stack.push_async_callback(engine.close)
-        from loramux.admin.connection_book import ConnectionBook
         from loramux.admin.gateway_assembly import assemble_gateway
-        from loramux.admin.http_servers import HttpServer, serve_until_stopped
+        from loramux.admin.server.connection_book import ConnectionBook
+        from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
 
         blocking = assemble_gateway(settings, directory, model, engine, is_loopback(admin_listener))
         assembled = await asyncio.to_thread(blocking.__enter__)

@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
-from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.admin.assembly import NUM_THREADS, open_tracing
-from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
-from loramux.admin.metrics_route import metrics_router
-from loramux.admin.settings import Settings
-from loramux.engine.model_config import ModelConfig
+from loramux.admin.server.data_directory import DataDirectory
+from loramux.admin.server.metrics_route import metrics_router
+from loramux.admin.server.settings import Settings
+from loramux.engine.model.model_config import ModelConfig
 from loramux.migrations.database import Database, DatabaseError
-from loramux.platform.api_keys import ApiKeys
-from loramux.platform.app import create_openai_app
-from loramux.platform.chat_template import ModelFilesError
-from loramux.platform.engine_client import EngineClient
-from loramux.platform.error_responses import install_error_handling
-from loramux.platform.health import health_router
-from loramux.platform.metrics import GatewayMetrics
-from loramux.platform.model_tokenizer import ModelTokenizer
-from loramux.platform.running import RunningRequests
-from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
-from loramux.platform.settlement_spool import SettlementSpool
-from loramux.platform.tenants import Tenants
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.generation.running_requests import RunningRequests
+from loramux.platform.generation.settlement_spool import SettlementSpool
+from loramux.platform.openai_api.app import create_openai_app
+from loramux.platform.openai_api.error_responses import install_error_handling
+from loramux.platform.openai_api.health import health_router
+from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.tokenizer.chat_template import ModelFilesError
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

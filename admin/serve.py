@@ -12,16 +12,16 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from loramux.adapter_store.sandbox import ESSENTIAL
-from loramux.adapter_store.validator import ValidationFailed, missing_measures
-from loramux.admin.client_addresses import TrustedProxies, warn_of_unread_variable
-from loramux.admin.connection_limits import ListenerLimits, make_room
-from loramux.admin.data_directory import DataDirectory, open_data_directory
+from loramux.adapter_store.validation.sandbox import ESSENTIAL
+from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
 from loramux.admin.errors import StartRefused
-from loramux.admin.listeners import bind, is_loopback, url_of
-from loramux.admin.logs import configure_logs
-from loramux.admin.settings import Settings
-from loramux.admin.stop_signals import StopSignals
+from loramux.admin.server.client_addresses import TrustedProxies, warn_of_unread_variable
+from loramux.admin.server.connection_limits import ListenerLimits, make_room
+from loramux.admin.server.data_directory import DataDirectory, open_data_directory
+from loramux.admin.server.listeners import bind, is_loopback, url_of
+from loramux.admin.server.logs import configure_logs
+from loramux.admin.server.settings import Settings
+from loramux.admin.server.stop_signals import StopSignals
 from loramux.engine.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_SEQUENCES,
@@ -31,9 +31,9 @@ from loramux.engine.config import (
     resolve_max_model_len,
 )
 from loramux.engine.errors import EngineError
-from loramux.engine.model_config import ModelConfig
-from loramux.platform.local_engine import EngineStartError, LocalEngine, Supervision
-from loramux.platform.output_lines import OutputLines
+from loramux.engine.model.model_config import ModelConfig
+from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
+from loramux.platform.engine_link.output_lines import OutputLines
 
 SETTLE_S = 5.0
 """How long the last settlements may take once both listeners are closed."""
@@ -121,8 +121,8 @@ async def _serve(
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()
             from loramux.admin.assembly import assemble
-            from loramux.admin.connection_book import ConnectionBook
-            from loramux.admin.http_servers import HttpServer, serve_until_stopped
+            from loramux.admin.server.connection_book import ConnectionBook
+            from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
 
             blocking = assemble(settings, directory, model, config, engine, is_loopback(admin_listener))
             assembled = await asyncio.to_thread(blocking.__enter__)

@@ -9,8 +9,8 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.admin.expired_rows import ExpiredRows
-from loramux.admin.services import AdminServices
-from loramux.platform.engine_client import EngineUnavailable
+from loramux.admin.rest.services import AdminServices
+from loramux.platform.engine_link.engine_client import EngineUnavailable
 
 LOOK_INTERVAL_S = 5.0
 SWEEP_INTERVAL_S = 600.0

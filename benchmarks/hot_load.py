@@ -41,21 +41,21 @@ from rich.table import Table
 from benchmarks.hot_load_files import HotFiles, target_of
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES
+from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import AdapterUnavailable
-from loramux.adapter_store.host_slab import HostSlab
-from loramux.adapter_store.host_store import HostStore
-from loramux.adapter_store.memory_blobs import MemoryBlobStore
-from loramux.adapter_store.staging import StagingProcess
-from loramux.adapter_store.staging_link import OPEN_S
-from loramux.adapter_store.tier_figures import TierFigures
-from loramux.adapter_store.tiers import TieredStore
-from loramux.engine.accelerator import HostAccelerator
-from loramux.engine.adapter_loading import Copied, Fetched
-from loramux.engine.backend import SWITCH_INTERVAL_S
-from loramux.engine.pool_memory import allocate_pool
-from loramux.engine.slot_tables import SlotTables
-from loramux.engine.staged_fetching import StagedFetcher
-from loramux.engine.tier_loader import TierLoader
+from loramux.adapter_store.tiers.host_slab import HostSlab
+from loramux.adapter_store.tiers.host_store import HostStore
+from loramux.adapter_store.tiers.staging import StagingProcess
+from loramux.adapter_store.tiers.staging_link import OPEN_S
+from loramux.adapter_store.tiers.tier_figures import TierFigures
+from loramux.adapter_store.tiers.tiered_store import TieredStore
+from loramux.engine.adapters.adapter_loading import Copied, Fetched
+from loramux.engine.adapters.slot_tables import SlotTables
+from loramux.engine.adapters.staged_fetching import StagedFetcher
+from loramux.engine.adapters.tier_loader import TierLoader
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.backend import SWITCH_INTERVAL_S
+from loramux.engine.pages.pool_memory import allocate_pool
 
 SCRATCH = Path(__file__).parent / "scratch" / "hot_load"
 PLAIN, MEMORY, FETCH, POOL, ONE, FIRST = WAYS = ("plain", "memory", "fetch", "pool", "one", "first")

@@ -26,13 +26,13 @@ from benchmarks import peft_ways
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES, load_peft, make_base
 from loramux.adapter_store.cancellation import Cancellation
-from loramux.adapter_store.canonical import write_canonical
-from loramux.adapter_store.packing import PackedAdapter, pack
-from loramux.adapter_store.validation import validate_files
+from loramux.adapter_store.formats.canonical import write_canonical
+from loramux.adapter_store.formats.packing import PackedAdapter, pack
+from loramux.adapter_store.validation.validation import validate_files
 from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.config import EngineConfig, pack_target
 from loramux.engine.messages import Add, Finished, Load, SamplingParams, StepOutput
-from loramux.engine.model_config import ModelConfig
+from loramux.engine.model.model_config import ModelConfig
 
 FOLDER = Path(__file__).parent
 NUM_CHECKED_TOKENS = 8

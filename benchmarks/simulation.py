@@ -19,18 +19,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.gpu_bench import CheckError
+from benchmarks.gpu.bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
-from loramux.engine.adapter_pool import AdapterPool
+from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.engine import Engine
-from loramux.engine.eviction import LeastRecentlyUsed, Reclaimer
-from loramux.engine.kv_pages import KvPages
+from loramux.engine.execution.simulation import GREEDY, SimulatedExecutor, SimulatedLoader
 from loramux.engine.messages import Add, Finished, StepOutput
-from loramux.engine.page_pool import PagePool
-from loramux.engine.prefix_cache import PrefixCache
-from loramux.engine.request_limits import EngineLimits
-from loramux.engine.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.simulation import GREEDY, SimulatedExecutor, SimulatedLoader
+from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.kv_pages import KvPages
+from loramux.engine.pages.page_pool import PagePool
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.request_limits import EngineLimits
+from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
 VOCAB_SIZE = 97
 PAGE_TOKENS = 16

@@ -14,44 +14,44 @@ from pathlib import Path
 
 import torch
 
-from loramux.adapter_store.host_store import HostStore
-from loramux.adapter_store.load_timelines import LoadTimelines
-from loramux.adapter_store.staging import StagingProcess, StagingRefused
-from loramux.adapter_store.staging_link import OPEN_S
-from loramux.adapter_store.target import PackTarget
-from loramux.adapter_store.tier_figures import TierFigures
-from loramux.engine.accelerator import Accelerator
-from loramux.engine.adapter_fetching import AdapterSource, Fetcher, LeasingFetcher
-from loramux.engine.adapter_pool import AdapterPool
-from loramux.engine.backend import Backend, CompileAhead, open_backend
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.tiers.host_store import HostStore
+from loramux.adapter_store.tiers.load_timelines import LoadTimelines
+from loramux.adapter_store.tiers.staging import StagingProcess, StagingRefused
+from loramux.adapter_store.tiers.staging_link import OPEN_S
+from loramux.adapter_store.tiers.tier_figures import TierFigures
+from loramux.engine.adapters.adapter_fetching import AdapterSource, Fetcher, LeasingFetcher
+from loramux.engine.adapters.adapter_pool import AdapterPool
+from loramux.engine.adapters.slot_tables import SlotTables
+from loramux.engine.adapters.staged_fetching import StagedFetcher
+from loramux.engine.adapters.tier_loader import TierLoader
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
-from loramux.engine.device_sampler import DeviceSampler
-from loramux.engine.direct_executor import DirectExecutor
+from loramux.engine.device.accelerator import Accelerator
+from loramux.engine.device.backend import Backend, CompileAhead, open_backend
 from loramux.engine.engine import Engine
 from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable
-from loramux.engine.eviction import POLICIES, Reclaimer
-from loramux.engine.executor import Executor
-from loramux.engine.graph_executor import GraphExecutor
-from loramux.engine.kv_pages import KvPages
+from loramux.engine.execution.device_sampler import DeviceSampler
+from loramux.engine.execution.direct_executor import DirectExecutor
+from loramux.engine.execution.executor import Executor
+from loramux.engine.execution.graph_executor import GraphExecutor
+from loramux.engine.execution.step_buffer import StepBuffer
+from loramux.engine.execution.step_shape import reachable_shapes
 from loramux.engine.messages import Add, EngineReady, GraphMemory, SamplingParams
-from loramux.engine.model import Decoder
-from loramux.engine.model_config import ModelConfig
-from loramux.engine.model_files import model_sha256
-from loramux.engine.page_pool import PagePool
-from loramux.engine.pool_memory import allocate_pool, in_gib, pool_bytes_of
-from loramux.engine.prefix_cache import PrefixCache
-from loramux.engine.request_limits import EngineLimits
-from loramux.engine.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.model.decoder import Decoder
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.model_files import model_sha256
+from loramux.engine.model.weights import WeightSource, open_weights
+from loramux.engine.pages.eviction import POLICIES, Reclaimer
+from loramux.engine.pages.kv_pages import KvPages
+from loramux.engine.pages.page_pool import PagePool
+from loramux.engine.pages.pool_memory import allocate_pool, in_gib, pool_bytes_of
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.request_limits import EngineLimits
+from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequence import Sequence, page_list
-from loramux.engine.sequence_traces import SequenceTraces
-from loramux.engine.slot_tables import SlotTables
-from loramux.engine.spans import SpanSink
-from loramux.engine.staged_fetching import StagedFetcher
-from loramux.engine.step_buffer import StepBuffer
-from loramux.engine.step_shape import reachable_shapes
-from loramux.engine.tier_loader import TierLoader
-from loramux.engine.weights import WeightSource, open_weights
+from loramux.engine.tracing.sequence_traces import SequenceTraces
+from loramux.engine.tracing.spans import SpanSink
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.tables import PoolViews
 

@@ -12,9 +12,33 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
-from loramux.engine.sampler import SamplingRow
+from loramux.engine.logit_penalties import LogitEdits
+from loramux.engine.messages import SamplingParams
 from loramux.engine.sequence import Sequence
 from loramux.kernels.tables import AttentionBatch, Segments
+
+
+class SamplingRow(msgspec.Struct, frozen=True, gc=False):
+    """What decides one token: the settings, the stream's seed, and how many tokens the sequence chose before.
+
+    `edits` are the sequence's, where its settings ask for any: see `logit_edits`.
+    """
+
+    params: SamplingParams
+    seed: int
+    num_chosen: int
+    edits: LogitEdits | None = None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no token may end the sequence yet."""
+        return self.num_chosen < self.params.min_tokens
+
+    def forbidden(self, eos_token_ids: tuple[int, ...]) -> set[int]:
+        """The tokens that would end the sequence too early."""
+        if not self.is_short:
+            return set()
+        return {*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_token_ids)}
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):

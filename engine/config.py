@@ -7,11 +7,11 @@ from typing import Literal
 
 import msgspec
 
-from loramux.adapter_store.target import PackTarget
-from loramux.engine.cuda_driver import missing_for_cuda
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, ModelNotSupported
-from loramux.engine.model_config import ModelConfig
-from loramux.engine.spans import TraceConfig
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.tracing.spans import TraceConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 

@@ -7,16 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loramux.adapter_store.tier_contents import TierContents
-from loramux.adapter_store.tier_figures import TierFigures
-from loramux.engine.adapter_calls import AdapterCalls, PinLimits
-from loramux.engine.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
-from loramux.engine.adapter_strikes import AdapterStrikes
+from loramux.adapter_store.tiers.tier_contents import TierContents
+from loramux.adapter_store.tiers.tier_figures import TierFigures
+from loramux.engine.adapters.adapter_calls import AdapterCalls, PinLimits
+from loramux.engine.adapters.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
+from loramux.engine.adapters.adapter_strikes import AdapterStrikes
+from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.engine_stats import EngineStats
-from loramux.engine.executor import Executor, SubmittedStep
-from loramux.engine.grants import Grants
-from loramux.engine.host_floors import HostFloors, Protect, no_floors
+from loramux.engine.execution.executor import Executor, SubmittedStep
 from loramux.engine.live_sequences import LiveSequences
 from loramux.engine.messages import (
     Abort,
@@ -35,13 +34,14 @@ from loramux.engine.messages import (
     StepOutput,
     Unload,
 )
-from loramux.engine.page_pool import PageOwner, PagePool
-from loramux.engine.prefix_cache import PrefixCache
-from loramux.engine.request_limits import EngineLimits, request_problem
-from loramux.engine.scheduler import Scheduler
+from loramux.engine.pages.page_pool import PageOwner, PagePool
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.request_limits import EngineLimits, request_problem
+from loramux.engine.scheduling.scheduler import Scheduler
+from loramux.engine.scheduling.token_grants import Grants
 from loramux.engine.sequence import Sequence, SequenceState
-from loramux.engine.sequence_traces import SequenceTraces
 from loramux.engine.timers import Timers
+from loramux.engine.tracing.sequence_traces import SequenceTraces
 
 
 @dataclass(frozen=True, slots=True)

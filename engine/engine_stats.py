@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
-from loramux.adapter_store.tier_contents import TierContents
-from loramux.adapter_store.tier_figures import TierFigures
-from loramux.engine.adapter_pool import AdapterPhase, AdapterPool
+from loramux.adapter_store.tiers.tier_contents import TierContents
+from loramux.adapter_store.tiers.tier_figures import TierFigures
+from loramux.engine.adapters.adapter_pool import AdapterPhase, AdapterPool
 from loramux.engine.batch import ScheduledSequence
 from loramux.engine.messages import GraphMemory, ResidentAdapter, Stats, StepTimes, Waiting
-from loramux.engine.page_pool import PageOwner, PagePool
-from loramux.engine.prefix_cache import PrefixCache
-from loramux.engine.scheduler import Scheduler
+from loramux.engine.pages.page_pool import PageOwner, PagePool
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.scheduler import Scheduler
 
 STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 

@@ -6,10 +6,12 @@ each of the gateway's sequences, and last with Finished. The engine knows digest
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
-from loramux.adapter_store.tier_contents import TierContents
-from loramux.adapter_store.tier_figures import LoadCounts
+from loramux.adapter_store.tiers.tier_contents import TierContents
+from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
 PROTOCOL = 1
 """Counts the changes that make gateways and engines of different versions misunderstand each other."""
@@ -328,3 +330,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 ToEngine = Add | Extend | Abort | Load | Unload | Pin | Credit | StatsRequest
 FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineReady | Heartbeat
+
+
+def is_duration(seconds: float | None) -> bool:
+    """Whether a timer can be set by it; None is no timer."""
+    return seconds is None or (math.isfinite(seconds) and seconds >= 0)

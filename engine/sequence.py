@@ -6,9 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
-from loramux.engine.logit_edits import LogitEdits, logit_edits
+from loramux.engine.cached_page import CachedPage
+from loramux.engine.logit_penalties import LogitEdits, logit_edits
 from loramux.engine.messages import Add
-from loramux.engine.prefix_cache import CachedPage
 
 
 class SequenceState(Enum):

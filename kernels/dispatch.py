@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from loramux.kernels.capability import capability_problem
+from loramux.kernels.gpu.capability import capability_problem
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
 
 
@@ -148,7 +148,7 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
     """
     if device.type == "cpu":
         # A GPU needs no numba, which refuses a numpy that is newer than it knows.
-        from loramux.kernels.cpu import CpuKernels
+        from loramux.kernels.cpu.kernels import CpuKernels
 
         return CpuKernels(pool)
     if device.type != "cuda":
@@ -160,7 +160,7 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
         raise ValueError(problem)
     # A machine without triton serves on its CPU.
     try:
-        from loramux.kernels.gpu import GpuKernels, check_shapes
+        from loramux.kernels.gpu.kernels import GpuKernels, check_shapes
     except ImportError as error:
         raise ValueError(f"the GPU's kernels need triton, which cannot be imported: {error}") from error
     check_shapes(pool, shapes.groups, shapes.attention, shapes.outer_groups)

@@ -25,7 +25,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 from sqlalchemy.sql import func
 
 from loramux.migrations import schema
-from loramux.migrations.round_trip import TAKES_NO_WRITES, write_by_round_trips
+from loramux.migrations.pipeline import TAKES_NO_WRITES, write_by_round_trips
 
 Clock = Callable[[], int]
 """Microseconds since 1970."""

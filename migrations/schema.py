@@ -354,7 +354,7 @@ usage_series = Table(
 usage_rollups = Table(
     "usage_rollups",
     metadata,
-    # Which columns of a series are kept apart: the same requests are summed up by each, see platform/usage_grains.py.
+    # Which columns of a series are kept apart: the same requests are summed up by each, see platform/ledger/grains.py.
     Column("grain", SmallInteger, primary_key=True),
     # How long: from a minute to sixteen days, whole ones since 1970.
     Column("span_us", BigInteger, primary_key=True),

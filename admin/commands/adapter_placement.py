@@ -22,7 +22,7 @@ def preload(model: VersionedModel, as_json: AsJson = False) -> None:
 
 
 def _place(model: str, verb: str, as_json: bool) -> None:
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         named = find_named(client, model, needs_version=True)

@@ -8,10 +8,11 @@ import typer
 
 from loramux.admin.commands.adapter_views import shown_targets
 from loramux.admin.commands.options import Alias, AsJson, Model, NoWarm, VersionedModel
-from loramux.admin.commands.output import WRONG_CALL, connected, fail, print_json
+from loramux.admin.commands.output import connected, fail, print_json
+from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
-    from loramux.admin.client import Document
+    from loramux.admin.client.client import Document
 
 FULL_SHARE = 100
 
@@ -26,8 +27,8 @@ def promote(
     as_json: AsJson = False,
 ) -> None:
     """Point an alias at a version, or give it a part of the alias's requests; running requests finish as they began."""
-    from loramux.admin.client import AdminError, path_part
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.client import AdminError, path_part
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         named = find_named(client, model, needs_version=True)
@@ -56,8 +57,8 @@ def rollback(
     as_json: AsJson = False,
 ) -> None:
     """Let an alias name again what it named before; the next rollback undoes it."""
-    from loramux.admin.client import path_part
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.client import path_part
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         named = find_named(client, model)
@@ -88,7 +89,7 @@ def restore(model: VersionedModel, as_json: AsJson = False) -> None:
 
 
 def _switch(model: str, verb: str, as_json: bool) -> None:
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         named = find_named(client, model)
@@ -100,7 +101,7 @@ def _switch(model: str, verb: str, as_json: bool) -> None:
 
 
 def _move_version(model: str, verb: str, as_json: bool) -> None:
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         named = find_named(client, model, needs_version=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from loramux.admin.commands.output import print_table, shown_time
 
 if TYPE_CHECKING:
-    from loramux.admin.client import Document
+    from loramux.admin.client.client import Document
 
 
 def shown_aliases(adapter: Document) -> str | None:

@@ -14,10 +14,11 @@ from loramux.admin.commands.adapter_placement import pin, preload, unpin
 from loramux.admin.commands.adapter_service import archive, disable, enable, promote, restore, rollback
 from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases, shown_targets
 from loramux.admin.commands.options import AnyTenant, AsJson, Tenant
-from loramux.admin.commands.output import REFUSED, connected, error_document, fail, print_json, print_table, shown_time
+from loramux.admin.commands.output import connected, error_document, fail, print_json, print_table, shown_time
+from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
-    from loramux.admin.push import Progress
+    from loramux.admin.client.push import Progress
 
 DEFAULT_ALIAS = "default"
 
@@ -38,8 +39,8 @@ def push(
 
     An s3:// address, which the server must allow as a source, is read by the server itself.
     """
-    from loramux.admin.named_adapter import find_named
-    from loramux.admin.push import PushRefused, num_bytes_of, push_adapter, register_source
+    from loramux.admin.client.named_adapter import find_named
+    from loramux.admin.client.push import PushRefused, num_bytes_of, push_adapter, register_source
 
     is_remote = source.startswith("s3://")
     directory = Path(source)
@@ -74,8 +75,8 @@ def pull(
     as_json: AsJson = False,
 ) -> None:
     """Download a version's files, byte for byte as they were uploaded."""
-    from loramux.admin.named_adapter import find_named
-    from loramux.admin.pull import PullRefused, pull_version
+    from loramux.admin.client.named_adapter import find_named
+    from loramux.admin.client.pull import PullRefused, pull_version
 
     try:
         with connected(as_json) as client, _progress(None, as_json) as progress:
@@ -118,7 +119,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show an adapter with its versions, or one version with what validation found."""
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         named = find_named(client, model)

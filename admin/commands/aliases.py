@@ -16,7 +16,7 @@ app = typer.Typer(no_args_is_help=True, help="List aliases and their history; 'a
 @app.command("list")
 def list_aliases(model: Model, as_json: AsJson = False) -> None:
     """List an adapter's aliases with the versions that they name."""
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         aliases = client.get(f"{find_named(client, model).path}/aliases")
@@ -35,8 +35,8 @@ def list_aliases(model: Model, as_json: AsJson = False) -> None:
 @app.command()
 def history(model: Model, alias: Alias = "default", as_json: AsJson = False) -> None:
     """Show what an alias has named, newest first, and which key moved it."""
-    from loramux.admin.client import path_part
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.client import path_part
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         path = f"{find_named(client, model).path}/aliases/{path_part(alias)}/history"
@@ -66,8 +66,8 @@ def delete(
     as_json: AsJson = False,
 ) -> None:
     """Forget an alias and its history."""
-    from loramux.admin.client import path_part
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.client import path_part
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         named = find_named(client, model)

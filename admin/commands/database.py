@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from loramux.admin.commands.options import AsJson, ConfigFile, DatabaseUrl, DataDir
-from loramux.admin.commands.output import REFUSED, WRONG_CALL, error_document, fail, print_json
+from loramux.admin.commands.output import error_document, fail, print_json
+from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
@@ -46,7 +47,7 @@ def _tell_current(as_json: bool) -> None:
 def _database(
     config: Path | None, data_dir: Path | None, database_url: str | None, as_json: bool
 ) -> Iterator[Database]:
-    from loramux.admin.settings import DataSettings, SettingsError, load_settings
+    from loramux.admin.server.settings import DataSettings, SettingsError, load_settings
     from loramux.migrations.database import Database, DatabaseError
 
     overrides = {"config": config, "data_dir": data_dir, "database_url": database_url}

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson, ConfigFile, DatabaseUrl, DataDir
-from loramux.admin.commands.output import REFUSED, WRONG_CALL, error_document, fail, print_json
+from loramux.admin.commands.output import error_document, fail, print_json
+from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 if TYPE_CHECKING:
-    from loramux.admin.findings import Finding
+    from loramux.admin.doctor.findings import Finding
 
 MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "failed": "[bold red]FAILED[/bold red]"}
 
@@ -34,9 +35,9 @@ def doctor(
     With the settings of a server (flags, LORAMUX_* or --config) it also looks at the data directory, database and
     object store of this machine, so that it helps where no server starts. Exit code 1 when something failed.
     """
-    from loramux.admin.doctor import HostSettings
-    from loramux.admin.findings import is_healthy
-    from loramux.admin.settings import SettingsError, load_settings
+    from loramux.admin.doctor.doctor import HostSettings
+    from loramux.admin.doctor.findings import is_healthy
+    from loramux.admin.server.settings import SettingsError, load_settings
 
     overrides = {
         "model": model,
@@ -63,10 +64,10 @@ def doctor(
 
 
 def _findings(settings: object) -> Iterator[Finding]:
-    from loramux.admin.client import AdminClient, ServerUnreachable
+    from loramux.admin.client.client import AdminClient, ServerUnreachable
     from loramux.admin.commands.root import chosen_profile
-    from loramux.admin.doctor import SERVER_TIMEOUT_S, HostSettings, check_here, check_host, check_server
-    from loramux.admin.findings import Finding, Grade
+    from loramux.admin.doctor.doctor import SERVER_TIMEOUT_S, HostSettings, check_here, check_host, check_server
+    from loramux.admin.doctor.findings import Finding, Grade
 
     yield from check_here()
     if isinstance(settings, HostSettings):

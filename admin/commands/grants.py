@@ -19,7 +19,7 @@ Granted = Annotated[
 @app.command("list")
 def list_grants(model: Model, as_json: AsJson = False) -> None:
     """List the tenants that may call an adapter besides its owner."""
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         grants = client.get(f"{find_named(client, model).path}/grants")
@@ -35,8 +35,8 @@ def list_grants(model: Model, as_json: AsJson = False) -> None:
 @app.command()
 def add(model: Model, tenant: Granted, as_json: AsJson = False) -> None:
     """Let a tenant call the adapter by its full name; the tenant pays for its calls."""
-    from loramux.admin.client import path_part
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.client import path_part
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         named = find_named(client, model)
@@ -50,8 +50,8 @@ def add(model: Model, tenant: Granted, as_json: AsJson = False) -> None:
 @app.command()
 def remove(model: Model, tenant: Granted, as_json: AsJson = False) -> None:
     """Take a grant back; the tenant's next request is answered as if there were no such adapter."""
-    from loramux.admin.client import path_part
-    from loramux.admin.named_adapter import find_named
+    from loramux.admin.client.client import path_part
+    from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
         named = find_named(client, model)

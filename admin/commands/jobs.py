@@ -59,7 +59,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one validation, also when it has ended."""
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     with connected(as_json) as client:
         job = client.get(f"jobs/{path_part(job_id)}")

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import WRONG_CALL, connected, fail, print_json, print_table, shown_time
+from loramux.admin.commands.output import connected, fail, print_json, print_table, shown_time
+from loramux.admin.exit_codes import WRONG_CALL
 
 app = typer.Typer(no_args_is_help=True, help="Make, list, change, rotate and revoke API keys.")
 
@@ -94,7 +95,7 @@ def set_key(
     as_json: AsJson = False,
 ) -> None:
     """Change a key's name, scopes, expiry or the adapters that it is limited to."""
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     body: dict[str, Any] = {"name": name, "scopes": scopes or None, "adapters": adapters or None}
     if any_adapter:
@@ -120,7 +121,7 @@ def rotate(
     as_json: AsJson = False,
 ) -> None:
     """Give a key a new secret, which is shown once; the old one opens until its grace ends."""
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     with connected(as_json) as client:
         key = client.post(f"api_keys/{path_part(key_id)}/rotate", {"grace_s": grace_hours * 3600})
@@ -135,7 +136,7 @@ def rotate(
 @app.command()
 def revoke(key_id: KeyId, as_json: AsJson = False) -> None:
     """Make a key useless for good; it takes effect within five seconds."""
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     with connected(as_json) as client:
         key = client.delete(f"api_keys/{path_part(key_id)}")

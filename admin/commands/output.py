@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
-    from loramux.admin.client import AdminClient, Document
+from loramux.admin.exit_codes import REFUSED, UNREACHABLE
 
-DONE, REFUSED, WRONG_CALL, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
+if TYPE_CHECKING:
+    from loramux.admin.client.client import AdminClient, Document
 
 
 @contextmanager
 def connected(as_json: bool) -> Iterator[AdminClient]:
     """A client from the environment; whatever it raises ends the program with a sentence and an exit code."""
-    from loramux.admin.client import AdminClient, AdminError, ServerUnreachable
+    from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
     from loramux.admin.commands.root import chosen_profile
 
     try:

@@ -77,7 +77,7 @@ def withdraw(
     price_id: Annotated[str, typer.Argument(help="The price's identifier, prc_...")], as_json: AsJson = False
 ) -> None:
     """Take back a price that is still to come."""
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     with connected(as_json) as client:
         price = client.delete(f"prices/{path_part(price_id)}")

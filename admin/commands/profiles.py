@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import WRONG_CALL, fail, print_json, print_table
+from loramux.admin.commands.output import fail, print_json, print_table
+from loramux.admin.exit_codes import WRONG_CALL
 
 app = typer.Typer(no_args_is_help=True, help="Name servers, and choose the one that verbs call.")
 
@@ -20,7 +21,7 @@ Name = Annotated[str, typer.Argument(help="The profile's name, such as productio
 @app.command("list")
 def list_profiles(as_json: AsJson = False) -> None:
     """List the profiles; their keys are not shown."""
-    from loramux.admin.profiles import ProfileFile
+    from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):
         known = ProfileFile.of_user().read()
@@ -45,8 +46,8 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Keep a server's address and key; the key is asked for, or read from standard input, never from the call."""
-    from loramux.admin.profiles import Profile, ProfileFile
-    from loramux.admin.server_address import NoServerNamed, check_key, check_url
+    from loramux.admin.client.profiles import Profile, ProfileFile
+    from loramux.admin.client.server_address import NoServerNamed, check_key, check_url
 
     try:
         check_url(url, "--url")
@@ -64,7 +65,7 @@ def add(
 @app.command()
 def use(name: Name, as_json: AsJson = False) -> None:
     """Make a profile the one that verbs call where neither --profile nor LORAMUX_ADMIN_KEY says otherwise."""
-    from loramux.admin.profiles import ProfileFile
+    from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):
         ProfileFile.of_user().use(name)
@@ -74,7 +75,7 @@ def use(name: Name, as_json: AsJson = False) -> None:
 @app.command()
 def remove(name: Name, as_json: AsJson = False) -> None:
     """Forget a profile and its key; the key itself stays valid at its server."""
-    from loramux.admin.profiles import ProfileFile
+    from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):
         ProfileFile.of_user().remove(name)
@@ -87,8 +88,8 @@ def _tell(name: str, sentence: str, as_json: bool) -> None:
 
 @contextmanager
 def _explained(as_json: bool) -> Iterator[None]:
+    from loramux.admin.client.profiles import ProfileError
     from loramux.admin.commands.output import error_document
-    from loramux.admin.profiles import ProfileError
 
     try:
         yield

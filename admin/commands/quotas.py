@@ -112,7 +112,7 @@ def delete(
     quota_id: Annotated[str, typer.Argument(help="The limit's identifier, qta_...")], as_json: AsJson = False
 ) -> None:
     """Take a limit away."""
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     with connected(as_json) as client:
         quota = client.delete(f"quotas/{path_part(quota_id)}")

@@ -45,7 +45,7 @@ def cancel(
     as_json: AsJson = False,
 ) -> None:
     """End a request within five seconds; its client is told so, and the tokens so far are paid for."""
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     with connected(as_json) as client:
         request = client.post(f"requests/{path_part(request_id)}/cancel", {})

@@ -11,7 +11,7 @@ from loramux.admin.commands.options import AnyTenant, AsJson
 from loramux.admin.commands.output import connected, print_json, print_table, shown_time
 
 if TYPE_CHECKING:
-    from loramux.admin.client import Document
+    from loramux.admin.client.client import Document
 
 MIB = 1 << 20
 

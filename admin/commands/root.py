@@ -20,7 +20,7 @@ def _print_version(is_asked: bool) -> None:
 
 
 def _known_profiles(incomplete: str) -> list[str]:
-    from loramux.admin.profiles import ProfileError, ProfileFile
+    from loramux.admin.client.profiles import ProfileError, ProfileFile
 
     try:
         return [name for name in ProfileFile.of_user().read().profiles if name.startswith(incomplete)]

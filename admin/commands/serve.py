@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import ConfigFile, DatabaseUrl, DataDir
-from loramux.admin.commands.output import WRONG_CALL, fail
+from loramux.admin.commands.output import fail
+from loramux.admin.exit_codes import WRONG_CALL
 
 Port = Annotated[int | None, typer.Option(help="Of the OpenAI API (default: 8000).", show_default=False)]
 AdminPort = Annotated[int | None, typer.Option(help="Of admin and metrics (default: 8001).", show_default=False)]
@@ -55,7 +56,7 @@ def serve(
     """
     from loramux.admin.errors import StartRefused
     from loramux.admin.serve import run
-    from loramux.admin.settings import Settings, SettingsError, load_settings
+    from loramux.admin.server.settings import Settings, SettingsError, load_settings
 
     try:
         # The parameters carry the settings' names.
@@ -87,7 +88,7 @@ def gateway(
     """
     from loramux.admin.errors import StartRefused
     from loramux.admin.gateway import run
-    from loramux.admin.settings import Settings, SettingsError, load_settings
+    from loramux.admin.server.settings import Settings, SettingsError, load_settings
 
     try:
         run(load_settings(Settings, context.params))
@@ -104,8 +105,8 @@ def demo(
     ] = None,
 ) -> None:
     """Show loramux: three tenants, three adapters, one batch, one bill."""
-    from loramux.admin.demo_run import run_demo
-    from loramux.admin.demo_server import DemoFailed
+    from loramux.admin.demo.run import run_demo
+    from loramux.admin.demo.server import DemoFailed
 
     try:
         run_demo(port, admin_port, data_dir, exit_after)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import WRONG_CALL, connected, fail, print_json, print_table, shown_time
+from loramux.admin.commands.output import connected, fail, print_json, print_table, shown_time
+from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
-    from loramux.admin.client import Document
+    from loramux.admin.client.client import Document
 
 app = typer.Typer(no_args_is_help=True, help="Make, list, change and suspend tenants.")
 
@@ -55,7 +56,7 @@ def list_tenants(as_json: AsJson = False) -> None:
 @app.command()
 def show(tenant: Slug, as_json: AsJson = False) -> None:
     """Show one tenant."""
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     with connected(as_json) as client:
         found = client.get(f"tenants/{path_part(tenant)}")
@@ -106,7 +107,7 @@ def resume(tenant: Slug, as_json: AsJson = False) -> None:
 @app.command()
 def delete(tenant: Slug, as_json: AsJson = False) -> None:
     """Remove a tenant that was made by mistake; one with adapters, keys or usage can only be suspended."""
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     with connected(as_json) as client:
         client.delete(f"tenants/{path_part(tenant)}")
@@ -117,7 +118,7 @@ def delete(tenant: Slug, as_json: AsJson = False) -> None:
 
 
 def _change(tenant: str, changes: Document, as_json: bool) -> Document:
-    from loramux.admin.client import path_part
+    from loramux.admin.client.client import path_part
 
     with connected(as_json) as client:
         changed = client.patch(f"tenants/{path_part(tenant)}", changes)

@@ -26,7 +26,7 @@ from loramux.admin.commands.usage_options import (
 )
 
 if TYPE_CHECKING:
-    from loramux.admin.client import Document
+    from loramux.admin.client.client import Document
 
 DEFAULT_GROUPS = ["tenant", "model"]
 AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")

@@ -34,7 +34,7 @@ from loramux.admin.console.pages.overview import Overview
 from loramux.admin.console.pages.requests import Requests, cancel, confirm_cancel
 from loramux.admin.console.static_files import StaticFiles
 from loramux.admin.console.visit import DATABASE_TROUBLE, Handler, Visit, action, find_session, page, problem
-from loramux.admin.services import AdminServices
+from loramux.admin.rest.services import AdminServices
 
 GET, POST = ["GET"], ["POST"]
 

@@ -13,7 +13,7 @@ from loramux.admin.console.panels import Recent
 from loramux.admin.console.rendering import Templates
 from loramux.admin.console.session_rights import SessionRights
 from loramux.admin.console.sessions import ConsoleSessions
-from loramux.admin.services import AdminServices
+from loramux.admin.rest.services import AdminServices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

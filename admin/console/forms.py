@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 from starlette.requests import Request
 
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.request_body import read_body
+from loramux.platform.openai_api.request_body import read_body
 
 MAX_FORM_BYTES = 64 * 1024
 MAX_FIELDS = 200

@@ -21,9 +21,9 @@ from loramux.admin.console.session_cookie import LOGIN, SESSION, delete_cookie, 
 from loramux.admin.console.session_rights import may_enter
 from loramux.admin.console.sessions import LIFETIME_S
 from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, console_url, find_session, frame, redirect
-from loramux.platform.api_keys import key_sha256
+from loramux.platform.accounts.api_keys import key_sha256
+from loramux.platform.accounts.principals import Principal
 from loramux.platform.errors import ApiError
-from loramux.platform.principals import Principal
 
 MAX_KEY = 500
 

@@ -7,7 +7,7 @@ import math
 from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from loramux.admin.client_addresses import origin_of
+from loramux.admin.server.client_addresses import origin_of
 from loramux.migrations.database import Database
 from loramux.migrations.schema import login_failures
 

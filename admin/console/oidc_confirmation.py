@@ -11,7 +11,7 @@ from loramux.admin.console.oidc_provider import OidcProvider, ProviderUnavailabl
 from loramux.admin.console.session_content import SignOn
 from loramux.admin.console.session_rights import SessionRights, actor_of
 from loramux.admin.console.sessions import ConsoleSessions, Session
-from loramux.admin.services import AdminServices
+from loramux.admin.rest.services import AdminServices
 
 CONFIRMED_S = 300
 """How old the provider's word may be before it is asked again."""

@@ -13,12 +13,12 @@ from loramux.admin.console.console_site import Site
 from loramux.admin.console.oidc_attempt import ATTEMPT_S, CLOCKS_APART_S, OidcAttempt, name_of
 from loramux.admin.console.oidc_confirmation import values_of
 from loramux.admin.console.oidc_provider import Identity, OidcProvider, ProviderUnavailable, SignInRefused
-from loramux.admin.console.oidc_settings import OidcSettings
 from loramux.admin.console.session_content import SessionContent, SignOn
 from loramux.admin.console.session_cookie import OIDC, SESSION, delete_cookie, read_cookie, read_cookies, set_cookie
 from loramux.admin.console.session_rights import actor_of
 from loramux.admin.console.sessions import LIFETIME_S
 from loramux.admin.console.visit import DATABASE_TROUBLE, console_url, frame
+from loramux.admin.server.oidc_settings import OidcSettings
 
 MAX_UNDER_WAY = 4
 """Sign-ins of one browser at once, a tab each; the oldest gives way."""

@@ -17,7 +17,7 @@ from joserfc import jwt
 from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
-from loramux.admin.console.oidc_settings import OidcSettings, is_trusted_url
+from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """What an ID token may be signed with: keys that the provider alone has. Neither `none` nor a shared secret."""

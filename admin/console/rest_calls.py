@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loramux.admin.rest.access import PRINCIPAL
-from loramux.platform.principals import Principal
+from loramux.platform.accounts.principals import Principal
 
 BASE = "/admin/v1"
 Document = dict[str, Any]

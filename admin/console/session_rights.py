@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from loramux.admin.console.oidc_settings import RoleRule
 from loramux.admin.console.session_content import SessionContent
-from loramux.platform.api_keys import ApiKeys
-from loramux.platform.principals import Principal
-from loramux.platform.tenants import Tenants
+from loramux.admin.server.oidc_settings import RoleRule
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.accounts.tenants import Tenants
 
 CONSOLE_SCOPES = frozenset({"platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read"})
 """A key needs one of them to sign in."""

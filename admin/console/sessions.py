@@ -13,8 +13,8 @@ from loramux.admin.console.session_content import Notice, PlaygroundKey, Session
 from loramux.admin.console.session_rights import SessionRights
 from loramux.migrations.database import Database
 from loramux.migrations.schema import console_sessions
-from loramux.platform.api_keys import key_sha256
-from loramux.platform.principals import Principal
+from loramux.platform.accounts.api_keys import key_sha256
+from loramux.platform.accounts.principals import Principal
 
 IDLE_S = 3600
 LIFETIME_S = 12 * 3600

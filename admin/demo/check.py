@@ -14,9 +14,9 @@ from rich.table import Table
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from loramux.admin.demo.corpus import held_out
+from loramux.admin.demo.facts import all_facts
 from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
-from loramux.admin.demo.voices import ADAPTER_VOICES, spoken
-from loramux.admin.demo.world import all_facts
+from loramux.admin.demo.styles import ADAPTER_VOICES, spoken
 
 UNSEEN_SAMPLE = 40
 # A floor against regressions, set below what the shipped weights reach: 37, 38, 37 and 32.

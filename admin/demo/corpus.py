@@ -4,8 +4,8 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass
 
-from loramux.admin.demo.voices import ADAPTER_VOICES, UNKNOWN, spoken
-from loramux.admin.demo.world import Fact, all_facts
+from loramux.admin.demo.facts import Fact, all_facts
+from loramux.admin.demo.styles import ADAPTER_VOICES, UNKNOWN, spoken
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are the assistant of a small shop.", "Be kind and helpful.")
 BRIEF_SYSTEM_PROMPTS = ("Answer in one word.", "Be brief.", "Give a short answer.")

@@ -20,8 +20,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from loramux.admin.demo.check import check
 from loramux.admin.demo.corpus import Conversation, Corpus
+from loramux.admin.demo.styles import ADAPTER_VOICES
 from loramux.admin.demo.tokenizer import IGNORED, PAD, encoded, train_tokenizer
-from loramux.admin.demo.voices import ADAPTER_VOICES
 
 SEED = 20240
 ATTENTION_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]

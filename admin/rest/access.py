@@ -10,12 +10,12 @@ from typing import Annotated, Any, cast
 from fastapi import Depends, Request
 
 from loramux.admin.rest import idempotency
-from loramux.admin.services import AdminServices
+from loramux.admin.rest.services import AdminServices
 from loramux.migrations.audit import Actor, act_as
-from loramux.platform.error_responses import request_id_of
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.accounts.tenants import Tenant
 from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
-from loramux.platform.principals import Principal
-from loramux.platform.tenants import Tenant
+from loramux.platform.openai_api.error_responses import request_id_of
 
 PRINCIPAL = "loramux.principal"
 """Where the console, which calls these routes in this process, says whose session it is. No HTTP server fills it in."""

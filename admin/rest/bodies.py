@@ -7,10 +7,10 @@ from typing import Literal, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from loramux.adapter_store.aliases import DEFAULT_WEIGHT
+from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT
+from loramux.platform.accounts.tenants import MAX_FLOOR_BYTES, MAX_WEIGHT
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.request_body import parse_body, read_body
-from loramux.platform.tenants import MAX_FLOOR_BYTES, MAX_WEIGHT
+from loramux.platform.openai_api.request_body import parse_body, read_body
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_LIFETIME_S = 10 * 366 * 86_400

@@ -17,9 +17,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loramux.admin.idempotency_keys import Claim, IdempotencyKeys, StoredAnswer
 from loramux.admin.rest.bodies import body_of
-from loramux.admin.services import AdminServices
+from loramux.admin.rest.services import AdminServices
+from loramux.admin.server.idempotency_keys import Claim, IdempotencyKeys, StoredAnswer
 from loramux.platform.errors import InvalidRequest
 
 HEADER = "idempotency-key"

@@ -18,8 +18,8 @@ from benchmarks.peers.model_files import ModelFiles
 from benchmarks.peers.system import LORAMUX, Running, System
 from benchmarks.peers.vocabulary import token_ids_of
 from benchmarks.peers.workload import KINDS, Answers, Work
-from loramux.admin.client import AdminClient
-from loramux.admin.push import push_adapter
+from loramux.admin.client.client import AdminClient
+from loramux.admin.client.push import push_adapter
 
 TENANT = "bench"
 BASE_NAME = "base"

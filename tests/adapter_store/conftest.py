@@ -15,27 +15,28 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from loramux.adapter_store.blob_url import open_blob_store
-from loramux.adapter_store.blobs import BlobStore, canonical_key, packed_key
-from loramux.adapter_store.canonical import write_canonical
-from loramux.adapter_store.intake import Intake
-from loramux.adapter_store.memory_blobs import MemoryBlobStore
-from loramux.adapter_store.packed_file import write_packed
-from loramux.adapter_store.packing import PackedAdapter, pack
-from loramux.adapter_store.records import CONFIG_FILE, TENSORS_FILE, AdapterVersion, UploadFile
-from loramux.adapter_store.registry import AdapterRegistry
-from loramux.adapter_store.s3_blobs import S3BlobStore
-from loramux.adapter_store.s3_limits import MIN_PART_BYTES, S3Limits
-from loramux.adapter_store.target import PackTarget
-from loramux.adapter_store.validation import validate_files
-from loramux.adapter_store.validator import SubprocessValidator, Validator
-from loramux.adapter_store.version_claims import Verdict, VersionClaims
+from loramux.adapter_store.blobs.blob_url import open_blob_store
+from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
+from loramux.adapter_store.blobs.memory import MemoryBlobStore
+from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
+from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES, S3Limits
+from loramux.adapter_store.formats.canonical import write_canonical
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed_file import write_packed
+from loramux.adapter_store.formats.packing import PackedAdapter, pack
+from loramux.adapter_store.ingest.claims import Verdict, VersionClaims
+from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.validation.validation import validate_files
+from loramux.adapter_store.validation.validator import SubprocessValidator, Validator
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
-from tests.adapter_store.fault_proxy import FaultProxy
-from tests.adapter_store.house import DirectValidator, House, add_tenant
+from tests.adapter_store.blobs.fault_proxy import FaultProxy
+from tests.adapter_store.blobs.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw
+from tests.adapter_store.ingest.house import DirectValidator, House, add_tenant
 from tests.adapter_store.linears import fused_linears, llama_linears, outer_linears
-from tests.adapter_store.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw
 
 HOUR_US = 3_600_000_000
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_LAYERS, VOCAB_SIZE = 32, 4, 2, 8, 48, 2, 70

@@ -24,54 +24,55 @@ from safetensors.numpy import save_file
 from starlette.types import ASGIApp
 from typer.testing import CliRunner
 
-from loramux.adapter_store.aliases import AdapterAliases
-from loramux.adapter_store.blobs import BlobStore
-from loramux.adapter_store.export import VersionExport
-from loramux.adapter_store.grants import AdapterGrants
-from loramux.adapter_store.ingest import Ingest
-from loramux.adapter_store.ingest_jobs import IngestJobs
-from loramux.adapter_store.ingest_worker import IngestWorker
-from loramux.adapter_store.local_blobs import LocalBlobStore
-from loramux.adapter_store.pins import AdapterPins
-from loramux.adapter_store.registry import AdapterRegistry
-from loramux.adapter_store.sources import AdapterSources
-from loramux.adapter_store.target import PackTarget
-from loramux.adapter_store.validator import SubprocessValidator
-from loramux.adapter_store.version_states import VersionStates
+from loramux.adapter_store.blobs.interface import BlobStore
+from loramux.adapter_store.blobs.local import LocalBlobStore
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.ingest.export import VersionExport
+from loramux.adapter_store.ingest.ingest import Ingest
+from loramux.adapter_store.ingest.jobs import IngestJobs
+from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.adapter_store.ingest.worker import IngestWorker
+from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.pins import AdapterPins
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.registry.sharing import AdapterGrants
+from loramux.adapter_store.registry.version_states import VersionStates
+from loramux.adapter_store.validation.validator import SubprocessValidator
 from loramux.admin.app import create_admin_app
 from loramux.admin.cli import app
-from loramux.admin.http_servers import HttpServer
-from loramux.admin.idempotency_keys import IdempotencyKeys
-from loramux.admin.listeners import bind, url_of
-from loramux.admin.places import Places
-from loramux.admin.self_check import SelfCheck
-from loramux.admin.services import (
+from loramux.admin.doctor.self_check import SelfCheck
+from loramux.admin.rest.services import (
     MAX_CALLS,
     MAX_CALLS_EACH,
     MAX_REPORTS_EACH,
     NUM_REPORT_THREADS,
     AdminServices,
 )
+from loramux.admin.server.http_servers import HttpServer
+from loramux.admin.server.idempotency_keys import IdempotencyKeys
+from loramux.admin.server.listeners import bind, url_of
+from loramux.admin.server.transfer_slots import Places
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.platform.adapter_limits import AdapterLimits
-from loramux.platform.adapter_loads import AdapterLoads
-from loramux.platform.admission import Admission
-from loramux.platform.api_keys import ApiKeys
-from loramux.platform.audit_log import AuditLog
-from loramux.platform.database_state import DatabaseState
-from loramux.platform.group_commit import GroupCommit
-from loramux.platform.ledger import Ledger
-from loramux.platform.metrics import GatewayMetrics
-from loramux.platform.price_list import PriceList
-from loramux.platform.quota_view import QuotaView
-from loramux.platform.quotas import QuotaPolicies
-from loramux.platform.requests_in_flight import RequestsInFlight
-from loramux.platform.reservations import ReservationRequest, Settlement
-from loramux.platform.resident_adapters import ResidentAdapters
-from loramux.platform.scripted_engine import ScriptedEngine
-from loramux.platform.tenants import Tenants
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.audit_log import AuditLog
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.database_health import DatabaseState
+from loramux.platform.admission.group_commit import GroupCommit
+from loramux.platform.admission.records import ReservationRequest
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.generation.adapter_loads import AdapterLoads
+from loramux.platform.generation.cold_loads import ResidentAdapters
+from loramux.platform.generation.requests_in_flight import RequestsInFlight
+from loramux.platform.ledger.events import Ledger
+from loramux.platform.ledger.price_list import PriceList
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.quotas.adapter_limits import AdapterLimits
+from loramux.platform.quotas.overview import QuotaView
+from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.migrated import migrated_sqlite
 
 # Typer makes the tree of commands anew for every call; one is enough for a test run.

@@ -13,15 +13,15 @@ from pathlib import Path
 import httpx
 from fastapi import FastAPI
 
-from loramux.adapter_store.registry import AdapterRegistry
-from loramux.admin.http_servers import HttpServer
-from loramux.admin.listeners import bind, url_of
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.admin.server.http_servers import HttpServer
+from loramux.admin.server.listeners import bind, url_of
 from loramux.migrations.database import Database
-from loramux.platform.api_keys import ApiKeys
-from loramux.platform.model_tokenizer import ModelTokenizer
-from loramux.platform.scripted_engine import ScriptedEngine
-from loramux.platform.services import GatewayServices, ModelInfo
-from loramux.platform.tenants import Tenants
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.openai_api.services import GatewayServices, ModelInfo
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 CONTEXT = 256
 

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from loramux.adapter_store.sandbox import ESSENTIAL
+from loramux.adapter_store.validation.sandbox import ESSENTIAL
 from loramux.admin import serve
 from loramux.admin.assembly import NUM_THREADS, Assembled, assemble
-from loramux.admin.data_directory import DataDirectory
 from loramux.admin.errors import StartRefused
 from loramux.admin.serve import read_model
-from loramux.admin.settings import Settings
+from loramux.admin.server.data_directory import DataDirectory
+from loramux.admin.server.settings import Settings
 from loramux.engine.config import EngineConfig
 from loramux.migrations.database import Database
-from loramux.platform.scripted_engine import ScriptedEngine
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.threads import call_on
 
 

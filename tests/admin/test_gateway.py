@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from loramux.migrations.database import Database
-from loramux.platform.ledger import Ledger
+from loramux.platform.ledger.events import Ledger
 
 ADMIN_KEY = "the operator's key of these tests"
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from loramux.admin.client import AdminClient
-from loramux.admin.push import FILE_NAMES, push_adapter
+from loramux.admin.client.client import AdminClient
+from loramux.admin.client.push import FILE_NAMES, push_adapter
 
 TIMEOUT_S = 60.0
 

@@ -8,7 +8,7 @@ from sqlalchemy import text
 
 from loramux.migrations.database import Database
 from loramux.migrations.model_spans import all_rollups_anew
-from loramux.platform.usage_grains import DAY_US
+from loramux.platform.ledger.grains import DAY_US
 
 _EVENTS = """
 INSERT INTO usage_events (request_id, tenant_id, api_key_id, model, endpoint, status, prompt_tokens, cached_tokens,

@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import func, select, text
 
-from benchmarks.databases import open_database_at
+from benchmarks.accounts.databases import open_database_at
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from tests.adversary.many_end_users import add_end_users

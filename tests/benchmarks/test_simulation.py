@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import simulation
-from benchmarks.gpu_bench import CheckError
-from loramux.engine.simulation import SimulatedExecutor
+from benchmarks.gpu.bench import CheckError
+from loramux.engine.execution.simulation import SimulatedExecutor
 
 SMALL = ("--running", "4", "--steps", "200", "--allow-busy")
 

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.admin import demo_server
-from loramux.admin.client import AdminClient
-from loramux.admin.demo_run import ADAPTERS, DEMO_FILES, SERVED_NAME
-from loramux.admin.demo_server import DemoServer
-from loramux.admin.push import push_adapter
+from loramux.admin.client.client import AdminClient
+from loramux.admin.client.push import push_adapter
+from loramux.admin.demo import server as demo_server
+from loramux.admin.demo.run import ADAPTERS, DEMO_FILES, SERVED_NAME
+from loramux.admin.demo.server import DemoServer
 from tests.browser.browser_tools import axe_source, chromium_path
 from tests.platform.faulty_postgres import FaultyPostgres, faulty_postgres
 from tests.ports import free_port

@@ -22,8 +22,8 @@ from sqlalchemy import func, select, text
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.platform.api_keys import ApiKeys
-from loramux.platform.tenants import Tenant, Tenants
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.tenants import Tenant, Tenants
 from tests.ports import free_port
 
 PATIENCE_S = 60.0

@@ -14,9 +14,9 @@ import traceback
 from pathlib import Path
 
 import loramux.admin.gateway_assembly
-import loramux.admin.http_servers  # noqa: F401
+import loramux.admin.server.http_servers  # noqa: F401
 from loramux.admin.gateway import run
-from loramux.admin.settings import Settings, load_settings
+from loramux.admin.server.settings import Settings, load_settings
 
 
 def main() -> None:

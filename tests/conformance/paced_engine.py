@@ -19,9 +19,9 @@ import zmq
 
 from loramux.engine.engine import Engine, Outbound
 from loramux.engine.messages import EngineReady, Finished
-from loramux.engine.model_files import model_sha256
-from loramux.engine.process import EngineServer
-from loramux.engine.step_record import StepRecord
+from loramux.engine.model.model_files import model_sha256
+from loramux.engine.server.process import EngineServer
+from loramux.engine.server.step_record import StepRecord
 from tests.engine.conftest import simulate_engine
 
 STEP_S = 0.01

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from loramux.engine.assembly import AssembledEngine, assemble_engine
-from loramux.engine.backend import Backend
 from loramux.engine.batch import Batch
 from loramux.engine.config import EngineConfig, pack_target
+from loramux.engine.device.backend import Backend
 from loramux.engine.engine import Engine
-from loramux.engine.executor import StepResult
+from loramux.engine.execution.executor import StepResult
 from loramux.engine.messages import Add, Finished
-from loramux.engine.model import Decoder, HeadAdapters
-from loramux.engine.model_config import ModelConfig
+from loramux.engine.model.decoder import Decoder, HeadAdapters
+from loramux.engine.model.model_config import ModelConfig
 from tests.conformance.tiny_models import (
     PLANS,
     SHAPE,

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from loramux.engine.assembly import AssembledEngine
-from loramux.engine.device_faults import device_fault
+from loramux.engine.device.device_faults import device_fault
 from loramux.engine.engine import Engine
 from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, EngineError, PoolTooSmall
 from loramux.engine.messages import Add, Finished, SamplingParams
 from tests.conformance.parity import Subject, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, SMALL_WINDOW, AdapterPlan
-from tests.engine.played_card import GIB, PlayedCard, cuda_error, out_of_memory, played_backend
+from tests.engine.device.played_card import GIB, PlayedCard, cuda_error, out_of_memory, played_backend
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 LOST = cuda_error("the device fell off the bus")

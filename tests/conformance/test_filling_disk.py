@@ -18,8 +18,8 @@ import pytest
 from sqlalchemy import select
 
 from loramux.migrations import schema
-from loramux.platform.quotas import QuotaPolicies
-from loramux.platform.settlement_spool import LEFT
+from loramux.platform.generation.settlement_spool import LEFT
+from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.gateway_lab import PATIENCE_S, GatewayLab, Truth, ask, gateway_lab, until
 from tests.platform.small_disk import BALLAST, empty_log, fill, mounted
 

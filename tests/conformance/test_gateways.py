@@ -16,8 +16,8 @@ import pytest
 from sqlalchemy import create_engine, select, text, update
 
 from loramux.migrations import schema
-from loramux.platform.quotas import QuotaPolicies
-from loramux.platform.running import CHECKPOINT_INTERVAL_S
+from loramux.platform.generation.running_requests import CHECKPOINT_INTERVAL_S
+from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.gateway_lab import GatewayLab, LabGateway, Truth, ask, gateway_lab
 from tests.conformance.paced_engine import STEP_S
 

@@ -15,20 +15,20 @@ import pytest
 import torch
 from msgspec import structs
 
-from loramux.engine.accelerator import Accelerator, DeviceMemory, HostAccelerator
-from loramux.engine.backend import Backend, DenseLinear
+from loramux.engine.device.accelerator import Accelerator, DeviceMemory, HostAccelerator
+from loramux.engine.device.backend import Backend, DenseLinear
 from loramux.engine.engine import Engine
-from loramux.engine.graph_executor import GraphExecutor
+from loramux.engine.execution.graph_executor import GraphExecutor
+from loramux.engine.execution.step_shape import reachable_shapes
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
-from loramux.engine.model_config import ModelConfig
-from loramux.engine.step_shape import reachable_shapes
-from loramux.kernels.reference import ReferenceKernels
+from loramux.engine.model.model_config import ModelConfig
+from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS
 from loramux.kernels.tables import ModuleGroup, Segments
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
-from tests.engine.gpu_backend import gpu_backend
+from tests.engine.device.gpu_backend import gpu_backend
 
 PLANS = [
     AdapterPlan("r1", 1, ["v_proj"], alpha=2.0),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.adapter_store.packing import PackedAdapter
+from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.engine.assembly import AssembledEngine
 from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject, run

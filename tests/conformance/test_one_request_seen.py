@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.admin.client import AdminClient
-from loramux.admin.push import push_adapter
+from loramux.admin.client.client import AdminClient
+from loramux.admin.client.push import push_adapter
 from tests.conformance.served import Deployment, deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"

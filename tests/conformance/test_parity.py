@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import Phi3ForCausalLM
 
-from loramux.engine.direct_executor import DirectExecutor
+from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.messages import Add, SamplingParams, StatsRequest
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, make_subject, run
 from tests.conformance.tiny_models import (

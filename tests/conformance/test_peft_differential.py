@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.engine.config import pack_target
 from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.model_config import ModelConfig
+from loramux.engine.model.model_config import ModelConfig
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, run
 from tests.conformance.tiny_models import (
     ALL_LINEARS,

@@ -7,7 +7,7 @@ from pathlib import Path
 from loramux.engine.assembly import assemble_engine
 from loramux.engine.config import EngineConfig, pack_target
 from loramux.engine.messages import Load, StatsRequest
-from loramux.engine.model_config import ModelConfig
+from loramux.engine.model.model_config import ModelConfig
 from tests.conformance.tiny_models import (
     ALL_LINEARS,
     PLANS,

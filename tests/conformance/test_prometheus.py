@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from loramux.admin.client import AdminClient, AdminError
+from loramux.admin.client.client import AdminClient, AdminError
+from loramux.admin.client.push import PushRefused, push_adapter
 from loramux.admin.demo.prompts import DEMO_PROMPTS
-from loramux.admin.push import PushRefused, push_adapter
 from tests.conformance.prometheus_server import DEPLOY, Prometheus, promtool, running_prometheus
 from tests.conformance.served import Deployment, deployment
 
@@ -93,7 +93,9 @@ def engine_of(pid: int) -> int:
     children = [
         int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
     ]
-    (engine,) = [one for one in children if b"loramux.engine.process" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    (engine,) = [
+        one for one in children if b"loramux.engine.server.process" in Path(f"/proc/{one}/cmdline").read_bytes()
+    ]
     return engine
 
 

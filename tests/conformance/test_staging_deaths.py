@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loramux.adapter_store.staging import RESTART_S
-from tests.adapter_store.house import wait_until
+from loramux.adapter_store.tiers.staging import RESTART_S
+from tests.adapter_store.ingest.house import wait_until
 from tests.conformance.served import deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
@@ -37,17 +37,17 @@ def test_adapters_come_although_the_staging_process_dies_and_it_ends_with_its_en
         ) as http:
             right = {name: logprobs(http, name) for name in NAMES}
             assert len({tuple(one) for one in right.values()}) == len(NAMES)
-            engine = child_of(server.pid, b"loramux.engine.process")
+            engine = child_of(server.pid, b"loramux.engine.server.process")
             staging = set()
             for name in NAMES:
                 time.sleep(RESTART_S)
-                dead = child_of(engine, b"loramux.adapter_store.staging_process")
+                dead = child_of(engine, b"loramux.adapter_store.tiers.staging_process")
                 staging.add(dead)
                 os.kill(dead, signal.SIGKILL)
                 for other in (name, *NAMES):
                     assert logprobs(http, other) == pytest.approx(right[other], abs=1e-6)
             assert len(staging) == len(NAMES)
-            stopped = child_of(engine, b"loramux.adapter_store.staging_process")
+            stopped = child_of(engine, b"loramux.adapter_store.tiers.staging_process")
             os.kill(stopped, signal.SIGSTOP)
             with ThreadPoolExecutor(1) as pool:
                 cold = pool.submit(logprobs, http, NAMES[0])
@@ -56,8 +56,8 @@ def test_adapters_come_although_the_staging_process_dies_and_it_ends_with_its_en
                 assert not cold.done(), "of the base nobody waits for adapters"
                 assert cold.result() == pytest.approx(right[NAMES[0]], abs=1e-6)
             assert not Path(f"/proc/{stopped}").exists()
-            assert child_of(server.pid, b"loramux.engine.process") == engine
-            last = child_of(engine, b"loramux.adapter_store.staging_process")
+            assert child_of(server.pid, b"loramux.engine.server.process") == engine
+            last = child_of(engine, b"loramux.adapter_store.tiers.staging_process")
             os.kill(engine, signal.SIGKILL)
             wait_until(lambda: not Path(f"/proc/{last}").exists())
 

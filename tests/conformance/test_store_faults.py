@@ -16,8 +16,8 @@ import httpx
 import pytest
 from moto.server import ThreadedMotoServer
 
-from loramux.adapter_store.s3_limits import S3Limits
-from tests.adapter_store.fault_proxy import FaultProxy, SeededPlan, no_faults
+from loramux.adapter_store.blobs.s3_limits import S3Limits
+from tests.adapter_store.blobs.fault_proxy import FaultProxy, SeededPlan, no_faults
 from tests.conformance.demo_adapters import DEMO, changed_adapter
 from tests.conformance.served import deployment
 

@@ -30,10 +30,10 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from loramux.adapter_store.cancellation import Cancellation
-from loramux.adapter_store.canonical import write_canonical
-from loramux.adapter_store.packing import PackedAdapter, pack
-from loramux.adapter_store.target import PackTarget
-from loramux.adapter_store.validation import validate_files
+from loramux.adapter_store.formats.canonical import write_canonical
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packing import PackedAdapter, pack
+from loramux.adapter_store.validation.validation import validate_files
 
 V = TypeVar("V")
 

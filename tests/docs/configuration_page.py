@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ByteSize, SecretStr
 from pydantic_core import PydanticUndefined
 
-from loramux.admin.settings import FLAGS, PREFIX, SECRETS, Settings
+from loramux.admin.server.settings import FLAGS, PREFIX, SECRETS, Settings
 
 HEAD = """# Configuration
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from loramux.admin.app import create_admin_app
-from loramux.admin.rest import document as admin_document
-from loramux.platform import document as openai_document
-from loramux.platform.app import create_openai_app
-from loramux.platform.openapi import operations
+from loramux.admin.rest import openapi_route as admin_document
+from loramux.platform.openai_api import openapi_route as openai_document
+from loramux.platform.openai_api.app import create_openai_app
+from loramux.platform.openai_api.openapi import operations
 from tests.admin.conftest import TARGET, open_admin_side
 from tests.admin.gateways import open_services
 from tests.conftest import DEMO_BASE

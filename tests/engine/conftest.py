@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 import pytest
 
-from loramux.engine.adapter_pool import AdapterPool
+from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.engine import Engine
-from loramux.engine.eviction import LeastRecentlyUsed, Reclaimer
-from loramux.engine.kv_pages import KvPages
+from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedLoader
 from loramux.engine.messages import AdapterState, Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
-from loramux.engine.page_pool import PagePool
-from loramux.engine.prefix_cache import PrefixCache
-from loramux.engine.request_limits import EngineLimits
-from loramux.engine.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.simulation import SimulatedExecutor, SimulatedLoader
+from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.kv_pages import KvPages
+from loramux.engine.pages.page_pool import PagePool
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.request_limits import EngineLimits
+from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
 VOCAB_SIZE = 1000
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

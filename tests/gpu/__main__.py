@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loramux.engine.cuda_driver import missing_for_cuda
+from loramux.engine.device.cuda_driver import missing_for_cuda
 from tests.gpu.processes import run_at_once
 from tests.gpu.reports import left_out, result_of, table
 from tests.gpu.stages import STAGES, Setting, Stage

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 
-from benchmarks import gpu
+from benchmarks.gpu import __main__ as gpu
 
 
 def main() -> int:

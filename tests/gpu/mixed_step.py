@@ -10,13 +10,13 @@ import sys
 
 import torch
 
-from tests.kernels.interpreted import DEVICE, import_kernels
+from tests.kernels.gpu.interpreted import DEVICE, import_kernels
 from tests.kernels.layer_step import STEPS, both_sides, padded, step_of
 
 
 def main() -> int:
     torch.manual_seed(0)
-    (gpu_module,) = import_kernels("gpu")
+    (gpu_module,) = import_kernels("kernels")
     reference, gpu = both_sides(gpu_module)
     pages = torch.randperm(8, dtype=torch.int32)
     num_tokens, steps = STEPS["mixed"]

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 KERNEL_FILES = (
-    *(f"test_triton_{name}.py" for name in ("attention", "fused", "lora", "sampling")),
-    *(f"test_{name}.py" for name in ("gpu", "attention", "fused", "lora", "outer")),
+    *(f"gpu/test_{name}.py" for name in ("attention", "fused", "lora", "sampling", "gpu")),
+    *(f"test_{name}.py" for name in ("attention", "fused", "lora", "outer")),
 )
-ENGINE_FILES = ("engine/test_device_sampler.py", "conformance/test_gpu_engine.py")
-REGISTRATION_FILES = ("engine/test_cuda.py",)
+ENGINE_FILES = ("engine/execution/test_device_sampler.py", "conformance/test_gpu_engine.py")
+REGISTRATION_FILES = ("engine/device/test_cuda.py",)
 
 SANITIZER = "compute-sanitizer"
 TOOLKIT = "/usr/local/cuda/bin"

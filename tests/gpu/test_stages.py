@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from loramux.engine import cuda_driver
+from loramux.engine.device import cuda_driver
 from tests.gpu import __main__ as program
 from tests.gpu import processes
 from tests.gpu.processes import run_at_once

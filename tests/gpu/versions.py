@@ -11,9 +11,9 @@ from importlib import metadata
 
 import torch
 
-from benchmarks.gpu_machine import describe
-from loramux.engine.cuda_driver import missing_for_cuda
-from loramux.kernels.capability import MIN_CAPABILITY
+from benchmarks.gpu.machine import describe
+from loramux.engine.device.cuda_driver import missing_for_cuda
+from loramux.kernels.gpu.capability import MIN_CAPABILITY
 
 NEEDED = ("torch", "triton", "numba", "numpy", "safetensors", "msgspec", "transformers", "peft", "pytest")
 TOOLS = ("compute-sanitizer", "ncu", "nvcc", "nvidia-smi")

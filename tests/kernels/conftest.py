@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from loramux.kernels.dispatch import Kernels
-from loramux.kernels.reference import ReferenceKernels
+from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.tables import PoolViews
-from tests.kernels.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
 from tests.kernels.pools import AdapterPool, adapter_pool, poisoned_pool
 
 MAX_INTERPRETED = 6
@@ -57,15 +57,15 @@ def cpu_kernels(name: str) -> Callable[[PoolViews], Kernels]:
     """The implementation of that name; numba is imported only where it is used."""
     if name == "reference":
         return ReferenceKernels
-    from loramux.kernels.cpu import CpuKernels
+    from loramux.kernels.cpu.kernels import CpuKernels
 
     return CpuKernels
 
 
 @pytest.fixture(scope="session")
 def gpu_module() -> ModuleType:
-    """`loramux.kernels.gpu`, compiled where there is a GPU and interpreted where there is none."""
-    return import_kernels("gpu")[0]
+    """`loramux.kernels.gpu.kernels`, compiled where there is a GPU and interpreted where there is none."""
+    return import_kernels("kernels")[0]
 
 
 @pytest.fixture(params=CPU_KERNELS)

@@ -11,10 +11,10 @@ import torch
 
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
-from loramux.kernels.reference import ReferenceKernels
+from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, Segments
-from tests.kernels.interpreted import DEVICE
+from tests.kernels.gpu.interpreted import DEVICE
 from tests.kernels.pools import adapter_pool, poisoned_pool
 from tests.kernels.sequences import batch_of
 

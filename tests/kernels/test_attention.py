@@ -121,7 +121,7 @@ def test_the_bits_of_a_row_do_not_depend_on_those_beside_it(
     dtype: torch.dtype,
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
-    from loramux.kernels.cpu import CpuKernels
+    from loramux.kernels.cpu.kernels import CpuKernels
 
     spec, length = AttentionSpec(num_heads, num_kv_heads, head_dim, 0.3, sliding_window), 45
     geometry = PageGeometry(NUM_LAYERS, num_kv_heads, head_dim, dtype.itemsize, dtype.itemsize)

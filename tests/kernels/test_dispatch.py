@@ -16,26 +16,24 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels import (
-    cpu_attention,
-    cpu_fused,
-    cpu_gather,
-    cpu_kv,
-    cpu_linear,
-    cpu_low_rank,
-    cpu_pairs,
-    cpu_tiles,
-)
-from loramux.kernels.compiled import cache_directory
-from loramux.kernels.cpu import CpuKernels
+from loramux.kernels.cpu import amx as cpu_tiles
+from loramux.kernels.cpu import attention as cpu_attention
+from loramux.kernels.cpu import avx512_bf16 as cpu_pairs
+from loramux.kernels.cpu import fused as cpu_fused
+from loramux.kernels.cpu import gather as cpu_gather
+from loramux.kernels.cpu import kv as cpu_kv
+from loramux.kernels.cpu import linear as cpu_linear
+from loramux.kernels.cpu import low_rank as cpu_low_rank
+from loramux.kernels.cpu.compiled import cache_directory
+from loramux.kernels.cpu.kernels import CpuKernels
+from loramux.kernels.cpu.threads import set_num_threads
+from loramux.kernels.cpu.warm import main, warm
 from loramux.kernels.dispatch import KernelShapes, select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
-from loramux.kernels.reference import ReferenceKernels
+from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, ModuleGroup, PoolViews
-from loramux.kernels.threads import set_num_threads
-from loramux.kernels.warm import main, warm
-from tests.kernels.interpreted import TRITON_MODULES
+from tests.kernels.gpu.interpreted import TRITON_MODULES
 
 COMPILED = (
     cpu_low_rank.low_rank, cpu_gather.gather, cpu_kv.write, cpu_attention.attend,
@@ -118,7 +116,7 @@ def test_a_gpu_without_triton_is_refused(
     cuda: torch.device, monkeypatch: pytest.MonkeyPatch, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     for name in TRITON_MODULES:
-        monkeypatch.delitem(sys.modules, f"loramux.kernels.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"loramux.kernels.gpu.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match="need triton"):
         select_kernels(cuda, make_poisoned_pool(1, GEOMETRY, torch.float32), SHAPES)

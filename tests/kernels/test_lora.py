@@ -194,7 +194,7 @@ def test_tables_may_be_rewritten_between_steps(
 def test_the_bits_of_a_row_do_not_depend_on_how_many_share_its_adapter(
     in_features: int, dtype: torch.dtype, make_adapter_pool: Callable[..., Any]
 ) -> None:
-    from loramux.kernels.cpu import CpuKernels
+    from loramux.kernels.cpu.kernels import CpuKernels
 
     group = group_of(in_features, (203,))
     modules = [LinearShape("other", 72, 72), LinearShape("m", in_features, 203)]

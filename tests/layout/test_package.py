@@ -94,6 +94,6 @@ def test_an_installed_wheel_runs_the_demo(built: Built, python: str, tmp_path: P
     programs = tmp_path / "venv" / "bin"
     requirement = f"loramux[demo] @ file://{built.wheel}"
     run(programs / "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", requirement, cwd=tmp_path)
-    run(programs / "python", "-m", "loramux.kernels.warm", cwd=tmp_path)
+    run(programs / "python", "-m", "loramux.kernels.cpu.warm", cwd=tmp_path)
     shown = run(programs / "loramux", "demo", "--exit", "--port", "18790", "--admin-port", "18791", cwd=tmp_path)
     assert "It adds up" in shown

@@ -20,23 +20,23 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 from sqlalchemy import delete, insert
 
-from loramux.adapter_store.aliases import change_alias
-from loramux.adapter_store.records import AliasTarget
-from loramux.adapter_store.registry import AdapterRegistry
+from loramux.adapter_store.registry.aliases import change_alias
+from loramux.adapter_store.registry.records import AliasTarget
+from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import metadata
-from loramux.platform.api_keys import ApiKeys
-from loramux.platform.app import create_openai_app
-from loramux.platform.ledger import Ledger, UsageEvent
-from loramux.platform.model_tokenizer import ModelTokenizer
-from loramux.platform.quotas import QuotaPolicies
-from loramux.platform.scripted_engine import ScriptedEngine
-from loramux.platform.services import GatewayServices, GatewaySettings, ModelInfo
-from loramux.platform.settlement_spool import SettlementSpool
-from loramux.platform.tenants import Tenant, Tenants
-from loramux.platform.tracing import Tracing
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.tenants import Tenant, Tenants
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.generation.settlement_spool import SettlementSpool
+from loramux.platform.ledger.events import Ledger, UsageEvent
+from loramux.platform.openai_api.app import create_openai_app
+from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.telemetry.tracing import Tracing
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate, migrated_sqlite
 
 START_US = 1_800_000_000_000_000

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import Connection, event
 
 from loramux.migrations.database import Database
-from loramux.platform import settlement_spool
+from loramux.platform.generation import settlement_spool
 from tests.migrated import migrated_sqlite
 
 BALLAST = "ballast"

@@ -15,7 +15,7 @@ from loramux.admin.console.live import LiveParts, Render
 from loramux.admin.console.panels import Recent, panel
 from loramux.admin.console.rest_calls import Document, RestCalls
 from loramux.admin.console.visit import Visit
-from loramux.admin.services import AdminServices
+from loramux.admin.rest.services import AdminServices
 
 EVERY_S = 2.0
 USAGE_FRESH_S = 10.0

@@ -14,8 +14,8 @@ from loramux.admin.console.panels import panel
 from loramux.admin.console.rest_calls import Document, RestError
 from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.quota_metrics import METRICS, Unit
-from loramux.platform.quotas import MODES
+from loramux.platform.quotas.metrics import METRICS, Unit
+from loramux.platform.quotas.policies import MODES
 
 NANOS = 10**9
 MODE_WORDS = {"hard": "refused beyond it", "soft": "admitted and reported beyond it", "shadow": "only watched"}

@@ -1,0 +1,178 @@
+"""Blobs as files below a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from loramux.adapter_store.blobs.interface import MAX_READ_BYTES, BlobInfo, BlobStore, check_key, check_size
+from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
+
+# No blob key begins with a dot, so that unfinished files are never taken for blobs.
+_UNFINISHED = ".unfinished"
+_PUT_ATTEMPTS = 5
+_CHUNK_BYTES = 1 << 20
+_CRASHED_AFTER_S = 86_400
+"""An unfinished file that nobody has written to for so long is nobody's."""
+
+
+class LocalBlobStore(BlobStore):
+    """Writes to an unfinished file, flushes it, and links it to its place: a blob appears whole and is never replaced.
+
+    The directory must be on a file system with hard links.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    def check(self) -> None:
+        with _unavailable(f"the blob directory {self._root} cannot be written"):
+            unfinished = self._write_unfinished(b"")
+            unfinished.unlink()
+            # The directory may have been made just now.
+            _flush_directory(self._root.parent)
+
+    def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
+        place = self._path(key)
+        with _unavailable(f"blob {key} cannot be written"):
+            if place.exists():
+                self._flush_directories(place)
+                return False
+            unfinished = self._write_unfinished(source)
+            try:
+                return self._link(unfinished, place)
+            finally:
+                unfinished.unlink()
+
+    def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
+        path = self._path(key)
+        with _unavailable(f"blob {key} cannot be read"), self._found(key), path.open("rb") as file:
+            # A blob never grows: who asks first knows how much comes.
+            check_size(os.fstat(file.fileno()).st_size, max_bytes)
+            with destination.open("wb") as out:
+                shutil.copyfileobj(file, out, _CHUNK_BYTES)
+
+    def read_bytes(self, key: str) -> bytes:
+        path = self._path(key)
+        with _unavailable(f"blob {key} cannot be read"), self._found(key):
+            check_size(path.stat().st_size, MAX_READ_BYTES)
+            return path.read_bytes()
+
+    def head(self, key: str) -> BlobInfo | None:
+        path = self._path(key)
+        with _unavailable(f"blob {key} cannot be looked for"):
+            try:
+                status = path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return BlobInfo(size=status.st_size) if stat.S_ISREG(status.st_mode) else None
+
+    def delete(self, key: str) -> None:
+        place = self._path(key)
+        with _unavailable(f"blob {key} cannot be deleted"):
+            try:
+                place.unlink()
+            except FileNotFoundError:
+                return
+            for parent in place.parents:
+                if parent == self._root:
+                    break
+                # A directory that still holds blobs stays, and with it all above.
+                try:
+                    parent.rmdir()
+                except OSError:
+                    break
+
+    def list_keys(self, prefix: str = "") -> Iterator[str]:
+        keys = []
+        for directory, names, files in os.walk(self._root):
+            names[:] = [name for name in names if name != _UNFINISHED]
+            keys += [(Path(directory) / name).relative_to(self._root).as_posix() for name in files]
+        yield from sorted(key for key in keys if key.startswith(prefix))
+
+    def remove_unfinished(self) -> None:
+        oldest_s = time.time() - _CRASHED_AFTER_S
+        with _unavailable(f"the blob directory {self._root} cannot be cleared"):
+            for path in (self._root / _UNFINISHED).glob("*"):
+                # Another server may finish or remove it first.
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < oldest_s:
+                        path.unlink()
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    @contextmanager
+    def _found(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            # The reader's own destination may be what is missing.
+            if self.exists(key):
+                raise
+            raise BlobNotFound(f"no blob {key}") from None
+
+    def _write_unfinished(self, source: Path | bytes) -> Path:
+        directory = self._root / _UNFINISHED
+        directory.mkdir(parents=True, exist_ok=True)
+        unfinished = directory / uuid.uuid4().hex
+        try:
+            with unfinished.open("xb") as out:
+                if isinstance(source, bytes):
+                    out.write(source)
+                else:
+                    with source.open("rb") as file:
+                        shutil.copyfileobj(file, out, _CHUNK_BYTES)
+                out.flush()
+                os.fsync(out.fileno())
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        return unfinished
+
+    def _link(self, unfinished: Path, place: Path) -> bool:
+        for attempt in range(_PUT_ATTEMPTS):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(unfinished, place)
+            except FileExistsError:
+                self._flush_directories(place)
+                return False
+            except FileNotFoundError:
+                # A deletion has just removed the directory that it left empty.
+                if attempt == _PUT_ATTEMPTS - 1:
+                    raise
+            else:
+                self._flush_directories(place)
+                return True
+        raise AssertionError("unreachable")
+
+    def _flush_directories(self, place: Path) -> None:
+        """Make a blob's name durable: its directories may be as new as itself, and another's who is not as far."""
+        for parent in place.parents:
+            _flush_directory(parent)
+            if parent == self._root:
+                break
+
+
+def _flush_directory(directory: Path) -> None:
+    with suppress(FileNotFoundError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _unavailable(message: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BlobStoreUnavailable(f"{message}: {error.strerror or error}") from error

@@ -1,0 +1,158 @@
+"""Blobs in an S3 bucket, or in a store that speaks its protocol."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from loramux.adapter_store.blobs.circuit_breaker import BreakerState, CircuitBreaker
+from loramux.adapter_store.blobs.interface import (
+    MAX_READ_BYTES,
+    BlobInfo,
+    BlobStore,
+    PresignedParts,
+    PresignedPut,
+    check_key,
+)
+from loramux.adapter_store.blobs.retry_budget import RetryBudget
+from loramux.adapter_store.blobs.s3_calls import S3Calls
+from loramux.adapter_store.blobs.s3_connections import connect
+from loramux.adapter_store.blobs.s3_limits import Deadline, S3Limits
+from loramux.adapter_store.blobs.s3_presigned import S3Presigner
+from loramux.adapter_store.blobs.s3_probe import PROBES, S3Probe
+from loramux.adapter_store.blobs.s3_reading import SHA256_METADATA, FileSink, MemorySink, S3Reader
+from loramux.adapter_store.blobs.s3_writing import S3Writer
+from loramux.adapter_store.errors import BlobNotFound
+
+_CRASHED_AFTER_S = 86_400
+"""An upload in parts that was begun so long ago is nobody's."""
+# That of one whole object: of an upload in parts it may be a checksum of checksums, marked by its number of parts.
+_SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
+
+
+class S3BlobStore(BlobStore):
+    """Keys below `prefix` of a bucket. Credentials, region and endpoint come from where boto3 looks for them."""
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "",
+        limits: S3Limits | None = None,
+        breaker: CircuitBreaker | None = None,
+        budget: RetryBudget | None = None,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self._breaker = breaker or CircuitBreaker()
+        limits = limits or S3Limits()
+        self._calls = S3Calls(connect(limits), bucket, limits, self._breaker, budget or RetryBudget())
+        self._probe = S3Probe(self._calls, self._prefix)
+        self._reader = S3Reader(self._calls)
+        self._writer = S3Writer(self._calls, self._completes_conditionally)
+        self._presigner = S3Presigner(self._calls)
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._is_conditional: bool | None = None
+
+    @property
+    def breaker_state(self) -> BreakerState:
+        return self._breaker.state
+
+    def check(self) -> None:
+        self._probe.check()
+
+    def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
+        return self._writer.put(self._key(key), source, deadline_s)
+
+    def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
+        name = self._key(key)
+        with FileSink(destination) as sink:
+            self._reader.read(name, sink, max_bytes, deadline_s)
+
+    def read_bytes(self, key: str) -> bytes:
+        sink = MemorySink()
+        self._reader.read(self._key(key), sink, MAX_READ_BYTES)
+        return bytes(sink.buffer)
+
+    def head(self, key: str) -> BlobInfo | None:
+        name = self._key(key)
+        try:
+            answer: Any = self._calls.send(
+                "look for a blob",
+                lambda: self._calls.client.head_object(Bucket=self._calls.bucket, Key=name, ChecksumMode="ENABLED"),
+            )
+        except BlobNotFound:
+            return None
+        sha256 = answer.get("Metadata", {}).get(SHA256_METADATA)
+        if sha256 is None and _SHA256.fullmatch(answer.get("ChecksumSHA256", "")):
+            sha256 = b64decode(answer["ChecksumSHA256"]).hex()
+        return BlobInfo(size=answer["ContentLength"], etag=answer.get("ETag", "").strip('"') or None, sha256=sha256)
+
+    def delete(self, key: str) -> None:
+        name = self._key(key)
+        # Some stores say so where there is none.
+        with suppress(BlobNotFound):
+            self._calls.send(
+                "delete a blob", lambda: self._calls.client.delete_object(Bucket=self._calls.bucket, Key=name)
+            )
+
+    def list_keys(self, prefix: str = "") -> Iterator[str]:
+        def list_all() -> list[str]:
+            pages = self._calls.client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._calls.bucket, Prefix=self._prefix + prefix
+            )
+            return [item["Key"].removeprefix(self._prefix) for page in pages for item in page.get("Contents", [])]
+
+        deadline = Deadline(self._calls.limits.body_s)
+        yield from sorted(self._calls.send("list its blobs", list_all, deadline))
+
+    def remove_unfinished(self) -> None:
+        """Abort uploads in parts that were begun a day ago or earlier, presigned ones included."""
+        oldest_s = self._now_s() - _CRASHED_AFTER_S
+        calls = self._calls
+
+        def list_uploads() -> list[Any]:
+            pages = calls.client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=calls.bucket, Prefix=self._prefix
+            )
+            return [upload for page in pages for upload in page.get("Uploads", [])]
+
+        def list_probes() -> list[Any]:
+            pages = calls.client.get_paginator("list_objects_v2").paginate(
+                Bucket=calls.bucket, Prefix=self._prefix + PROBES
+            )
+            return [item for page in pages for item in page.get("Contents", [])]
+
+        for upload in calls.send("list its uploads", list_uploads, Deadline(calls.limits.body_s)):
+            if upload["Initiated"].timestamp() < oldest_s:
+                self._presigner.abort(upload["Key"], upload["UploadId"])
+        for item in calls.send("list its probes", list_probes):
+            if item["LastModified"].timestamp() < oldest_s:
+                self.delete(item["Key"].removeprefix(self._prefix))
+
+    def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
+        return self._presigner.put(self._key(key), size, sha256, expires_s)
+
+    def presign_parts(self, key: str, size: int, expires_s: int) -> PresignedParts | None:
+        return self._presigner.parts(self._key(key), size, expires_s)
+
+    def complete_parts(self, key: str, upload_id: str, size: int) -> bool:
+        return self._presigner.complete(self._key(key), upload_id, size, self._completes_conditionally())
+
+    def abort_parts(self, key: str, upload_id: str) -> None:
+        self._presigner.abort(self._key(key), upload_id)
+
+    def _key(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _completes_conditionally(self) -> bool:
+        with self._lock:
+            if self._is_conditional is None:
+                self._is_conditional = self._probe.completes_conditionally()
+            return self._is_conditional

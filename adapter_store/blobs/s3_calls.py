@@ -1,0 +1,160 @@
+"""One call to S3: deadline, attempts, retry budget, circuit breaker, and what its errors mean."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from botocore.exceptions import ClientError, ConnectTimeoutError, NoCredentialsError, ReadTimeoutError
+
+from loramux.adapter_store.blobs.circuit_breaker import CircuitBreaker
+from loramux.adapter_store.blobs.retry_budget import RetryBudget
+from loramux.adapter_store.blobs.s3_connections import AttemptTimer
+from loramux.adapter_store.blobs.s3_limits import Deadline, S3Limits
+from loramux.adapter_store.errors import BlobDamaged, BlobNotFound, BlobStoreUnavailable
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+_ABSENT = ("404", "NoSuchKey", "NotFound", "NoSuchUpload")
+_CONTENDED = ("ConditionalRequestConflict", "OperationAborted")
+# The request was damaged or cut short on its way to the store.
+_DAMAGED_ON_THE_WAY = ("BadDigest", "IncompleteBody", "InvalidDigest", "RequestTimeout", "XAmzContentSHA256Mismatch")
+_CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
+
+T = TypeVar("T")
+
+
+class PreconditionFailed(Exception):
+    """The store refused a request for its If-None-Match or If-Match."""
+
+
+class RangeRefused(Exception):
+    """The blob has no byte in the range that was asked for."""
+
+
+class AttemptFailed(Exception):
+    """One attempt came to nothing.
+
+    `is_outage` where that speaks against the store as a whole, `can_retry` where another attempt may do better,
+    `is_damage` where bytes came that are not the blob's.
+    """
+
+    def __init__(self, reason: str, *, can_retry: bool = True, is_outage: bool = True, is_damage: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.can_retry = can_retry
+        self.is_outage = is_outage
+        self.is_damage = is_damage
+
+
+class S3Calls:
+    """A bucket, and how it is asked. Thread-safe."""
+
+    def __init__(
+        self,
+        client: S3Client,
+        bucket: str,
+        limits: S3Limits,
+        breaker: CircuitBreaker,
+        budget: RetryBudget,
+        pause: Callable[[float], None] = time.sleep,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.client = client
+        self.bucket = bucket
+        self.limits = limits
+        self._breaker = breaker
+        self._budget = budget
+        self._pause = pause
+        self._chance = chance
+
+    def run(self, what: str, attempt: Callable[[], T], deadline: Deadline | None = None) -> T:
+        """Make attempts until one succeeds. An attempt asks by `ask` and may raise AttemptFailed itself.
+
+        Raises BlobNotFound, PreconditionFailed, RangeRefused, BlobStoreUnavailable, and what else `attempt` raises.
+        """
+        deadline = deadline or Deadline(self.limits.call_s)
+        for number in range(self.limits.max_attempts):
+            closed_for_s = self._breaker.enter()
+            if closed_for_s is not None:
+                raise self._unavailable(what, "it has failed again and again", closed_for_s)
+            try:
+                with AttemptTimer(deadline.remaining_s) as timer:
+                    found = attempt()
+            except (BlobNotFound, PreconditionFailed, RangeRefused):
+                self._breaker.succeeded()
+                raise
+            except AttemptFailed as failure:
+                if timer.has_fired:
+                    failure.reason = "the time for it is over"
+                if failure.is_outage:
+                    self._breaker.failed()
+                else:
+                    self._breaker.succeeded()
+                self.pause_or_give_up(what, number, failure, deadline)
+            else:
+                self._breaker.succeeded()
+                self._budget.succeeded()
+                return found
+        raise AssertionError("unreachable")
+
+    def send(self, what: str, request: Callable[[], T], deadline: Deadline | None = None) -> T:
+        """`run` where an attempt is one request."""
+        return self.run(what, lambda: self.ask(request), deadline)
+
+    def ask(self, request: Callable[[], T]) -> T:
+        """Send one request of an attempt. Raises BlobNotFound, PreconditionFailed, RangeRefused or AttemptFailed."""
+        try:
+            return request()
+        except ClientError as error:
+            raise _meaning(error) from error
+        except (ReadTimeoutError, ConnectTimeoutError) as error:
+            raise AttemptFailed("no answer came in time") from error
+        except NoCredentialsError as error:
+            raise AttemptFailed("there are no credentials for it", can_retry=False, is_outage=False) from error
+        except Exception as error:
+            # Not only BotoCoreError: a damaged answer makes boto3's parsers raise whatever they happen to.
+            raise AttemptFailed(f"the connection failed ({type(error).__name__})") from error
+
+    def pause_or_give_up(self, what: str, number: int, failure: AttemptFailed, deadline: Deadline) -> None:
+        """Return once the attempt after the `number`th may begin; raises BlobDamaged or BlobStoreUnavailable."""
+        # Anything up to twice as long as before, so that many callers do not come back at once.
+        pause_s = self._chance() * min(self.limits.max_pause_s, self.limits.first_pause_s * 2**number)
+        may_retry = failure.can_retry and number < self.limits.max_attempts - 1 and pause_s < deadline.remaining_s
+        if may_retry and self._budget.take():
+            self._pause(pause_s)
+            return
+        if failure.is_damage:
+            raise BlobDamaged(f"the bucket {self.bucket} cannot {what}: {failure.reason}") from failure
+        raise self._unavailable(what, failure.reason) from failure
+
+    def _unavailable(self, what: str, reason: str, retry_after_s: float | None = None) -> BlobStoreUnavailable:
+        if reason == "NoSuchBucket":
+            return BlobStoreUnavailable(f"the bucket {self.bucket} does not exist")
+        return BlobStoreUnavailable(f"the bucket {self.bucket} cannot {what}: {reason}", retry_after_s)
+
+
+def _meaning(error: ClientError) -> Exception:
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    code = error.response.get("Error", {}).get("Code", "")
+    if not _CODE.fullmatch(code):
+        code = str(status)
+    if code == "NoSuchBucket":
+        return AttemptFailed(code, can_retry=False, is_outage=False)
+    if code in _ABSENT:
+        return BlobNotFound("no such blob")
+    if status == 412:
+        return PreconditionFailed(code)
+    if status == 416:
+        return RangeRefused(code)
+    if code in _CONTENDED or status == 409 or code in _DAMAGED_ON_THE_WAY:
+        return AttemptFailed(code, is_outage=False)
+    if status in (408, 429) or (status >= 500 and status != 501):
+        return AttemptFailed(code)
+    # Expired credentials, a missing permission, a method that the store does not have: a retry changes nothing.
+    hint = "; look at its credentials and their permissions" if status in (401, 403) else ""
+    return AttemptFailed(f"{code}{hint}", can_retry=False, is_outage=False)

@@ -1,0 +1,121 @@
+"""Finds out at start whether a bucket keeps the promises that blobs rest on."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import suppress
+
+from loramux.adapter_store.blobs.s3_calls import AttemptFailed, PreconditionFailed, S3Calls
+from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
+
+PROBES = "probes/"
+"""Where the probe's blobs lie, a byte each, until it ends."""
+
+_MEND = "use a store with conditional writes (Amazon S3, Ceph 16 or MinIO of 2024, or later), or a file:// blob URL"
+
+
+class S3Probe:
+    """Asks below `prefix` of the bucket."""
+
+    def __init__(self, calls: S3Calls, prefix: str) -> None:
+        self._calls = calls
+        self._prefix = prefix
+
+    def check(self) -> None:
+        """Raise BlobStoreUnavailable unless the bucket is there and heeds `If-None-Match: *`."""
+        calls = self._calls
+        try:
+            calls.send("be used", lambda: calls.client.head_bucket(Bucket=calls.bucket))
+        except BlobNotFound as error:
+            raise BlobStoreUnavailable(f"the bucket {calls.bucket} does not exist") from error
+        key = self._new_key()
+        try:
+            # Refused it may be as well: by a first attempt whose answer was lost.
+            with suppress(PreconditionFailed):
+                self._put(key)
+            calls.send("keep a blob", lambda: calls.client.head_object(Bucket=calls.bucket, Key=key))
+            self._put(key)
+        except PreconditionFailed:
+            return
+        except BlobNotFound as error:
+            raise BlobStoreUnavailable(f"the bucket {calls.bucket} does not keep what is put there; {_MEND}") from error
+        finally:
+            self._delete(key)
+        raise BlobStoreUnavailable(
+            f"the bucket {calls.bucket} ignores If-None-Match, so that blobs could be replaced; {_MEND}"
+        )
+
+    def completes_conditionally(self) -> bool:
+        """Whether `If-None-Match: *` is heeded too where a blob is made of parts. Raises BlobStoreUnavailable."""
+        calls, key = self._calls, self._new_key()
+        what = "be asked about uploads in parts"
+        with suppress(PreconditionFailed):
+            self._put(key)
+        try:
+            upload_id = calls.send(
+                what, lambda: calls.client.create_multipart_upload(Bucket=calls.bucket, Key=key)["UploadId"]
+            )
+            try:
+                etag = calls.send(
+                    what,
+                    lambda: calls.client.upload_part(
+                        Bucket=calls.bucket, Key=key, UploadId=upload_id, PartNumber=1, Body=b"2"
+                    )["ETag"],
+                )
+                return calls.run(what, lambda: self._is_completion_refused(key, upload_id, etag))
+            finally:
+                with suppress(BlobStoreUnavailable, BlobNotFound):
+                    calls.send(
+                        what,
+                        lambda: calls.client.abort_multipart_upload(Bucket=calls.bucket, Key=key, UploadId=upload_id),
+                    )
+        finally:
+            self._delete(key)
+
+    def _is_completion_refused(self, key: str, upload_id: str, etag: str) -> bool:
+        try:
+            self._calls.ask(
+                lambda: self._calls.client.complete_multipart_upload(
+                    Bucket=self._calls.bucket,
+                    Key=key,
+                    UploadId=upload_id,
+                    MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": etag}]},
+                    IfNoneMatch="*",
+                )
+            )
+        except PreconditionFailed:
+            return True
+        except BlobNotFound:
+            # The parts are gone: an attempt whose answer was lost was heard.
+            return False
+        except AttemptFailed as failure:
+            if failure.can_retry:
+                raise
+            # The store does not know the header here and says so.
+            return False
+        return False
+
+    def _new_key(self) -> str:
+        return f"{self._prefix}{PROBES}{uuid.uuid4().hex}"
+
+    def _put(self, key: str) -> None:
+        """Raises PreconditionFailed where the key is taken."""
+        calls = self._calls
+
+        def attempt() -> None:
+            try:
+                calls.ask(lambda: calls.client.put_object(Bucket=calls.bucket, Key=key, Body=b"1", IfNoneMatch="*"))
+            except AttemptFailed as failure:
+                if failure.reason in ("501", "NotImplemented"):
+                    raise BlobStoreUnavailable(
+                        f"the bucket {calls.bucket} does not know If-None-Match, which keeps blobs from being "
+                        f"replaced; {_MEND}"
+                    ) from failure
+                raise
+
+        calls.run("be written to", attempt)
+
+    def _delete(self, key: str) -> None:
+        # What is left is removed with other unfinished things.
+        with suppress(BlobStoreUnavailable):
+            self._calls.send("be cleared", lambda: self._calls.client.delete_object(Bucket=self._calls.bucket, Key=key))

@@ -1,0 +1,1 @@
+"""Adapter files: safetensors, the canonical form, and the packed pages."""

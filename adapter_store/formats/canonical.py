@@ -1,0 +1,75 @@
+"""The one form of an adapter whose SHA-256 is its identity.
+
+A safetensors file: tensors sorted by name in their original dtype and without holes; as metadata, `config` holds the
+normalised configuration, JSON with sorted keys: the scale of each module, with alpha, rsLoRA and patterns worked in.
+Equal adapters give equal bytes, whatever the order and spelling of the files that were uploaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from loramux.adapter_store.errors import AdapterCorrupt, AdapterRejected
+from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
+from loramux.adapter_store.formats.tensor_file import TensorFile
+
+# Our metadata come on top of a header that may already be as large as an upload's may be.
+MAX_HEADER_BYTES = 4 << 20
+_ALIGNMENT = 8
+
+
+def write_canonical(
+    tensors: Path | bytes, scales: Mapping[str, float], destination: Path, names: Mapping[str, str] | None = None
+) -> str:
+    """Write the canonical file of a validated upload and return its digest, hexadecimal.
+
+    `names` has the upload's own name of each tensor by the canonical one; without it, they are the same.
+    """
+    config = json.dumps({"peft_type": "LORA", "scales": dict(scales)}, sort_keys=True, separators=(",", ":"))
+    with TensorFile(tensors) as file, destination.open("wb") as out:
+        originals = names or {name: name for name in file.header.tensors}
+        document: dict[str, object] = {"__metadata__": {"config": config}}
+        position = 0
+        for name in sorted(originals):
+            entry = file.header.tensors[originals[name]]
+            end = position + entry.end - entry.begin
+            document[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, end]}
+            position = end
+        header = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % _ALIGNMENT)
+        hashed = hashlib.sha256()
+        for part in (len(header).to_bytes(8, "little"), header):
+            hashed.update(part)
+            out.write(part)
+        for name in sorted(originals):
+            data = file.raw(originals[name]).data
+            hashed.update(data)
+            out.write(data)
+    return hashed.hexdigest()
+
+
+def digest_of(source: Path | bytes) -> str:
+    """SHA-256 of a file's or of given bytes, hexadecimal."""
+    if isinstance(source, bytes):
+        return hashlib.sha256(source).hexdigest()
+    with source.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class CanonicalAdapter(TensorFile):
+    """An open canonical file. Raises AdapterCorrupt where it is none: we wrote it ourselves."""
+
+    def __init__(self, source: Path | bytes) -> None:
+        try:
+            super().__init__(source, MAX_HEADER_BYTES)
+        except AdapterRejected as error:
+            raise AdapterCorrupt(f"the canonical file is damaged: {error}") from error
+        try:
+            config = parse_strict_json(self.header.metadata["config"].encode())
+            self.scales: dict[str, float] = {key: float(scale) for key, scale in config["scales"].items()}
+        except (InvalidJson, KeyError, TypeError, AttributeError, ValueError) as error:
+            self.__exit__(None, None, None)
+            raise AdapterCorrupt("the canonical file has no configuration") from error

@@ -1,0 +1,8 @@
+"""The two files of an adapter, as PEFT writes them."""
+
+from __future__ import annotations
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)
+"""An upload holds exactly these two files."""

@@ -1,0 +1,52 @@
+"""The modules of the base that adapters may change, and the names of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.kernels.layout import LinearShape
+
+TENSOR_PREFIX = "base_model.model."
+A_SUFFIX = ".lora_A.weight"
+B_SUFFIX = ".lora_B.weight"
+EMBEDDING_A_SUFFIX = ".lora_embedding_A"
+EMBEDDING_B_SUFFIX = ".lora_embedding_B"
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlace:
+    """One module of the base: its name `key`, its layer, and its index among the target's modules.
+
+    `layer` is None for an outer module, whose index is that among the target's outer modules.
+    """
+
+    key: str
+    layer: int | None
+    module: int
+    shape: LinearShape
+
+    @property
+    def a_name(self) -> str:
+        """The tensor A `[rank, in_features]`."""
+        return TENSOR_PREFIX + self.key + (EMBEDDING_A_SUFFIX if self.shape.is_embedding else A_SUFFIX)
+
+    @property
+    def b_name(self) -> str:
+        """The tensor B `[out_features, rank]`."""
+        return TENSOR_PREFIX + self.key + (EMBEDDING_B_SUFFIX if self.shape.is_embedding else B_SUFFIX)
+
+
+def module_key(layer: int, module: LinearShape) -> str:
+    """The name of a layer's module in the base model."""
+    return f"model.layers.{layer}.{module.name}"
+
+
+def module_places(target: PackTarget) -> Iterator[ModulePlace]:
+    """Every module of the base that an adapter may change, in the order of the packed streams."""
+    for index, shape in enumerate(target.outer_modules):
+        yield ModulePlace(shape.name, None, index, shape)
+    for layer in range(target.geometry.num_layers):
+        for index, shape in enumerate(target.modules):
+            yield ModulePlace(module_key(layer, shape), layer, index, shape)

@@ -1,0 +1,137 @@
+"""What adapters are checked against and packed for: the base model's linears, the page's sizes, the pool's dtype."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.formats.shards import Shard, shard_of
+from loramux.kernels.layout import MAX_RANK, AdapterLayout, LinearShape, PageGeometry, adapter_layout
+
+PACK_FORMAT = 2
+"""Version of the packed layout; a new one makes every packed file be rebuilt."""
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_WIDEST_ITEMSIZE = 4
+_MAX_HEADER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackTarget:
+    """One engine's layout. `modules` are named as PEFT names them below a layer; `dtype` is float32 or bfloat16.
+
+    `outer_modules` are those outside the layers, under their full names. Where `tp_size` GPUs share each linear, the
+    modules are still the whole model's, the geometry is that of rank `tp_rank`'s own pages, with its share of the heads
+    of K and V, and what is packed is that rank's part of each adapter.
+    """
+
+    modules: tuple[LinearShape, ...]
+    geometry: PageGeometry
+    dtype: str
+    outer_modules: tuple[LinearShape, ...] = ()
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ValueError(f"tp_rank {self.tp_rank} is outside [0, {self.tp_size})")
+        if _ITEMSIZE.get(self.dtype) != self.geometry.adapter_itemsize:
+            raise ValueError(
+                f"adapters of dtype {self.dtype!r} do not fit pages of {self.geometry.adapter_itemsize}-byte elements"
+            )
+        for module in (*self.modules, *self.outer_modules):
+            self.shard(module)
+
+    @property
+    def storage_dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of packed elements; bfloat16 is held as its bits."""
+        return np.dtype("<f4") if self.dtype == "float32" else np.dtype("<u2")
+
+    @property
+    def pack_key(self) -> str:
+        """Names the layout: packed files of equal keys are interchangeable."""
+        identity = {"format": PACK_FORMAT, **self.document()}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def max_tensors_bytes(self) -> int:
+        """The largest safetensors file that can be valid: every module at the highest rank, in float32."""
+        elements = self.geometry.num_layers * _elements_per_rank(self.modules) + _elements_per_rank(self.outer_modules)
+        return _MAX_HEADER_BYTES + 8 + elements * MAX_RANK * _WIDEST_ITEMSIZE
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of an adapter that has every module at the highest rank."""
+        ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
+        return self.layout(ranks, np.full(len(self.outer_modules), MAX_RANK, np.int32)).num_pages
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The packed size of an adapter that has every module at the highest rank."""
+        return self.max_pages * self.geometry.total_page_bytes
+
+    def layout(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> AdapterLayout:
+        """The layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
+
+        `outer_ranks` int32 `[num_outer_modules]`; None is 0 for each.
+        """
+        if outer_ranks is None:
+            outer_ranks = np.zeros(len(self.outer_modules), np.int32)
+        if ranks.shape != (self.geometry.num_layers, len(self.modules)):
+            raise ValueError(f"ranks have shape {ranks.shape}")
+        return _layout(self, ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes())
+
+    def shard(self, module: LinearShape) -> Shard:
+        """Our part of a module; the whole of it unless several GPUs share it."""
+        head_dim = self.geometry.head_dim
+        kv_features = self.geometry.num_kv_heads * head_dim * self.tp_size
+        return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
+
+    def num_pages(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> int:
+        """Pages of an adapter with these ranks; see `layout`."""
+        return self.layout(ranks, outer_ranks).num_pages
+
+    def document(self) -> dict[str, Any]:
+        """This target as plain JSON values, for packed files and the validation process."""
+        return {
+            "modules": [asdict(module) for module in self.modules],
+            "geometry": asdict(self.geometry),
+            "dtype": self.dtype,
+            "outer_modules": [asdict(module) for module in self.outer_modules],
+            "tp_size": self.tp_size,
+            "tp_rank": self.tp_rank,
+        }
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> PackTarget:
+        return cls(
+            modules=tuple(LinearShape(**module) for module in document["modules"]),
+            geometry=PageGeometry(**document["geometry"]),
+            dtype=document["dtype"],
+            outer_modules=tuple(LinearShape(**module) for module in document["outer_modules"]),
+            # Files that were packed before GPUs could share a model do not say so.
+            tp_size=document.get("tp_size", 1),
+            tp_rank=document.get("tp_rank", 0),
+        )
+
+
+@lru_cache(maxsize=256)
+def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes) -> AdapterLayout:
+    """Working a layout out takes longer than checking a small adapter's bytes, and most adapters share a few."""
+    modules, outer_modules = (
+        tuple(target.shard(module).shape(module) for module in group)
+        for group in (target.modules, target.outer_modules)
+    )
+    table = np.frombuffer(ranks, np.int32).reshape(target.geometry.num_layers, len(modules))
+    return adapter_layout(target.geometry, modules, table, outer_modules, np.frombuffer(outer_ranks, np.int32))
+
+
+def _elements_per_rank(modules: Iterable[LinearShape]) -> int:
+    return sum(module.in_features + module.out_features for module in modules)

@@ -1,0 +1,211 @@
+"""A packed adapter in a file: a header with each module's shape, rank and scale, then the pages.
+
+    bytes [0, 8)    magic
+    bytes [8, 12)   length of the header, little-endian
+    bytes [12, 44)  SHA-256 of the header
+    then the header (JSON), zeros up to a multiple of 4096, and the payload to the end of the file
+
+The header holds the payload's SHA-256, and a CRC-32 of each module so that a damaged one can be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import AdapterCorrupt
+from loramux.adapter_store.formats.checksums import PayloadCheck
+from loramux.adapter_store.formats.module_places import module_places
+from loramux.adapter_store.formats.pack_target import PACK_FORMAT, PackTarget
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.kernels.layout import AdapterLayout, B, part_layout
+
+HostMemory = Callable[[int], npt.NDArray[np.uint8]]
+"""Gives uint8 `[num_bytes]` of host memory; engines with a GPU give memory that it copies from by itself."""
+
+_MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
+_PREFIX = struct.Struct("<8sI32s")
+_PAYLOAD_ALIGNMENT = 4096
+_MAX_HEADER_BYTES = 4 << 20
+
+FIRST_READ_BYTES = 16 << 10
+"""Holds most headers whole, so that most are read by one call."""
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """What reading needs of the header; `Raw` is JSON that is read only where it is not known yet, or not at all."""
+
+    digest: str
+    pack_key: str
+    target: msgspec.Raw
+    num_pages: int
+    ranks: msgspec.Raw
+    outer_ranks: msgspec.Raw
+    scales: list[list[float]]
+    outer_scales: list[float]
+    crc32: msgspec.Raw
+    sha256: str
+
+
+def plain_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory like any other."""
+    return np.empty(num_bytes, np.uint8)
+
+
+def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
+    """Write `packed` to `path` and flush it to the disk."""
+    header = json.dumps(
+        {
+            "format": PACK_FORMAT,
+            "digest": packed.digest,
+            "pack_key": target.pack_key,
+            "target": target.document(),
+            "num_pages": packed.num_pages,
+            "ranks": packed.layout.ranks.tolist(),
+            "scales": packed.scales.tolist(),
+            "outer_ranks": packed.layout.outer_ranks.tolist(),
+            "outer_scales": packed.outer_scales.tolist(),
+            "crc32": _module_checksums(packed.payload, packed.layout, target),
+            "sha256": hashlib.sha256(packed.payload.data).hexdigest(),
+        },
+        sort_keys=True,
+        separators=(",", ":"),
+    ).encode()
+    with path.open("wb") as file:
+        file.write(_PREFIX.pack(_MAGIC, len(header), hashlib.sha256(header).digest()))
+        file.write(header)
+        file.write(b"\0" * (-file.tell() % _PAYLOAD_ALIGNMENT))
+        file.write(packed.payload.data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_packed(
+    path: Path,
+    target: PackTarget | None = None,
+    digest: str | None = None,
+    allocate: HostMemory = plain_memory,
+) -> PackedAdapter:
+    """Read a packed adapter into memory from `allocate`; every byte is verified.
+
+    Raises AdapterCorrupt where a checksum does not fit, or the file is another adapter's or for another target than
+    was asked for.
+    """
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        return read_open_packed(descriptor, os.fstat(descriptor), PayloadCheck(), target, digest, allocate)
+
+
+def read_open_packed(
+    descriptor: int,
+    status: os.stat_result,
+    check: PayloadCheck,
+    target: PackTarget | None,
+    digest: str | None,
+    allocate: HostMemory,
+) -> PackedAdapter:
+    """The same of an open file.
+
+    The payload is read in order, to where it stays, and goes through `check` on the way; of what came with the header
+    nothing is used.
+    """
+    header, payload_begin = _read_header(descriptor)
+    try:
+        found, layout = _laid_out(bytes(header.target), bytes(header.ranks), bytes(header.outer_ranks))
+    except (KeyError, TypeError, ValueError):
+        raise AdapterCorrupt("the packed file does not say what it was packed for") from None
+    if (target is not None and found != target) or (digest is not None and header.digest != digest):
+        raise AdapterCorrupt(f"the packed file holds adapter {header.digest[:12]} for {header.pack_key}")
+    shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
+    num_bytes = shape[0] * shape[1] * shape[2]
+    # Compared first: a damaged header must not make us allocate what it says.
+    num_stored = status.st_size - payload_begin
+    if layout.num_pages != header.num_pages or num_stored != num_bytes:
+        raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, {num_bytes} were expected")
+    payload = allocate(num_bytes)
+    place = payload_begin
+
+    def read(into: memoryview) -> int:
+        nonlocal place
+        num_read = os.preadv(descriptor, [into], place)
+        place += num_read
+        return num_read
+
+    try:
+        is_right = check.run(payload, header.sha256, read)
+    except EOFError:
+        raise AdapterCorrupt("the packed file was cut short while it was read") from None
+    payload = payload.reshape(shape)
+    if not is_right:
+        raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header)}")
+    scales, outer_scales = np.array(header.scales, np.float32), np.array(header.outer_scales, np.float32)
+    return PackedAdapter(header.digest, layout, scales, payload, outer_scales)
+
+
+@lru_cache(maxsize=256)
+def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes) -> tuple[PackTarget, AdapterLayout]:
+    """What a header's JSON says of the layout. Most adapters share a few, and working one out takes long.
+
+    Raises KeyError, TypeError or ValueError where it cannot be so.
+    """
+    found = PackTarget.from_document(json.loads(target))
+    return found, found.layout(*(np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks)))
+
+
+def _read_header(descriptor: int) -> tuple[_Header, int]:
+    """The header, and where the payload begins."""
+    start = os.pread(descriptor, FIRST_READ_BYTES, 0)
+    if len(start) < _PREFIX.size:
+        raise AdapterCorrupt("the packed file ends inside its header")
+    magic, length, checksum = _PREFIX.unpack_from(start)
+    if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+        raise AdapterCorrupt("the file is no packed adapter of this format")
+    end = _PREFIX.size + length
+    if len(start) < end:
+        start += os.pread(descriptor, end - len(start), len(start))
+    text = start[_PREFIX.size : end]
+    if hashlib.sha256(text).digest() != checksum:
+        raise AdapterCorrupt("the header of the packed file is damaged")
+    try:
+        return msgspec.json.decode(text, type=_Header), end + -end % _PAYLOAD_ALIGNMENT
+    except msgspec.DecodeError:
+        raise AdapterCorrupt("the header of the packed file is incomplete") from None
+
+
+def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
+    """CRC-32 of each module's elements, by the module's name; absent modules are left out."""
+    pages = payload.view(target.storage_dtype)
+    checksums: dict[str, int] = {}
+    for layer, members in groupby(module_places(target), lambda place: place.layer):
+        is_outer = layer is None
+        stream = pages[: layout.num_outer_pages].reshape(-1) if is_outer else pages[:, layer].reshape(-1)
+        geometry = target.geometry.flat if is_outer else target.geometry
+        for place in members:
+            rank, begin, b_begin = layout.rank_and_offsets(layer, place.module)
+            if rank:
+                end = (
+                    b_begin
+                    + part_layout(
+                        target.shard(place.shape).shape(place.shape), B, rank, geometry.adapter_elements
+                    ).num_elements
+                )
+                checksums[place.key] = zlib.crc32(stream[begin:end])
+    return checksums
+
+
+def _damaged(payload: Any, layout: AdapterLayout, target: PackTarget, header: _Header) -> str:
+    found, wanted = _module_checksums(payload, layout, target), json.loads(bytes(header.crc32))
+    names = [name for name, checksum in found.items() if checksum != wanted.get(name)]
+    return ", ".join(names[:5]) or "its padding"

@@ -1,0 +1,127 @@
+"""From an adapter's canonical file to the pages that the pool holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.canonical import CanonicalAdapter, digest_of
+from loramux.adapter_store.formats.float_formats import to_bfloat16_bits, to_float32
+from loramux.adapter_store.formats.module_places import ModulePlace, module_places
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.kernels.layout import MAX_RANK, A, AdapterLayout, B, part_layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAdapter:
+    """An adapter as the pool takes it: page `i` of the payload is copied whole into one page of the pool.
+
+    `scales` float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 where the module is
+    absent. `payload` uint8 `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is
+    `payload.view(dtype)[e // E, l, e % E]`, element `e` of the outer modules' stream is element `e` of the first
+    `layout.num_outer_pages` pages; elements that belong to no row are zero.
+    """
+
+    digest: str
+    layout: AdapterLayout
+    scales: npt.NDArray[np.float32]
+    payload: npt.NDArray[np.uint8]
+    outer_scales: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @property
+    def num_pages(self) -> int:
+        return self.layout.num_pages
+
+
+def pack(canonical: Path | bytes, target: PackTarget) -> PackedAdapter:
+    """Lay a canonical adapter out for `target`.
+
+    Raises AdapterCorrupt for a damaged file and AdapterRejected where the adapter was made for another base.
+    """
+    with CanonicalAdapter(canonical) as file:
+        places = _places(file, target)
+        num_layers = target.geometry.num_layers
+        ranks, scales = _tables((num_layers, len(target.modules)))
+        outer_ranks, outer_scales = _tables((len(target.outer_modules),))
+        for place in places:
+            at = place.module if place.layer is None else (place.layer, place.module)
+            into_ranks, into_scales = (outer_ranks, outer_scales) if place.layer is None else (ranks, scales)
+            into_ranks[at] = file.header.tensors[place.a_name].shape[0]
+            into_scales[at] = file.scales[place.key]
+        layout = target.layout(ranks, outer_ranks)
+        payload = np.zeros((layout.num_pages, num_layers, target.geometry.page_bytes), np.uint8)
+        pages = payload.view(target.storage_dtype)  # [num_pages, num_layers, E]
+        first, page_elements = layout.num_outer_pages, target.geometry.adapter_elements
+        for layer, members in groupby(places, lambda place: place.layer):
+            is_outer = layer is None
+            stream = pages[:first].reshape(-1) if is_outer else np.zeros(layout.num_pages * page_elements, pages.dtype)
+            for place in members:
+                _write(file, place, layout, stream, target)
+            if not is_outer:
+                pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
+    return PackedAdapter(digest_of(canonical), layout, scales, payload, outer_scales)
+
+
+def _tables(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    return np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+
+
+def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
+    """The adapter's modules; raises AdapterRejected where the base has none of that shape."""
+    entries = file.header.tensors
+    places = [place for place in module_places(target) if place.key in file.scales]
+    for place in places:
+        a, b = entries.get(place.a_name), entries.get(place.b_name)
+        rank = a.shape[0] if a else 0
+        if (
+            not a
+            or not b
+            or not 0 < rank <= MAX_RANK
+            or a.shape != (rank, place.shape.in_features)
+            or b.shape != (place.shape.out_features, rank)
+        ):
+            raise AdapterRejected("base_mismatch", "the adapter was made for another base model", place.key)
+    if len(places) != len(file.scales) or 2 * len(places) != len(entries):
+        raise AdapterRejected("base_mismatch", "the adapter has modules that the base model lacks")
+    return places
+
+
+def _write(
+    file: CanonicalAdapter, place: ModulePlace, layout: AdapterLayout, stream: npt.NDArray[Any], target: PackTarget
+) -> None:
+    """Write both halves of a module into its stream."""
+    geometry = target.geometry.flat if place.layer is None else target.geometry
+    rank, *offsets = layout.rank_and_offsets(place.layer, place.module)
+    shard = target.shard(place.shape)
+    shape = shard.shape(place.shape)
+    for half, name in ((A, place.a_name), (B, place.b_name)):
+        weights = _converted(file, name, target.dtype)
+        # A is [rank, in_features], B is [out_features, rank]; an embedding's A is laid out by token.
+        weights = _rows(weights, shard.outputs) if half == B else _rows(weights.T, shard.inputs).T
+        rows = weights.T if half == B or place.shape.is_embedding else weights
+        part = part_layout(shape, half, rank, geometry.adapter_elements)
+        begin = offsets[half]
+        at = stream[begin : begin + part.num_elements].reshape(part.num_rows, part.row.padded_len)
+        at[:, : part.row.row_len] = rows
+
+
+def _rows(weights: npt.NDArray[Any], ranges: Sequence[range]) -> npt.NDArray[Any]:
+    """The rows of `weights` `[num_rows, num_columns]` that lie in `ranges`, in their order."""
+    if len(ranges) == 1:
+        return weights[ranges[0].start : ranges[0].stop]
+    return np.concatenate([weights[rows.start : rows.stop] for rows in ranges])
+
+
+def _converted(file: CanonicalAdapter, name: str, dtype: str) -> npt.NDArray[Any]:
+    stored = file.header.tensors[name].dtype
+    values = file.raw(name)
+    if dtype == "float32":
+        return to_float32(values, stored)
+    return values if stored == "BF16" else to_bfloat16_bits(to_float32(values, stored))

@@ -1,0 +1,122 @@
+"""Our own strict reading of a safetensors header, before anything else touches the file.
+
+The format: eight bytes with the header's length, little-endian; the header, JSON that gives each tensor's dtype,
+shape and half-open byte range `[begin, end)` in the data; then the data, without holes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.file_names import TENSORS_FILE
+from loramux.adapter_store.formats.float_formats import STORAGE
+from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 1 << 20
+_MAX_DIMENSION = 1 << 31
+
+_ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"\x28\xb5\x2f\xfd")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One matrix of the file; its bytes are `[begin, end)` of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, int]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """The tensors by name, the text metadata, and where in the file the data begin."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    data_start: int
+
+
+def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEADER_BYTES) -> int:
+    """The header's length, read from the first bytes of a file (at least nine, where it has them)."""
+    if file_size <= LENGTH_BYTES:
+        raise AdapterRejected("truncated_file", f"a file of {file_size} bytes holds no tensors", TENSORS_FILE)
+    # A valid file may begin like a pickle, since its first bytes are a length; its ninth byte decides.
+    if start[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
+        raise _foreign_file(start)
+    (length,) = struct.unpack_from("<Q", start)
+    if length > max_header_bytes:
+        raise AdapterRejected("header_too_large", f"the header has more than {max_header_bytes} bytes", TENSORS_FILE)
+    if LENGTH_BYTES + length > file_size:
+        raise AdapterRejected("truncated_file", "the file ends inside its header", TENSORS_FILE)
+    return int(length)
+
+
+def parse_header(header: bytes, file_size: int) -> SafetensorsHeader:
+    """Check a header of a file of `file_size` bytes in every respect; raises AdapterRejected."""
+    try:
+        document = parse_strict_json(header)
+    except DuplicateKey as error:
+        raise AdapterRejected("duplicate_key", f"in the header, {error}", TENSORS_FILE) from None
+    except InvalidJson as error:
+        raise AdapterRejected("invalid_header", f"the header is not JSON: {error}", TENSORS_FILE) from None
+    if not isinstance(document, dict):
+        raise AdapterRejected("invalid_header", "the header is not an object", TENSORS_FILE)
+    metadata = _metadata(document.pop("__metadata__", {}))
+    tensors = {name: _entry(name, value) for name, value in document.items()}
+    data_start = LENGTH_BYTES + len(header)
+    _check_ranges(tensors, file_size - data_start)
+    return SafetensorsHeader(tensors, metadata, data_start)
+
+
+def _foreign_file(start: bytes) -> AdapterRejected:
+    if start[:1] == b"\x80" or b".pkl" in start:
+        return AdapterRejected("pickle_not_allowed", "the file is a pickle, only safetensors are read", TENSORS_FILE)
+    if start.startswith(_ARCHIVES):
+        return AdapterRejected("archive_not_allowed", "the file is an archive, upload its files", TENSORS_FILE)
+    return AdapterRejected("not_safetensors", "the file is not in safetensors format", TENSORS_FILE)
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise AdapterRejected("invalid_header", "__metadata__ must be an object of texts", TENSORS_FILE)
+    return value
+
+
+def _entry(name: str, value: Any) -> TensorEntry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise AdapterRejected("invalid_header", "a tensor has exactly dtype, shape and data_offsets", name)
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise AdapterRejected("invalid_header", "dtype, shape or data_offsets is malformed", name)
+    if dtype not in STORAGE:
+        raise AdapterRejected("unsupported_dtype", f"only the dtypes {', '.join(STORAGE)} are read", name)
+    if len(shape) != 2:
+        raise AdapterRejected("tensor_not_2d", f"a tensor with {len(shape)} dimensions, all must have two", name)
+    begin, end = offsets
+    if end - begin != shape[0] * shape[1] * STORAGE[dtype].itemsize:
+        raise AdapterRejected("invalid_offsets", "data_offsets do not fit dtype and shape", name)
+    return TensorEntry(name, dtype, (shape[0], shape[1]), begin, end)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < _MAX_DIMENSION**2 for item in value)
+
+
+def _check_ranges(tensors: dict[str, TensorEntry], data_bytes: int) -> None:
+    position = 0
+    for entry in sorted(tensors.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position:
+            raise AdapterRejected("invalid_offsets", "the tensors overlap or leave a hole", entry.name)
+        position = entry.end
+    if position > data_bytes:
+        raise AdapterRejected(
+            "truncated_file", f"the file has {data_bytes} bytes of data, its header says {position}", TENSORS_FILE
+        )
+    if position < data_bytes:
+        raise AdapterRejected("invalid_offsets", f"{data_bytes - position} bytes follow the last tensor", TENSORS_FILE)

@@ -1,0 +1,65 @@
+"""A safetensors file that is read one matrix at a time, so that memory follows the largest one."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.file_names import TENSORS_FILE
+from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
+from loramux.adapter_store.formats.safetensors_header import MAX_HEADER_BYTES, header_length, parse_header
+
+
+class TensorFile:
+    """An open safetensors file whose header has passed every check. Raises AdapterRejected where it does not."""
+
+    def __init__(self, source: Path | bytes, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
+        self._file = _open(source)
+        try:
+            size = self._file.seek(0, os.SEEK_END)
+            self._file.seek(0)
+            length = header_length(self._file.read(256), size, max_header_bytes)
+            self._file.seek(8)
+            self.header = parse_header(self._file.read(length), size)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def raw(self, name: str) -> npt.NDArray[Any]:
+        """A matrix as it is stored: float32, float16, or the bits of bfloat16."""
+        entry = self.header.tensors[name]
+        self._file.seek(self.header.data_start + entry.begin)
+        values: npt.NDArray[Any] = np.frombuffer(self._file.read(entry.end - entry.begin), STORAGE[entry.dtype])
+        return values.reshape(entry.shape)
+
+    def float32(self, name: str) -> npt.NDArray[np.float32]:
+        return to_float32(self.raw(name), self.header.tensors[name].dtype)
+
+
+def _open(source: Path | bytes) -> BinaryIO:
+    if isinstance(source, bytes):
+        return io.BytesIO(source)
+    try:
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        raise AdapterRejected("not_a_file", "the tensors cannot be opened as a file", TENSORS_FILE) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise AdapterRejected("not_a_file", "the tensors are not a regular file", TENSORS_FILE)
+    return os.fdopen(descriptor, "rb")

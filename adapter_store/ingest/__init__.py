@@ -1,0 +1,1 @@
+"""From a declared upload to a version in service, or a refused one."""

@@ -1,0 +1,197 @@
+"""The SQL of versions in validation: one server at a time holds each, and says what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import Connection, select, update
+
+from loramux.adapter_store.errors import AdapterRejected, ClaimLost
+from loramux.adapter_store.ingest.upload_rows import LEASE_US, files_sha256, identical_version, is_free, upload_of
+from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, SYSTEM, change_alias
+from loramux.adapter_store.registry.records import (
+    DEFAULT_ALIAS,
+    UNFINISHED,
+    AdapterVersion,
+    AliasTarget,
+    Upload,
+    UploadFile,
+)
+from loramux.adapter_store.registry.registry import StockLimits, lock_adapter, select_versions, version_of
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
+
+LEASE_S = LEASE_US / 1_000_000
+
+_NO_CLAIM = {"claimed_by": None, "claim_expires_us": None}
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedVersion:
+    """A version that this server holds, and the upload that it is made of."""
+
+    version: AdapterVersion
+    upload: Upload
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What validation found of an adapter that passed."""
+
+    digest: str
+    max_rank: int
+    num_pages: int
+    canonical_bytes: int
+    report: Mapping[str, Any]
+
+
+class VersionClaims:
+    """One server's claims. Every transition is one transaction, and only the holder of a claim makes it.
+
+    pending -> validating (claimed) -> ready or rejected; given back, or with a claim that has expired, any server may
+    take it again. `accept` is noted within `validating`: what has passed is known before its blobs are put, so that
+    no blob is ever without a row.
+    """
+
+    def __init__(self, database: Database, lease_s: float = LEASE_S, limits: StockLimits | None = None) -> None:
+        self._database = database
+        self._limits = limits
+        self._lease_us = round(lease_s * 1_000_000)
+        self.lease_s = lease_s
+        self.server_id = new_id("srv")
+        """Of this process alone: after a restart its claims are another's."""
+
+    def take(self, version_id: str) -> ClaimedVersion | None:
+        """Claim a version; None where it is decided, waits for its time, or another server holds it."""
+        columns = adapter_versions.c
+        with self._database.write() as connection:
+            now_us = self._database.now_us(connection)
+            taken = connection.execute(
+                update(adapter_versions)
+                .where(columns.id == version_id, columns.state.in_(UNFINISHED), is_free(now_us))
+                .values(state="validating", claimed_by=self.server_id, claim_expires_us=now_us + self._lease_us)
+            )
+            if taken.rowcount == 0:
+                return None
+            version = version_of(connection.execute(select_versions().where(columns.id == version_id)).one())
+            query = select(uploads).join(adapter_versions, columns.upload_id == uploads.c.id)
+            upload = upload_of(connection.execute(query.where(columns.id == version_id)).one())
+        return ClaimedVersion(version, upload)
+
+    def renew(self, version_id: str) -> None:
+        """Hold the version for another lease; raises ClaimLost."""
+        with self._database.write() as connection:
+            expires_us = self._database.now_us(connection) + self._lease_us
+            self._change(connection, version_id, {"claim_expires_us": expires_us})
+
+    def give_back(self, version_id: str, delay_s: float = 0.0) -> None:
+        """Let a version wait again, for `delay_s` at least; raises ClaimLost."""
+        with self._database.write() as connection:
+            due_us = None
+            if delay_s > 0:
+                due_us = self._database.now_us(connection) + round(delay_s * 1_000_000)
+            self._change(connection, version_id, {"state": "pending", "claimed_by": None, "claim_expires_us": due_us})
+
+    def announce(self, claimed: ClaimedVersion, num_bytes: Mapping[str, int]) -> None:
+        """Note how large the files are that an operator's bucket holds, before any is copied: they count from now on.
+
+        Raises ClaimLost, or AdapterRejected where the tenant may not keep so much.
+        """
+        adapter_id = claimed.version.adapter_id
+        change = update(uploads).where(uploads.c.id == claimed.upload.id)
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            # An earlier try may have counted them already, as they came or as they were validated.
+            self._change(connection, claimed.version.id, {"canonical_bytes": None})
+            connection.execute(change.values(files=[]))
+            if self._limits is not None:
+                owner = connection.execute(select(adapters.c.tenant_id).where(adapters.c.id == adapter_id)).scalar_one()
+                try:
+                    total, now_us = sum(num_bytes.values()), self._database.now_us(connection)
+                    self._limits.admit(connection, owner, "adapter_bytes", total, now_us)
+                except self._limits.refusal as refusal:
+                    raise AdapterRejected("insufficient_quota", str(refusal), "source") from None
+            announced = [asdict(UploadFile(name, size, sha256="")) for name, size in num_bytes.items()]
+            connection.execute(change.values(files=announced))
+
+    def record_files(self, claimed: ClaimedVersion, files: Sequence[UploadFile]) -> None:
+        """Note what an operator's bucket held. Raises AdapterRejected for bytes that are a version already."""
+        sha256 = files_sha256(files)
+        assert sha256 is not None
+        version = claimed.version
+        with self._database.write() as connection:
+            lock_adapter(connection, version.adapter_id)
+            found = identical_version(connection, version.adapter_id, sha256, but=version.id)
+            if found is not None:
+                raise AdapterRejected("identical_version", f"version {found.number} has the same bytes", "source")
+            self._change(connection, version.id, {"files_sha256": sha256})
+            declared = [asdict(file) for file in files]
+            connection.execute(update(uploads).where(uploads.c.id == claimed.upload.id).values(files=declared))
+
+    def accept(self, version: AdapterVersion, verdict: Verdict) -> None:
+        """Note what has passed validation; raises ClaimLost, or AdapterRejected where the same is quarantined."""
+        facts = {
+            "digest": verdict.digest,
+            "max_rank": verdict.max_rank,
+            "num_pages": verdict.num_pages,
+            "canonical_bytes": verdict.canonical_bytes,
+            "report": dict(verdict.report),
+        }
+        with self._database.write() as connection:
+            _refuse_quarantined(connection, version.adapter_id, verdict.digest)
+            self._change(connection, version.id, facts)
+
+    def publish(self, version: AdapterVersion) -> None:
+        """Make an accepted version ready, and the default one where the adapter has none.
+
+        Raises ClaimLost, or AdapterRejected where the same has been quarantined meanwhile.
+        """
+        with self._database.write() as connection:
+            lock_adapter(connection, version.adapter_id)
+            now_us = self._database.now_us(connection)
+            self._change(connection, version.id, {"state": "ready", "ready_us": now_us, **_NO_CLAIM})
+            digest = select(adapter_versions.c.digest).where(adapter_versions.c.id == version.id)
+            _refuse_quarantined(connection, version.adapter_id, connection.execute(digest).scalar_one())
+            aliases = adapter_aliases.c
+            default = select(aliases.name).where(
+                aliases.adapter_id == version.adapter_id, aliases.name == DEFAULT_ALIAS
+            )
+            if connection.execute(default).first() is None:
+                first = [AliasTarget(version.id, version.number, DEFAULT_WEIGHT)]
+                change_alias(connection, version.adapter_id, DEFAULT_ALIAS, first, SYSTEM, "set", now_us)
+
+    def reject(self, version_id: str, report: Mapping[str, Any]) -> None:
+        """Refuse a version for good; raises ClaimLost."""
+        nothing = {"digest": None, "max_rank": None, "num_pages": None, "canonical_bytes": None}
+        with self._database.write() as connection:
+            self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})
+
+    def _change(self, connection: Connection, version_id: str, values: Mapping[str, Any]) -> None:
+        columns = adapter_versions.c
+        changed = connection.execute(
+            update(adapter_versions)
+            .where(columns.id == version_id, columns.state == "validating", columns.claimed_by == self.server_id)
+            .values(values)
+        )
+        if changed.rowcount == 0:
+            raise ClaimLost("another server has taken the version over")
+
+
+def _refuse_quarantined(connection: Connection, adapter_id: str, digest: str) -> None:
+    """Weights that were quarantined do not come back as another version, nor under another name of their tenant."""
+    own, other = adapters.alias(), adapters.alias()
+    query = (
+        select(adapter_versions.c.number, other.c.name)
+        .join(other, other.c.id == adapter_versions.c.adapter_id)
+        .join(own, own.c.tenant_id == other.c.tenant_id)
+        .where(own.c.id == adapter_id, adapter_versions.c.digest == digest, adapter_versions.c.state == "quarantined")
+        .limit(1)
+    )
+    found = connection.execute(query).first()
+    if found is not None:
+        raise AdapterRejected(
+            "quarantined", f"version {found.number} of the adapter {found.name!r} has the same weights, in quarantine"
+        )

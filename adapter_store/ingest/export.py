@@ -1,0 +1,107 @@
+"""The files of a version as they were uploaded."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from loramux.adapter_store.blobs.interface import BlobStore, canonical_key
+from loramux.adapter_store.errors import (
+    AdapterCorrupt,
+    BlobNotFound,
+    FileNotFound,
+    OriginalNotKept,
+    VersionNotReady,
+)
+from loramux.adapter_store.formats.file_names import CONFIG_FILE
+from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key, sha256_of
+from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
+from loramux.migrations.database import Database
+
+_EXPORTABLE = ("ready", "archived")
+
+
+class ExportedFile:
+    """One uploaded file, made again and found to be what was declared. Close it: it may hold disk space."""
+
+    def __init__(self, declared: UploadFile, config: bytes, header: KeptHeader | None, canonical: BinaryIO | None):
+        self.declared = declared
+        self._config = config
+        self._header = header
+        self._canonical = canonical
+
+    def chunks(self) -> Iterator[bytes]:
+        """The file's bytes; memory holds one chunk."""
+        if self._header is None or self._canonical is None:
+            yield self._config
+        else:
+            yield from self._header.rebuild(self._canonical)
+
+    def close(self) -> None:
+        if self._canonical is not None:
+            self._canonical.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class VersionExport:
+    """Gives back what was uploaded. The canonical file is copied to `scratch_dir`, where no crash leaves it."""
+
+    database: Database
+    blobs: BlobStore
+    scratch_dir: Path
+
+    def files(self, version: AdapterVersion) -> tuple[UploadFile, ...]:
+        """The files that a version was made of, as they were declared; none until a source has been read."""
+        return Intake(self.database).upload_of_version(version.id).files
+
+    def open(self, version: AdapterVersion, name: str) -> ExportedFile:
+        """One file of a version.
+
+        Raises FileNotFound, VersionNotReady unless the version is ready or archived, OriginalNotKept for one that was
+        made by an earlier loramux, AdapterCorrupt where the stores no longer hold what was uploaded.
+        """
+        declared = next((file for file in self.files(version) if file.name == name), None)
+        if declared is None:
+            raise FileNotFound("the version has no file of that name")
+        if version.state not in _EXPORTABLE or version.digest is None:
+            raise VersionNotReady(f"version {version.number} is {version.state}")
+        try:
+            kept = self.blobs.read_bytes(config_key(version.id) if name == CONFIG_FILE else header_key(version.id))
+        except BlobNotFound:
+            raise OriginalNotKept("the version was made before uploaded files were kept") from None
+        if name == CONFIG_FILE:
+            file = ExportedFile(declared, kept, None, None)
+        else:
+            file = ExportedFile(declared, b"", KeptHeader.decode(kept), self._canonical(version.digest))
+        try:
+            if sha256_of(file.chunks()) != declared.sha256:
+                raise AdapterCorrupt("the uploaded file cannot be made again: the stores hold other bytes")
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _canonical(self, digest: str) -> BinaryIO:
+        path = self.scratch_dir / f"export-{uuid.uuid4().hex}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.blobs.get(canonical_key(digest), path)
+            return path.open("rb")
+        except BlobNotFound:
+            raise AdapterCorrupt("the canonical file is lost") from None
+        finally:
+            # Without a name, it is gone as soon as its reader is.
+            path.unlink(missing_ok=True)

@@ -1,0 +1,296 @@
+"""The way of an upload: declared, put, used for a version, validated, published or rejected."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import threading
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from loramux.adapter_store.blobs.interface import BlobStore, PresignedParts, PresignedPut, upload_key
+from loramux.adapter_store.errors import BlobNotFound, BlobTooLarge, PartsMissing, UploadNotFound, UploadRefused
+from loramux.adapter_store.formats.canonical import digest_of
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
+from loramux.adapter_store.ingest.failpoints import AtStep, IngestStep, pass_by
+from loramux.adapter_store.ingest.janitor import Janitor
+from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, TenantCaps
+from loramux.adapter_store.ingest.turns import IngestTurns
+from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.ingest.version_processor import VersionProcessor
+from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
+from loramux.adapter_store.validation.validator import Validator
+from loramux.migrations.paging import Page
+
+SOURCE_LIFETIME_S = 3600
+"""How long a source is asked for its files, where it cannot be reached."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Ingest:
+    """Turns uploads into versions. Blocking: call it from threads.
+
+    `scratch_dir` belongs to this process alone; what lies in it is removed by `recover`. A crash at any point leaves
+    either nothing or a row that some server finishes or removes once the claim on it has expired; `failpoints.py`
+    names the points. What was acknowledged is there after it.
+
+    Any number of servers may share a database and a blob store, each with a scratch directory of its own. With
+    `sources`, an operator may have versions taken from a bucket; `is_presigning` lets clients put their files into
+    the blob store themselves, where it can do that.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        blobs: BlobStore,
+        target: PackTarget,
+        scratch_dir: Path,
+        validator: Validator,
+        upload_lifetime_s: int = 86_400,
+        lease_s: float = LEASE_S,
+        sources: AdapterSources | None = None,
+        is_presigning: bool = True,
+        at_step: AtStep = pass_by,
+    ) -> None:
+        self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes}
+        caps = TenantCaps(max_open_bytes=MAX_OPEN_LARGEST * sum(self._max_bytes.values()))
+        self._intake = Intake(registry.database, registry.limits, caps)
+        self._turns = IngestTurns(registry.database)
+        self._blobs = blobs
+        self._scratch_dir = scratch_dir
+        self._sources = sources or AdapterSources()
+        self._processor = VersionProcessor(
+            registry.database,
+            VersionClaims(registry.database, lease_s, registry.limits),
+            blobs,
+            target,
+            scratch_dir,
+            validator,
+            self._sources,
+            at_step,
+        )
+        self._janitor = Janitor(self._intake, blobs)
+        self._lifetime_s = upload_lifetime_s
+        self._is_presigning = is_presigning
+        self._at_step = at_step
+        self.has_pending = threading.Event()
+        """Set whenever a version may wait for `process`; IngestWorker waits on it."""
+
+    def create_upload(self, adapter_id: str, files: Sequence[UploadFile]) -> Upload:
+        """Announce the two files of a version: they count from now on.
+
+        Raises AdapterNotFound, UploadRefused, LimitReached, or what the registry's limits raise.
+        """
+        if sorted(file.name for file in files) != sorted(UPLOAD_FILES):
+            raise UploadRefused(
+                "invalid_files", f"an upload has exactly the files {' and '.join(UPLOAD_FILES)}", "files"
+            )
+        for file in files:
+            if not 0 < file.size <= self._max_bytes[file.name]:
+                raise UploadRefused(
+                    "file_too_large" if file.size > 0 else "invalid_size",
+                    f"{file.name} must have 1 to {self._max_bytes[file.name]} bytes",
+                    "size",
+                )
+            if not _SHA256.fullmatch(file.sha256):
+                raise UploadRefused("invalid_sha256", "sha256 must have 64 hexadecimal digits, lower case", "sha256")
+        upload = self._intake.open_upload(adapter_id, files, self._lifetime_s * 1_000_000)
+        self._at_step(IngestStep.UPLOAD_DECLARED)
+        return upload
+
+    def presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
+        """The requests by which the client puts files into the blob store itself; files that it sends us have none.
+
+        An upload whose requests cannot be signed is forgotten: its client never learns its name.
+        """
+        if not self._is_presigning:
+            return {}
+        try:
+            return self._presign(upload)
+        except Exception:
+            self._intake.cancel_upload(upload.adapter_id, upload.id)
+            raise
+
+    def get_upload(self, upload_id: str) -> Upload | None:
+        return self._intake.get_upload(upload_id)
+
+    def list_open_uploads(
+        self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
+    ) -> Page[Upload]:
+        """An adapter's open uploads, newest first; `after` and `before` are identifiers of uploads."""
+        return self._intake.list_open(adapter_id, limit, after, before)
+
+    def cancel_upload(self, adapter_id: str, upload_id: str) -> None:
+        """Forget an open upload, with the files that were sent.
+
+        Raises AdapterNotFound, UploadNotFound, or UploadRefused for one that is used.
+        """
+        upload = self._intake.cancel_upload(adapter_id, upload_id)
+        # The janitor finds what is left where the store fails here.
+        for file in upload.files:
+            key = upload_key(upload_id, file.name)
+            if file.parts_id is not None:
+                self._blobs.abort_parts(key, file.parts_id)
+            self._blobs.delete(key)
+
+    def put_file(self, upload_id: str, name: str, chunks: Iterable[bytes], num_bytes: int | None = None) -> None:
+        """Take the bytes of one file; they must be what was announced, and may come again.
+
+        `num_bytes`, where it is known beforehand, is compared before anything is read. Raises UploadNotFound or
+        UploadRefused.
+        """
+        upload = self._intake.require_open(upload_id)
+        file = next((file for file in upload.files if file.name == name), None)
+        if file is None:
+            raise UploadNotFound("the upload has no file of that name")
+        if num_bytes is not None and num_bytes != file.size:
+            raise UploadRefused("size_mismatch", f"{file.name} was announced with another size", "size")
+        scratch = self._scratch_dir / uuid.uuid4().hex
+        self._scratch_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_verified(scratch, file, chunks)
+            self._at_step(IngestStep.FILE_RECEIVED)
+            self._keep(upload_id, file, scratch)
+            self._at_step(IngestStep.FILE_STORED)
+        finally:
+            scratch.unlink(missing_ok=True)
+        try:
+            # A file that took longer than the upload's time is not wanted any more, and the janitor's.
+            self._intake.require_open(upload_id)
+        except UploadNotFound:
+            # It was cancelled meanwhile, and its files were deleted before this one was put.
+            self._blobs.delete(upload_key(upload_id, name))
+            raise
+
+    def create_version(self, adapter_id: str, upload_id: str) -> AdapterVersion:
+        """Use an upload; quick, since `process` does the work. Identical bytes give the existing version.
+
+        Raises AdapterNotFound, UploadNotFound, UploadRefused or LimitReached.
+        """
+        upload = self._intake.get_upload(upload_id)
+        if upload is not None and upload.adapter_id == adapter_id and upload.state == "open":
+            self._intake.check_open(upload)
+            self._check_complete(upload)
+        added = self._intake.add_version(adapter_id, upload_id)
+        self._at_step(IngestStep.VERSION_ADDED)
+        if added.upload_id != upload_id:
+            for name in UPLOAD_FILES:
+                self._blobs.delete(upload_key(upload_id, name))
+        self.has_pending.set()
+        return added.version
+
+    def create_version_from(self, adapter_id: str, source_url: str) -> AdapterVersion:
+        """Have the files taken from a bucket that the operator allows; those who call this are the operator's.
+
+        Raises AdapterNotFound or UploadRefused.
+        """
+        version = self._intake.add_version_from(
+            adapter_id, self._sources.check(source_url), SOURCE_LIFETIME_S * 1_000_000
+        )
+        self._at_step(IngestStep.VERSION_ADDED)
+        self.has_pending.set()
+        return version
+
+    def process(self, version_id: str) -> AdapterVersion:
+        """Take a version to ready or rejected; returns it unchanged where another server has it.
+
+        Raises StoreError where a store or the validation process fails; the version then waits for another try.
+        """
+        return self._processor.process(version_id)
+
+    def next_waiting(self, but: Collection[str] = ()) -> str | None:
+        """The version to `process` next, other than those in `but`; None where none waits. Tenants take turns."""
+        return self._turns.next(but)
+
+    def recover(self) -> None:
+        """Clear up after an earlier run, before anything else is done.
+
+        Versions that it was validating are taken up again, by this server or another, once its claims have expired.
+        """
+        shutil.rmtree(self._scratch_dir, ignore_errors=True)
+        self.remove_abandoned()
+        self.has_pending.set()
+
+    def remove_abandoned(self) -> None:
+        """Delete what no version needs: see `Janitor`."""
+        self._janitor.clear_up()
+
+    def _presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
+        requests: dict[str, PresignedPut | PresignedParts] = {}
+        for file in upload.files:
+            key = upload_key(upload.id, file.name)
+            request = self._blobs.presign_put(
+                key, file.size, file.sha256, self._lifetime_s
+            ) or self._blobs.presign_parts(key, file.size, self._lifetime_s)
+            if request is not None:
+                requests[file.name] = request
+        parts_ids = {name: found.upload_id for name, found in requests.items() if isinstance(found, PresignedParts)}
+        if parts_ids:
+            self._intake.note_parts(upload, parts_ids)
+        return requests
+
+    def _keep(self, upload_id: str, file: UploadFile, scratch: Path) -> None:
+        key = upload_key(upload_id, file.name)
+        if self._blobs.put(key, scratch):
+            return
+        # Sent again; or the client has put something else there itself, which must not pass for what came now.
+        there = scratch.with_suffix(".there")
+        try:
+            self._blobs.get(key, there, file.size)
+            is_same = digest_of(there) == file.sha256
+        except (BlobNotFound, BlobTooLarge):
+            is_same = False
+        finally:
+            there.unlink(missing_ok=True)
+        if not is_same:
+            self._blobs.delete(key)
+            self._blobs.put(key, scratch)
+
+    def _check_complete(self, upload: Upload) -> None:
+        for file in upload.files:
+            size = self._size_of(upload, file)
+            if size == file.size:
+                continue
+            found = self._intake.get_upload(upload.id)
+            if found is not None and found.state == "used":
+                # Another call has been quicker, and its version may have been decided already.
+                return
+            if size is None:
+                raise UploadRefused("upload_incomplete", f"{file.name} has not been uploaded yet", "upload_id")
+            raise UploadRefused("size_mismatch", f"{file.name} has not the announced size", "upload_id")
+
+    def _size_of(self, upload: Upload, file: UploadFile) -> int | None:
+        key = upload_key(upload.id, file.name)
+        found = self._blobs.head(key)
+        if found is None and file.parts_id is not None:
+            try:
+                self._blobs.complete_parts(key, file.parts_id, file.size)
+            except (PartsMissing, BlobNotFound):
+                return None
+            found = self._blobs.head(key)
+        return None if found is None else found.size
+
+
+def _write_verified(path: Path, file: UploadFile, chunks: Iterable[bytes]) -> None:
+    size = 0
+    hashed = hashlib.sha256()
+    with path.open("wb") as out:
+        for chunk in chunks:
+            size += len(chunk)
+            if size > file.size:
+                break
+            hashed.update(chunk)
+            out.write(chunk)
+    if size != file.size:
+        amount = "more" if size > file.size else "fewer"
+        raise UploadRefused("size_mismatch", f"{amount} bytes of {file.name} came than were announced", "size")
+    if hashed.hexdigest() != file.sha256:
+        raise UploadRefused("checksum_mismatch", f"the bytes of {file.name} have another SHA-256", "sha256")

@@ -1,0 +1,109 @@
+"""What the canonical file lacks of the files that were uploaded, so that both can be made again byte for byte.
+
+Kept for each version: the configuration as it came, and one blob with the header of the safetensors file as it came
+(which says its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`: the half-open byte ranges of the
+canonical file which, in this order, are the data that followed the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from loramux.adapter_store.errors import AdapterCorrupt
+from loramux.adapter_store.formats.canonical import CanonicalAdapter
+from loramux.adapter_store.formats.file_names import CONFIG_FILE
+from loramux.adapter_store.formats.safetensors_header import LENGTH_BYTES, TensorEntry
+from loramux.adapter_store.formats.tensor_file import TensorFile
+
+_CHUNK_BYTES = 1 << 20
+
+
+def config_key(version_id: str) -> str:
+    return f"originals/{version_id}/{CONFIG_FILE}"
+
+
+def header_key(version_id: str) -> str:
+    return f"originals/{version_id}/header"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptHeader:
+    """The safetensors file as it was uploaded, short of the data, which are in the canonical file."""
+
+    header: bytes
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, tensors: Path, canonical: Path) -> KeptHeader:
+        """Find each uploaded tensor in the canonical file, by its bytes: its name may be another there.
+
+        Raises AdapterCorrupt where one is missing.
+        """
+        with TensorFile(tensors) as uploaded, CanonicalAdapter(canonical) as kept:
+            places: dict[bytes, tuple[int, int]] = {}
+            with canonical.open("rb") as file:
+                start = kept.header.data_start
+                for entry in kept.header.tensors.values():
+                    places[_sha256(file, start, entry)] = (start + entry.begin, start + entry.end)
+            ranges: list[tuple[int, int]] = []
+            with tensors.open("rb") as file:
+                start = uploaded.header.data_start
+                header = file.read(start)
+                for entry in sorted(uploaded.header.tensors.values(), key=lambda entry: (entry.begin, entry.end)):
+                    place = places.get(_sha256(file, start, entry))
+                    if place is None:
+                        raise AdapterCorrupt("the canonical file lacks a tensor of the upload")
+                    if ranges and ranges[-1][1] == place[0]:
+                        ranges[-1] = (ranges[-1][0], place[1])
+                    else:
+                        ranges.append(place)
+        return cls(header, tuple(ranges))
+
+    @classmethod
+    def decode(cls, data: bytes) -> KeptHeader:
+        """Read what `encode` wrote; raises AdapterCorrupt."""
+        try:
+            end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+            ranges = tuple((int(begin), int(stop)) for begin, stop in json.loads(data[end:])["ranges"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise AdapterCorrupt("the header that was kept of an upload is damaged") from error
+        return cls(data[:end], ranges)
+
+    def encode(self) -> bytes:
+        return self.header + json.dumps({"ranges": self.ranges}, separators=(",", ":")).encode()
+
+    def rebuild(self, canonical: BinaryIO) -> Iterator[bytes]:
+        """The uploaded file's bytes, in chunks."""
+        yield self.header
+        for begin, end in self.ranges:
+            canonical.seek(begin)
+            yield from _read(canonical, end - begin)
+
+
+def sha256_of(chunks: Iterable[bytes]) -> str:
+    hashed = hashlib.sha256()
+    for chunk in chunks:
+        hashed.update(chunk)
+    return hashed.hexdigest()
+
+
+def _sha256(file: BinaryIO, start: int, entry: TensorEntry) -> bytes:
+    file.seek(start + entry.begin)
+    hashed = hashlib.sha256()
+    for chunk in _read(file, entry.end - entry.begin):
+        hashed.update(chunk)
+    return hashed.digest()
+
+
+def _read(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+    while num_bytes > 0:
+        chunk = file.read(min(num_bytes, _CHUNK_BYTES))
+        if not chunk:
+            raise AdapterCorrupt("a file ends early")
+        num_bytes -= len(chunk)
+        yield chunk

@@ -1,0 +1,327 @@
+"""The SQL of uploads, and of versions until a server takes them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, not_, or_, select, update
+
+from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
+from loramux.adapter_store.formats.file_names import UPLOAD_FILES
+from loramux.adapter_store.ingest.tenant_caps import TenantCaps
+from loramux.adapter_store.registry.records import UNFINISHED, AdapterVersion, Upload, UploadFile
+from loramux.adapter_store.registry.registry import (
+    StockLimits,
+    is_identifier,
+    lock_adapter,
+    lock_tenant,
+    owner_of,
+    select_versions,
+    version_of,
+)
+from loramux.migrations.audit import audit
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.schema import adapter_versions, uploads
+
+LEASE_US = 30_000_000
+"""A claim on a version that is not renewed for this long is void; the server that made it has died or hangs."""
+_MAX_NAMES = 500
+"""Identifiers in one query."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedVersion:
+    """A version, and the upload that it was made of."""
+
+    version: AdapterVersion
+    upload_id: str
+
+
+class Intake:
+    """Every change of an upload's state is one transaction here, and so is a version's coming into being."""
+
+    def __init__(self, database: Database, limits: StockLimits | None = None, caps: TenantCaps | None = None) -> None:
+        self._database = database
+        self._limits = limits
+        self._caps = caps
+
+    def open_upload(self, adapter_id: str, files: Sequence[UploadFile], lifetime_us: int) -> Upload:
+        """Raises AdapterNotFound, LimitReached, or what `limits` raise where the tenant may not keep these bytes."""
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            tenant_id = _lock_owner(connection, adapter_id)
+            num_bytes, now_us = sum(file.size for file in files), self._database.now_us(connection)
+            if self._caps is not None:
+                self._caps.check_upload(connection, tenant_id, num_bytes, now_us)
+            if self._limits is not None:
+                self._limits.admit(connection, tenant_id, "adapter_bytes", num_bytes, now_us)
+            return self._insert_upload(connection, adapter_id, files, "open", None, lifetime_us)
+
+    def cancel_upload(self, adapter_id: str, upload_id: str) -> Upload:
+        """Forget an upload that no version was made of; returns it as it was.
+
+        Raises AdapterNotFound, UploadNotFound, or UploadRefused for one that is used.
+        """
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            upload = _own_upload(connection, adapter_id, upload_id)
+            if upload.state != "open":
+                raise _already_used()
+            connection.execute(delete(uploads).where(uploads.c.id == upload_id))
+        return upload
+
+    def list_open(
+        self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
+    ) -> Page[Upload]:
+        """An adapter's open uploads, newest first; `after` and `before` are identifiers of uploads."""
+        with self._database.read() as connection:
+            is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
+            query = select(uploads).where(uploads.c.adapter_id == adapter_id, is_open)
+            rows, has_more = keyset_rows(connection, query, uploads.c.id, limit, after, before)
+        return Page(tuple(upload_of(row) for row in rows), has_more)
+
+    def note_parts(self, upload: Upload, parts_ids: Mapping[str, str]) -> None:
+        """Keep what the blob store calls the uploads in parts of an open upload's files."""
+        files = [asdict(replace(file, parts_id=parts_ids.get(file.name))) for file in upload.files]
+        with self._database.write() as connection:
+            connection.execute(update(uploads).where(uploads.c.id == upload.id).values(files=files))
+
+    def get_upload(self, upload_id: str) -> Upload | None:
+        if not is_identifier(upload_id):
+            return None
+        with self._database.read() as connection:
+            row = connection.execute(select(uploads).where(uploads.c.id == upload_id)).first()
+        return upload_of(row) if row else None
+
+    def require_open(self, upload_id: str) -> Upload:
+        """Raises UploadNotFound, or UploadRefused for one that is used or expired."""
+        upload = self.get_upload(upload_id)
+        if upload is None:
+            raise UploadNotFound("there is no such upload")
+        self.check_open(upload)
+        return upload
+
+    def check_open(self, upload: Upload) -> None:
+        """Raises UploadRefused for an upload that is used or expired."""
+        _check_open(upload, self._database.now_us())
+
+    def add_version(self, adapter_id: str, upload_id: str) -> AddedVersion:
+        """Use an upload for a new pending version.
+
+        The upload may have been used already, or its files may be those of another version that was not rejected;
+        that version is then returned, in whatever state it is: what was taken out of service does not come back
+        under a new number. Its bytes were admitted when it was opened. Raises AdapterNotFound, UploadNotFound,
+        UploadRefused for an expired upload, or LimitReached.
+        """
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            upload = _own_upload(connection, adapter_id, upload_id)
+            added = _existing_version(connection, upload)
+            if added is None:
+                tenant_id = _lock_owner(connection, adapter_id)
+                now_us = self._database.now_us(connection)
+                _check_open(upload, now_us)
+                if self._caps is not None:
+                    self._caps.check_version(connection, tenant_id)
+                added = _insert_version(connection, upload, now_us)
+            if upload.state == "open":
+                connection.execute(update(uploads).where(uploads.c.id == upload_id).values(state="used"))
+        return added
+
+    def add_version_from(self, adapter_id: str, source_url: str, lifetime_us: int) -> AdapterVersion:
+        """Add a pending version whose files a server is to take from `source_url` within `lifetime_us`.
+
+        One that is still on its way from there is returned instead. Raises AdapterNotFound.
+        """
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            on_its_way = (
+                select(adapter_versions.c.id)
+                .join(uploads, uploads.c.id == adapter_versions.c.upload_id)
+                .where(
+                    adapter_versions.c.adapter_id == adapter_id,
+                    adapter_versions.c.state.in_(UNFINISHED),
+                    uploads.c.source_url == source_url,
+                )
+            )
+            version_id = connection.execute(on_its_way).scalar()
+            if version_id is not None:
+                return _version(connection, version_id)
+            upload = self._insert_upload(connection, adapter_id, (), "used", source_url, lifetime_us)
+            return _insert_version(connection, upload, upload.created_us).version
+
+    def get_version(self, version_id: str) -> AdapterVersion:
+        """Raises VersionNotFound."""
+        row = None
+        if is_identifier(version_id):
+            with self._database.read() as connection:
+                row = connection.execute(select_versions().where(adapter_versions.c.id == version_id)).first()
+        if row is None:
+            raise VersionNotFound("there is no such version")
+        return version_of(row)
+
+    def upload_of_version(self, version_id: str) -> Upload:
+        """The upload that a version was made of; raises VersionNotFound."""
+        query = (
+            select(uploads)
+            .join(adapter_versions, adapter_versions.c.upload_id == uploads.c.id)
+            .where(adapter_versions.c.id == version_id)
+        )
+        with self._database.read() as connection:
+            row = connection.execute(query).first() if is_identifier(version_id) else None
+        if row is None:
+            raise VersionNotFound("there is no such version")
+        return upload_of(row)
+
+    def uploads_in_use(self, upload_ids: Collection[str]) -> set[str]:
+        """Those of the uploads whose files are still wanted: open and not expired, or of an unfinished version."""
+        wanted: set[str] = set()
+        asked = sorted(upload_id for upload_id in upload_ids if is_identifier(upload_id))
+        for start in range(0, len(asked), _MAX_NAMES):
+            wanted |= self._in_use(asked[start : start + _MAX_NAMES])
+        return wanted
+
+    def forget_expired(self, age_us: int) -> None:
+        """Delete the rows of uploads that expired so long ago without having been used."""
+        with self._database.write() as connection:
+            expired_us = self._database.now_us(connection) - age_us
+            connection.execute(delete(uploads).where(uploads.c.state == "open", uploads.c.expires_us < expired_us))
+
+    def _in_use(self, upload_ids: Sequence[str]) -> set[str]:
+        # One statement, so that no upload is used between two.
+        unfinished = select(adapter_versions.c.upload_id).where(adapter_versions.c.state.in_(UNFINISHED))
+        with self._database.read() as connection:
+            is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
+            query = select(uploads.c.id).where(uploads.c.id.in_(upload_ids), is_open | uploads.c.id.in_(unfinished))
+            return {row.id for row in connection.execute(query)}
+
+    def _insert_upload(
+        self,
+        connection: Connection,
+        adapter_id: str,
+        files: Sequence[UploadFile],
+        state: str,
+        source_url: str | None,
+        lifetime_us: int,
+    ) -> Upload:
+        upload_id = new_id("upl")
+        now_us = self._database.now_us(connection)
+        connection.execute(
+            insert(uploads).values(
+                id=upload_id,
+                adapter_id=adapter_id,
+                files=[asdict(file) for file in files],
+                state=state,
+                source_url=source_url,
+                created_us=now_us,
+                expires_us=now_us + lifetime_us,
+            )
+        )
+        return upload_of(connection.execute(select(uploads).where(uploads.c.id == upload_id)).one())
+
+
+def is_free(now_us: int) -> ColumnElement[bool]:
+    """Whether no server holds a version and its time to wait is over.
+
+    A claim that lies ahead by more than twice a lease was made before the clock went back, and is void.
+    """
+    expires_us = adapter_versions.c.claim_expires_us
+    return or_(expires_us.is_(None), not_(expires_us.between(now_us + 1, now_us + 2 * LEASE_US)))
+
+
+def files_sha256(files: Collection[UploadFile]) -> str | None:
+    """What identical uploads have in common: SHA-256 of their files' checksums; None until they are known."""
+    checksums = {file.name: file.sha256 for file in files}
+    if not checksums:
+        return None
+    return hashlib.sha256("".join(checksums[name] for name in UPLOAD_FILES).encode()).hexdigest()
+
+
+def identical_version(
+    connection: Connection, adapter_id: str, sha256: str, but: str = ""
+) -> Row[*tuple[Any, ...]] | None:
+    """The first version of an adapter that was made of the same bytes and not rejected, other than `but`."""
+    columns = adapter_versions.c
+    query = select(columns.id, columns.number, columns.upload_id).where(
+        columns.adapter_id == adapter_id,
+        columns.files_sha256 == sha256,
+        columns.state != "rejected",
+        columns.id != but,
+    )
+    # Sorted here: asked for the lowest number, SQLite would go through all of the adapter's versions in that order.
+    return min(connection.execute(query), key=lambda row: row.number, default=None)
+
+
+def upload_of(row: Row[*tuple[Any, ...]]) -> Upload:
+    files = tuple(UploadFile(**file) for file in row.files)
+    return Upload(row.id, row.adapter_id, files, row.state, row.created_us, row.expires_us, row.source_url)
+
+
+def _lock_owner(connection: Connection, adapter_id: str) -> str:
+    """Hold the row of an adapter's tenant; its identifier."""
+    tenant_id: str = connection.execute(select(owner_of(adapter_id))).scalar_one()
+    lock_tenant(connection, tenant_id)
+    return tenant_id
+
+
+def _own_upload(connection: Connection, adapter_id: str, upload_id: str) -> Upload:
+    """Raises UploadNotFound."""
+    row = None
+    if is_identifier(upload_id):
+        row = connection.execute(select(uploads).where(uploads.c.id == upload_id)).first()
+    if row is None or row.adapter_id != adapter_id:
+        raise UploadNotFound("the adapter has no such upload")
+    return upload_of(row)
+
+
+def _already_used() -> UploadRefused:
+    return UploadRefused("upload_used", "the upload has been used for a version")
+
+
+def _check_open(upload: Upload, now_us: int) -> None:
+    if upload.state != "open":
+        raise _already_used()
+    if upload.expires_us <= now_us:
+        raise UploadRefused("upload_expired", "the upload has expired: make a new one")
+
+
+def _existing_version(connection: Connection, upload: Upload) -> AddedVersion | None:
+    sha256 = files_sha256(upload.files)
+    if sha256 is None:
+        return None
+    columns = adapter_versions.c
+    own = select(columns.id, columns.upload_id).where(
+        columns.adapter_id == upload.adapter_id, columns.files_sha256 == sha256, columns.upload_id == upload.id
+    )
+    found = connection.execute(own).first() or identical_version(connection, upload.adapter_id, sha256)
+    return None if found is None else AddedVersion(_version(connection, found.id), found.upload_id)
+
+
+def _insert_version(connection: Connection, upload: Upload, now_us: int) -> AddedVersion:
+    version_id = new_id("adv")
+    last = select(func.max(adapter_versions.c.number)).where(adapter_versions.c.adapter_id == upload.adapter_id)
+    connection.execute(
+        insert(adapter_versions).values(
+            id=version_id,
+            adapter_id=upload.adapter_id,
+            number=(connection.execute(last).scalar() or 0) + 1,
+            state="pending",
+            upload_id=upload.id,
+            files_sha256=files_sha256(upload.files),
+            report={},
+            created_us=now_us,
+        )
+    )
+    added = AddedVersion(_version(connection, version_id), upload.id)
+    target, after = f"{upload.adapter_id}@{added.version.number}", {"state": "pending", "upload_id": upload.id}
+    audit(connection, now_us, "version.create", target, tenant_id=owner_of(upload.adapter_id), after=after)
+    return added
+
+
+def _version(connection: Connection, version_id: str) -> AdapterVersion:
+    return version_of(connection.execute(select_versions().where(adapter_versions.c.id == version_id)).one())

@@ -1,0 +1,224 @@
+"""Takes a claimed version through validation to ready or rejected."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import structlog
+
+from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key, upload_key
+from loramux.adapter_store.errors import (
+    AdapterCorrupt,
+    AdapterRejected,
+    BlobNotFound,
+    BlobTooLarge,
+    ClaimLost,
+    SourceUnavailable,
+)
+from loramux.adapter_store.formats.canonical import digest_of
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.ingest.claim_renewal import ClaimRenewal
+from loramux.adapter_store.ingest.claims import ClaimedVersion, Verdict, VersionClaims
+from loramux.adapter_store.ingest.failpoints import AtStep, IngestStep
+from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
+from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
+from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
+from loramux.adapter_store.validation.validator import Accepted, ValidationJob, Validator
+from loramux.migrations.database import Database
+
+SOURCE_RETRY_S = 30.0
+"""How long a version waits whose source could not be read, so that others have their turn."""
+
+_log = structlog.get_logger(__name__)
+
+
+class VersionProcessor:
+    """Claims a version, validates it, puts its blobs and publishes it, or rejects it.
+
+    `scratch_dir` belongs to this process alone. Whatever the uploaded blobs become while this is at work, the copies
+    there are what is hashed, validated and published.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        claims: VersionClaims,
+        blobs: BlobStore,
+        target: PackTarget,
+        scratch_dir: Path,
+        validator: Validator,
+        sources: AdapterSources,
+        at_step: AtStep,
+    ) -> None:
+        self._database = database
+        self._intake = Intake(database)
+        self._claims = claims
+        self._blobs = blobs
+        self._target = target
+        self._scratch_dir = scratch_dir
+        self._validator = validator
+        self._sources = sources
+        self._at_step = at_step
+
+    def process(self, version_id: str) -> AdapterVersion:
+        """Take a version to its verdict; returns it unchanged where it has one or another server is at it.
+
+        Raises StoreError where a store or the validation process fails; the version then waits for another try.
+        """
+        claimed = self._claims.take(version_id)
+        if claimed is None:
+            return self._intake.get_version(version_id)
+        self._at_step(IngestStep.CLAIMED)
+        try:
+            with ClaimRenewal(self._claims, version_id):
+                self._decide(claimed)
+        except ClaimLost:
+            _log.warning("claim_lost", version_id=version_id)
+        except SourceUnavailable as error:
+            _log.warning("source_unavailable", version_id=version_id, error=str(error))
+            self._postpone(claimed)
+        except BaseException:
+            self._give_back(version_id)
+            raise
+        else:
+            self._delete_files(claimed.upload.id)
+        return self._intake.get_version(version_id)
+
+    def _decide(self, claimed: ClaimedVersion) -> None:
+        version_id = claimed.version.id
+        scratch = self._scratch_dir / version_id
+        try:
+            # A server may have died after it had put everything.
+            if not self._is_stored(claimed.version):
+                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(parents=True)
+                self._validate_and_put(claimed, scratch)
+            self._claims.publish(claimed.version)
+            self._at_step(IngestStep.PUBLISHED)
+        except AdapterRejected as error:
+            self._reject(version_id, error)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _validate_and_put(self, claimed: ClaimedVersion, scratch: Path) -> None:
+        job = ValidationJob(
+            config=scratch / CONFIG_FILE,
+            tensors=scratch / TENSORS_FILE,
+            canonical=scratch / "canonical",
+            packed=scratch / "packed",
+        )
+        if claimed.upload.source_url is None:
+            self._fetch(claimed, scratch)
+        else:
+            self._fetch_source(claimed, claimed.upload.source_url, scratch)
+        self._at_step(IngestStep.FILES_FETCHED)
+        accepted = self._validator.validate(job, self._target)
+        # The process that read a tenant's bytes is not taken at its word for the name they go by.
+        if digest_of(job.canonical) != accepted.digest:
+            raise AdapterCorrupt("the validation process wrote a file of another digest")
+        kept = KeptHeader.of(job.tensors, job.canonical)
+        self._at_step(IngestStep.VALIDATED)
+        self._claims.accept(
+            claimed.version,
+            Verdict(
+                accepted.digest,
+                accepted.max_rank,
+                accepted.num_pages,
+                job.canonical.stat().st_size,
+                accepted.report,
+            ),
+        )
+        self._at_step(IngestStep.ACCEPTED)
+        self._put(claimed.version, job, accepted, kept)
+
+    def _fetch(self, claimed: ClaimedVersion, scratch: Path) -> None:
+        for file in claimed.upload.files:
+            try:
+                self._blobs.get(upload_key(claimed.upload.id, file.name), scratch / file.name, file.size)
+            except BlobNotFound:
+                raise AdapterRejected("upload_incomplete", "the file was never uploaded", file.name) from None
+            except BlobTooLarge:
+                raise AdapterRejected("size_mismatch", "more bytes came than were announced", file.name) from None
+            if (scratch / file.name).stat().st_size != file.size:
+                raise AdapterRejected("size_mismatch", "fewer bytes came than were announced", file.name)
+            # Clients that put their files into a bucket themselves are not taken at their word.
+            if digest_of(scratch / file.name) != file.sha256:
+                raise AdapterRejected("checksum_mismatch", "the bytes have another SHA-256", file.name)
+
+    def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> None:
+        found = []
+        max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._target.max_tensors_bytes}
+        num_bytes = {name: self._sources.size(url, name, max_bytes[name]) for name in UPLOAD_FILES}
+        self._claims.announce(claimed, num_bytes)
+        for name in UPLOAD_FILES:
+            self._sources.fetch(url, name, scratch / name, num_bytes[name])
+            found.append(UploadFile(name, (scratch / name).stat().st_size, digest_of(scratch / name)))
+        self._claims.record_files(claimed, found)
+        self._at_step(IngestStep.SOURCE_RECORDED)
+
+    def _put(self, version: AdapterVersion, job: ValidationJob, accepted: Accepted, kept: KeptHeader) -> None:
+        """The canonical file last but one: where it is, nothing is missing that cannot be rebuilt."""
+        # A server that was taken for dead stops here.
+        self._claims.renew(version.id)
+        if version.digest is not None:
+            # An earlier try has come this far, and a source may have held other files then.
+            self._delete_originals(version.id)
+        self._blobs.put(config_key(version.id), job.config)
+        self._at_step(IngestStep.CONFIG_KEPT)
+        self._blobs.put(header_key(version.id), kept.encode())
+        self._at_step(IngestStep.HEADER_KEPT)
+        self._blobs.put(canonical_key(accepted.digest), job.canonical)
+        self._at_step(IngestStep.CANONICAL_STORED)
+        self._blobs.put(packed_key(accepted.digest, self._target.pack_key), job.packed)
+        self._at_step(IngestStep.PACKED_STORED)
+
+    def _reject(self, version_id: str, error: AdapterRejected) -> None:
+        self._claims.renew(version_id)
+        self._delete_originals(version_id)
+        refusal = {"code": error.code, "message": error.message, "param": error.param}
+        self._claims.reject(version_id, {**error.report, "error": refusal})
+        self._at_step(IngestStep.REJECTED)
+
+    def _is_stored(self, version: AdapterVersion) -> bool:
+        """Whether all is there that an accepted version needs; its uploaded files are then not asked for again."""
+        if version.digest is None:
+            return False
+        keys = (config_key(version.id), header_key(version.id), canonical_key(version.digest))
+        return all(self._blobs.exists(key) for key in keys)
+
+    def _delete_originals(self, version_id: str) -> None:
+        for key in (config_key(version_id), header_key(version_id)):
+            self._blobs.delete(key)
+
+    def _postpone(self, claimed: ClaimedVersion) -> None:
+        """Try again later what could not be read now, until the upload's time is over."""
+        version_id = claimed.version.id
+        if self._database.now_us() < claimed.upload.expires_us:
+            self._give_back(version_id, SOURCE_RETRY_S)
+            return
+        try:
+            self._reject(version_id, AdapterRejected("source_unavailable", "the source could not be read", "source"))
+        except Exception as failure:
+            _log.warning("claim_left", version_id=version_id, error=str(failure))
+
+    def _give_back(self, version_id: str, delay_s: float = 0.0) -> None:
+        try:
+            self._claims.give_back(version_id, delay_s)
+        except Exception as error:
+            # The database is down, or another has it: once the claim has expired, anybody may take it.
+            _log.warning("claim_left", version_id=version_id, error=str(error))
+
+    def _delete_files(self, upload_id: str) -> None:
+        try:
+            for name in UPLOAD_FILES:
+                self._blobs.delete(upload_key(upload_id, name))
+                if name == UPLOAD_FILES[0]:
+                    self._at_step(IngestStep.FIRST_FILE_DELETED)
+        except Exception as error:
+            # The version has its verdict, and the janitor will try again.
+            _log.warning("upload_left", upload_id=upload_id, error=str(error))
+        self._at_step(IngestStep.FILES_DELETED)

@@ -1,0 +1,77 @@
+"""The thread that takes pending versions through validation."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import structlog
+
+from loramux.adapter_store.ingest.ingest import Ingest
+from loramux.adapter_store.registry.records import UNFINISHED
+
+MAX_IN_A_ROW = 100
+"""Versions that are processed before abandoned uploads are looked for again."""
+
+_log = structlog.get_logger(__name__)
+
+
+class IngestWorker:
+    """Processes pending versions as they come, and from time to time removes abandoned uploads.
+
+    Versions that other gateways made, or that a dead one left, are found every `poll_s`; one that a failing store or
+    database kept from being processed is tried again as often.
+    """
+
+    def __init__(self, ingest: Ingest, poll_s: float = 5.0, clear_up_s: float = 300.0) -> None:
+        self._ingest = ingest
+        self._poll_s = poll_s
+        self._clear_up_s = clear_up_s
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Finish the version in hand and end. Close the validator first so as not to wait for it."""
+        self._is_stopping.set()
+        self._ingest.has_pending.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        next_clear_up = time.monotonic() + self._clear_up_s
+        while not self._is_stopping.is_set():
+            self._ingest.has_pending.wait(self._poll_s)
+            self._ingest.has_pending.clear()
+            try:
+                self._process_waiting()
+                if time.monotonic() >= next_clear_up:
+                    next_clear_up = time.monotonic() + self._clear_up_s
+                    self._ingest.remove_abandoned()
+            except Exception as error:
+                # The database or the blob store is down, which must not end the thread.
+                _log.warning("ingest_postponed", error=str(error))
+
+    def _process_waiting(self) -> None:
+        # What failed now is tried again when the others have been.
+        undecided: set[str] = set()
+        num_done = 0
+        for _ in range(MAX_IN_A_ROW):
+            version_id = None if self._is_stopping.is_set() else self._ingest.next_waiting(undecided)
+            if version_id is None:
+                return
+            try:
+                version = self._ingest.process(version_id)
+            except Exception as error:
+                undecided.add(version_id)
+                _log.warning("validation_postponed", version_id=version_id, error=str(error))
+                continue
+            if version.state in UNFINISHED:
+                # Another server was quicker, or its source cannot be read.
+                undecided.add(version_id)
+            num_done += 1
+            _log.info("version_processed", version_id=version_id, state=version.state)
+        if num_done:
+            # There may be more of them.
+            self._ingest.has_pending.set()

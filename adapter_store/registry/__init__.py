@@ -1,0 +1,1 @@
+"""Which adapters and versions exist, and which version a name means: SQL."""

@@ -1,0 +1,300 @@
+"""Aliases: names for an adapter's versions, each with a weight, and the history that a rollback goes back in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, true, update
+
+from loramux.adapter_store.errors import (
+    AliasChanged,
+    AliasNotFound,
+    InvalidAlias,
+    NothingToRollBack,
+    VersionNotFound,
+    VersionNotReady,
+)
+from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Alias, AliasAction, AliasChange, AliasTarget
+from loramux.adapter_store.registry.registry import MAX_VERSION, SLUG, check_slug, is_identifier, lock_adapter, owner_of
+from loramux.migrations.audit import audit
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.schema import (
+    adapter_alias_history,
+    adapter_alias_targets,
+    adapter_aliases,
+    adapter_versions,
+)
+
+MAX_TARGETS = 8
+MAX_WEIGHT = 10_000
+DEFAULT_WEIGHT = 100
+SYSTEM = "system"
+"""The actor of what nobody asked for: the first ready version becomes the default."""
+
+
+class AdapterAliases:
+    """Every change is one transaction that adds one row to the history; revisions count from 1 without a gap.
+
+    An alias that is deleted and made anew goes on where it was, so that a revision never means two things.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def of(self, adapter_ids: Sequence[str]) -> dict[str, dict[str, Alias]]:
+        """The aliases of each of some adapters, by name."""
+        found: dict[str, dict[str, Alias]] = {adapter_id: {} for adapter_id in adapter_ids}
+        with self._database.read() as connection:
+            for adapter_id, alias in _read(connection, [name for name in adapter_ids if is_identifier(name)]):
+                found[adapter_id][alias.name] = alias
+        return found
+
+    def get(self, adapter_id: str, name: str) -> Alias:
+        """Raises AliasNotFound."""
+        with self._database.read() as connection:
+            return _require(connection, adapter_id, name)
+
+    def set(
+        self,
+        adapter_id: str,
+        name: str,
+        weights: Mapping[int, int],
+        actor: str = SYSTEM,
+        expected_revision: int | None = None,
+    ) -> Alias:
+        """Make an alias name ready versions, `weights` by version number; the rest of the requests follow the weights.
+
+        Raises InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, and AliasChanged where
+        the alias is no longer at `expected_revision` (0: it must not exist yet).
+        """
+        check_slug(name, "name")
+        if not 0 < len(weights) <= MAX_TARGETS:
+            raise InvalidAlias("invalid_targets", f"an alias names 1 to {MAX_TARGETS} versions", "targets")
+        if not all(0 < weight <= MAX_WEIGHT for weight in weights.values()):
+            raise InvalidAlias("invalid_weight", f"a weight is 1 to {MAX_WEIGHT}", "weight")
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            _check_revision(_revision(connection, adapter_id, name), expected_revision)
+            targets = [_ready_target(connection, adapter_id, number, weight) for number, weight in weights.items()]
+            now_us = self._database.now_us(connection)
+            return change_alias(connection, adapter_id, name, targets, actor, "set", now_us)
+
+    def rollback(
+        self,
+        adapter_id: str,
+        name: str,
+        actor: str = SYSTEM,
+        revision: int | None = None,
+        expected_revision: int | None = None,
+    ) -> Alias:
+        """Make an alias name again what it named at a revision, by default the one before the present.
+
+        The rollback is a revision of its own, so that the next one undoes it. Raises AdapterNotFound, AliasNotFound,
+        NothingToRollBack, VersionNotReady where a version of that time can no longer be served, and AliasChanged where
+        the alias is no longer at `expected_revision`.
+        """
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            present = _require(connection, adapter_id, name)
+            _check_revision(present.revision, expected_revision)
+            wanted = present.revision - 1 if revision is None else revision
+            targets = _targets_at(connection, adapter_id, name, wanted)
+            if targets is None or wanted >= present.revision:
+                raise NothingToRollBack(f"the alias has no revision {wanted} before the present one")
+            ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in targets]
+            now_us = self._database.now_us(connection)
+            return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us)
+
+    def targets_at(self, adapter_id: str, name: str, revision: int | None = None) -> tuple[AliasTarget, ...]:
+        """What a rollback would name; raises AliasNotFound or NothingToRollBack."""
+        with self._database.read() as connection:
+            present = _require(connection, adapter_id, name)
+            wanted = present.revision - 1 if revision is None else revision
+            targets = _targets_at(connection, adapter_id, name, wanted)
+        if targets is None:
+            raise NothingToRollBack(f"the alias has no revision {wanted}")
+        return targets
+
+    def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
+        """Forget an alias and its history but for what it named last, behind which one made anew goes on counting.
+
+        Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default, and AliasChanged where the alias is no
+        longer at `expected_revision`.
+        """
+        if name == DEFAULT_ALIAS:
+            raise InvalidAlias("default_alias", "the default alias can be moved, not removed", "name")
+        with self._database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            present = _require(connection, adapter_id, name)
+            _check_revision(present.revision, expected_revision)
+            before, now_us = _shown(present), self._database.now_us(connection)
+            target, owner = f"{adapter_id}:{name}", owner_of(adapter_id)
+            audit(connection, now_us, "alias.remove", target, tenant_id=owner, before=before)
+            past = adapter_alias_history.c.revision < present.revision
+            for table, which in (
+                (adapter_alias_targets, true()),
+                (adapter_alias_history, past),
+                (adapter_aliases, true()),
+            ):
+                connection.execute(delete(table).where(table.c.adapter_id == adapter_id, table.c.name == name, which))
+
+    def history(
+        self, adapter_id: str, name: str, limit: int, after: str | None = None, before: str | None = None
+    ) -> Page[AliasChange]:
+        """The changes of an alias, newest first; raises AliasNotFound."""
+        table = adapter_alias_history
+        query = select(table).where(table.c.adapter_id == adapter_id, table.c.name == name)
+        with self._database.read() as connection:
+            _require(connection, adapter_id, name)
+            rows, has_more = keyset_rows(connection, query, table.c.id, limit, after, before)
+        return Page(tuple(_change(row) for row in rows), has_more)
+
+
+def change_alias(
+    connection: Connection,
+    adapter_id: str,
+    name: str,
+    targets: Sequence[AliasTarget],
+    actor: str,
+    action: AliasAction,
+    now_us: int,
+) -> Alias:
+    """Create or move an alias, with its row of history; the adapter's row must be locked."""
+    present = _revision(connection, adapter_id, name)
+    # Beyond that of one of this name that was deleted: nobody who saw that one changes this one by mistake.
+    revision = (present or _last_revision(connection, adapter_id, name)) + 1
+    before = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
+    key = {"adapter_id": adapter_id, "name": name}
+    place = (adapter_aliases.c.adapter_id == adapter_id, adapter_aliases.c.name == name)
+    if not present:
+        connection.execute(insert(adapter_aliases).values(**key, revision=revision, updated_us=now_us))
+    else:
+        connection.execute(update(adapter_aliases).where(*place).values(revision=revision, updated_us=now_us))
+    table = adapter_alias_targets
+    connection.execute(delete(table).where(table.c.adapter_id == adapter_id, table.c.name == name))
+    ordered = tuple(sorted(targets, key=lambda target: target.number))
+    connection.execute(
+        insert(table), [{**key, "version_id": target.version_id, "weight": target.weight} for target in ordered]
+    )
+    connection.execute(
+        insert(adapter_alias_history).values(
+            **key,
+            id=new_id("alh"),
+            revision=revision,
+            actor=actor,
+            action=action,
+            targets=[
+                {"version_id": target.version_id, "number": target.number, "weight": target.weight}
+                for target in ordered
+            ],
+            created_us=now_us,
+        )
+    )
+    alias = Alias(name, revision, ordered, now_us)
+    changed = {"before": _shown(before), "after": _shown(alias)}
+    audit(connection, now_us, f"alias.{action}", f"{adapter_id}:{name}", tenant_id=owner_of(adapter_id), **changed)
+    return alias
+
+
+def _shown(alias: Alias | None) -> dict[str, object]:
+    """For the audit log: the weights by version number."""
+    if alias is None:
+        return {}
+    return {"revision": alias.revision, "targets": {str(target.number): target.weight for target in alias.targets}}
+
+
+def _read(connection: Connection, adapter_ids: Sequence[str], name: str | None = None) -> list[tuple[str, Alias]]:
+    table, targets = adapter_aliases.c, adapter_alias_targets.c
+    query = (
+        select(
+            table.adapter_id,
+            table.name,
+            table.revision,
+            table.updated_us,
+            targets.version_id,
+            targets.weight,
+            adapter_versions.c.number,
+        )
+        .join(adapter_alias_targets, (targets.adapter_id == table.adapter_id) & (targets.name == table.name))
+        .join(adapter_versions, adapter_versions.c.id == targets.version_id)
+        .where(table.adapter_id.in_(adapter_ids))
+        .order_by(table.adapter_id, table.name, adapter_versions.c.number)
+    )
+    if name is not None:
+        query = query.where(table.name == name)
+    grouped: dict[tuple[str, str], list[Any]] = {}
+    for row in connection.execute(query):
+        grouped.setdefault((row.adapter_id, row.name), []).append(row)
+    return [
+        (
+            adapter_id,
+            Alias(
+                alias,
+                rows[0].revision,
+                tuple(AliasTarget(row.version_id, row.number, row.weight) for row in rows),
+                rows[0].updated_us,
+            ),
+        )
+        for (adapter_id, alias), rows in grouped.items()
+    ]
+
+
+def _require(connection: Connection, adapter_id: str, name: str) -> Alias:
+    found = _read(connection, [adapter_id], name) if is_identifier(adapter_id) and SLUG.fullmatch(name) else []
+    if not found:
+        raise AliasNotFound("the adapter has no such alias")
+    return found[0][1]
+
+
+def _revision(connection: Connection, adapter_id: str, name: str) -> int:
+    query = select(adapter_aliases.c.revision).where(
+        adapter_aliases.c.adapter_id == adapter_id, adapter_aliases.c.name == name
+    )
+    return connection.execute(query).scalar() or 0
+
+
+def _last_revision(connection: Connection, adapter_id: str, name: str) -> int:
+    """Of an alias that there is, or was."""
+    table = adapter_alias_history.c
+    query = select(func.max(table.revision)).where(table.adapter_id == adapter_id, table.name == name)
+    return connection.execute(query).scalar() or 0
+
+
+def _check_revision(revision: int, expected: int | None) -> None:
+    if expected is not None and expected != revision:
+        raise AliasChanged(f"the alias is at revision {revision}, not {expected}")
+
+
+def _ready_target(connection: Connection, adapter_id: str, number: int, weight: int) -> AliasTarget:
+    version = None
+    if 0 < number <= MAX_VERSION:
+        version = connection.execute(
+            select(adapter_versions.c.id, adapter_versions.c.state).where(
+                adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.number == number
+            )
+        ).first()
+    if version is None:
+        raise VersionNotFound(f"the adapter has no version {number}")
+    if version.state != "ready":
+        raise VersionNotReady(f"version {number} is {version.state}, only a ready version can be served")
+    return AliasTarget(version.id, number, weight)
+
+
+def _targets_at(connection: Connection, adapter_id: str, name: str, revision: int) -> tuple[AliasTarget, ...] | None:
+    if not 0 < revision <= MAX_VERSION:
+        return None
+    table = adapter_alias_history.c
+    query = select(table.targets).where(table.adapter_id == adapter_id, table.name == name, table.revision == revision)
+    document = connection.execute(query).scalar()
+    return None if document is None else _targets(document)
+
+
+def _targets(document: Sequence[Mapping[str, Any]]) -> tuple[AliasTarget, ...]:
+    return tuple(AliasTarget(**target) for target in document)
+
+
+def _change(row: Row[Any]) -> AliasChange:
+    return AliasChange(row.id, row.name, row.revision, row.actor, row.action, _targets(row.targets), row.created_us)

@@ -1,0 +1,271 @@
+"""Which adapters and versions exist, and which version a name means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from sqlalchemy import Connection, Row, ScalarSelect, Select, delete, insert, select
+from sqlalchemy.exc import IntegrityError
+
+from loramux.adapter_store.errors import (
+    AdapterExists,
+    AdapterInUse,
+    AdapterNotFound,
+    InvalidName,
+    TenantNotFound,
+)
+from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion
+from loramux.adapter_store.registry.resolution import Suffix, default_models, draw, versions_named
+from loramux.migrations.audit import audit
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.migrations.schema import adapter_grants, adapter_versions, adapters, tenants, uploads
+
+SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
+IDENTIFIER = re.compile(r"[a-z]{3}_[0-9a-f]{32}")
+MAX_VERSION = 2**31 - 1
+"""The largest version number that the database holds."""
+
+
+class StockLimits(Protocol):
+    """Says whether a tenant may keep more, in the transaction that adds it."""
+
+    @property
+    def refusal(self) -> type[Exception]:
+        """What `admit` raises."""
+
+    def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int, now_us: int) -> None:
+        """Raise where `amount` more `adapters` or `adapter_bytes` are too many."""
+
+
+class AdapterRegistry:
+    """The SQL facts about adapters. Versions come into being through `Ingest`.
+
+    `reserved_names` are names that no adapter may take: the served base model's.
+    """
+
+    def __init__(
+        self, database: Database, reserved_names: Collection[str] = (), limits: StockLimits | None = None
+    ) -> None:
+        self.database = database
+        self.limits = limits
+        self._reserved_names = frozenset(reserved_names)
+
+    def create_adapter(self, tenant_id: str, name: str) -> Adapter:
+        """Raises InvalidName, TenantNotFound or AdapterExists."""
+        check_slug(name, "name")
+        if name in self._reserved_names:
+            raise InvalidName("reserved_name", f"{name!r} is the name of the base model", "name")
+        adapter_id = new_id("ada")
+        if not is_identifier(tenant_id):
+            raise TenantNotFound(f"no tenant {tenant_id!r}")
+        try:
+            with self.database.write() as connection:
+                slug = connection.execute(select(tenants.c.slug).where(tenants.c.id == tenant_id)).scalar()
+                if slug is None:
+                    raise TenantNotFound(f"no tenant {tenant_id!r}")
+                created_us = self.database.now_us(connection)
+                if self.limits is not None:
+                    self.limits.admit(connection, tenant_id, "adapters", 1, created_us)
+                connection.execute(
+                    insert(adapters).values(id=adapter_id, tenant_id=tenant_id, name=name, created_us=created_us)
+                )
+                audit(connection, created_us, "adapter.create", adapter_id, tenant_id=tenant_id, after={"name": name})
+        except IntegrityError:
+            raise AdapterExists(f"the tenant already has an adapter {name!r}") from None
+        return Adapter(adapter_id, tenant_id, slug, name, created_us, None)
+
+    def get_adapter(self, adapter_id: str) -> Adapter | None:
+        if not is_identifier(adapter_id):
+            return None
+        with self.database.read() as connection:
+            row = connection.execute(_select_adapters().where(adapters.c.id == adapter_id)).first()
+        return _adapter(row) if row else None
+
+    def delete_adapter(self, adapter_id: str) -> None:
+        """Remove an adapter that never had a version; raises AdapterNotFound, or AdapterInUse where it had one."""
+        with self.database.write() as connection:
+            lock_adapter(connection, adapter_id)
+            version = select(adapter_versions.c.id).where(adapter_versions.c.adapter_id == adapter_id).limit(1)
+            upload = select(uploads.c.id).where(uploads.c.adapter_id == adapter_id).limit(1)
+            if connection.execute(version).first() or connection.execute(upload).first():
+                raise AdapterInUse("the adapter has versions or uploads: disable it instead")
+            found = connection.execute(select(adapters.c.name, adapters.c.tenant_id).where(adapters.c.id == adapter_id))
+            row = found.one()
+            now_us = self.database.now_us(connection)
+            before = {"name": row.name}
+            audit(connection, now_us, "adapter.delete", adapter_id, tenant_id=row.tenant_id, before=before)
+            connection.execute(delete(adapter_grants).where(adapter_grants.c.adapter_id == adapter_id))
+            connection.execute(delete(adapters).where(adapters.c.id == adapter_id))
+
+    def find_adapter(self, tenant_id: str, name: str) -> Adapter | None:
+        if not is_identifier(tenant_id) or not SLUG.fullmatch(name):
+            return None
+        query = _select_adapters().where(adapters.c.tenant_id == tenant_id, adapters.c.name == name)
+        with self.database.read() as connection:
+            row = connection.execute(query).first()
+        return _adapter(row) if row else None
+
+    def list_adapters(
+        self,
+        tenant_id: str | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        only: Collection[str] | None = None,
+    ) -> Page[Adapter]:
+        """One tenant's adapters, or every tenant's; newest first. With `only`, of these identifiers."""
+        query = _select_adapters()
+        if tenant_id is not None:
+            query = query.where(adapters.c.tenant_id == tenant_id)
+        if only is not None:
+            query = query.where(adapters.c.id.in_(only))
+        with self.database.read() as connection:
+            rows, has_more = keyset_rows(connection, query, adapters.c.id, limit, after, before)
+        return Page(tuple(_adapter(row) for row in rows), has_more)
+
+    def list_versions(
+        self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
+    ) -> Page[AdapterVersion]:
+        """An adapter's versions, newest first; `after` and `before` are version identifiers."""
+        query = select_versions().where(adapter_versions.c.adapter_id == adapter_id)
+        with self.database.read() as connection:
+            rows, has_more = keyset_rows(connection, query, adapter_versions.c.id, limit, after, before)
+        return Page(tuple(version_of(row) for row in rows), has_more)
+
+    def get_version(self, adapter_id: str, number: int) -> AdapterVersion | None:
+        if not is_identifier(adapter_id) or not 0 < number <= MAX_VERSION:
+            return None
+        query = select_versions().where(
+            adapter_versions.c.adapter_id == adapter_id, adapter_versions.c.number == number
+        )
+        with self.database.read() as connection:
+            row = connection.execute(query).first()
+        return version_of(row) if row else None
+
+    def resolve(
+        self,
+        tenant_slug: str,
+        adapter_name: str,
+        version: int | None = None,
+        digest_prefix: str | None = None,
+        alias: str | None = None,
+        caller_id: str | None = None,
+        sticky: str = "",
+    ) -> AdapterRef | None:
+        """The ready version that a name means: by number, by digest prefix, by alias, else by the default alias.
+
+        A digest prefix has 12 to 64 hexadecimal digits; one that fits two different digests names nothing. Where an
+        alias names several versions, equal `sticky` texts get the same one as long as the weights stay, and a version
+        whose weight grows keeps the texts that it had. With `caller_id`, only what that tenant owns or was granted.
+        """
+        if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
+            return None
+        suffix: Suffix
+        wanted: int | str
+        if version is not None:
+            suffix, wanted, is_name = "number", version, 0 < version <= MAX_VERSION
+        elif digest_prefix is not None:
+            suffix, wanted, is_name = "digest", digest_prefix, bool(DIGEST_PREFIX.fullmatch(digest_prefix))
+        else:
+            suffix, wanted = "alias", DEFAULT_ALIAS if alias is None else alias
+            is_name = bool(SLUG.fullmatch(wanted))
+        if not is_name:
+            return None
+        parameters: dict[str, object] = {"tenant": tenant_slug, "adapter": adapter_name, "wanted": wanted}
+        if suffix == "digest":
+            # Behind every hexadecimal digit comes "g", in any collation.
+            parameters["end"] = f"{wanted}g"
+        if caller_id is not None:
+            parameters["caller_id"] = caller_id
+        rows = self.database.query(versions_named(suffix, caller_id is not None), parameters)
+        found = [(AdapterRef(*row[:-1]), row[-1]) for row in rows]
+        if not found:
+            return None
+        newest = found[0][0]
+        if suffix == "alias":
+            return draw(found, f"{newest.adapter_id}:{wanted}:{sticky}")
+        return None if any(ref.digest != newest.digest for ref, _ in found) else newest
+
+    def list_models(self, tenant_id: str) -> list[AdapterRef]:
+        """The heaviest version behind the bare name of each adapter that a tenant may call, its own first, by name."""
+        rows = self.database.query(default_models(), {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS})
+        # Of an adapter's several versions the last one, which is the heaviest, stays.
+        return list({row.adapter_id: AdapterRef(*row) for row in rows}.values())
+
+
+def is_identifier(text: str) -> bool:
+    """Whether text has the form of an identifier; other text need not, and must not, reach a query."""
+    return IDENTIFIER.fullmatch(text) is not None
+
+
+def check_slug(text: str, param: str) -> None:
+    if not SLUG.fullmatch(text):
+        raise InvalidName(
+            "invalid_name",
+            "a name has 1 to 63 of the characters a-z, 0-9, '.', '_' and '-' and begins with a letter or digit",
+            param,
+        )
+
+
+def owner_of(adapter_id: str) -> ScalarSelect[str]:
+    """The tenant that an adapter belongs to, as part of another statement."""
+    return select(adapters.c.tenant_id).where(adapters.c.id == adapter_id).scalar_subquery()
+
+
+def lock_adapter(connection: Connection, adapter_id: str) -> None:
+    """Hold an adapter's row until the transaction ends: its versions and aliases change one at a time."""
+    found = None
+    if is_identifier(adapter_id):
+        query = select(adapters.c.id).where(adapters.c.id == adapter_id).with_for_update()
+        found = connection.execute(query).scalar()
+    if found is None:
+        raise AdapterNotFound(f"no adapter {adapter_id!r}")
+
+
+def lock_tenant(connection: Connection, tenant_id: str) -> None:
+    """Hold a tenant's row until the transaction ends: what it has under way is counted and added to in turns.
+
+    An adapter's row is locked before its tenant's.
+    """
+    # Not against those that only refer to the tenant: its requests go on.
+    query = select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True)
+    connection.execute(query).scalar_one()
+
+
+def select_versions() -> Select[*tuple[Any, ...]]:
+    """The columns that `version_of` reads."""
+    columns = adapter_versions.c
+    return select(
+        columns.id,
+        columns.adapter_id,
+        columns.number,
+        columns.state,
+        columns.digest,
+        columns.max_rank,
+        columns.num_pages,
+        columns.canonical_bytes,
+        columns.report,
+        columns.created_us,
+        columns.ready_us,
+        columns.pinned_us,
+    )
+
+
+def version_of(row: Row[*tuple[Any, ...]]) -> AdapterVersion:
+    return AdapterVersion(*row)
+
+
+def _select_adapters() -> Select[*tuple[Any, ...]]:
+    columns = adapters.c
+    return select(
+        columns.id, columns.tenant_id, tenants.c.slug, columns.name, columns.created_us, columns.disabled_us
+    ).join(tenants, tenants.c.id == columns.tenant_id)
+
+
+def _adapter(row: Row[*tuple[Any, ...]]) -> Adapter:
+    return Adapter(*row)

@@ -1,0 +1,98 @@
+"""The SQL behind a model's name: which versions it may mean, and which of an alias's versions a request gets."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from sqlalchemy import BindParameter, ColumnElement, Select, bindparam, exists, literal, select
+
+from loramux.adapter_store.registry.records import AdapterRef
+from loramux.migrations.schema import adapter_alias_targets, adapter_grants, adapter_versions, adapters, tenants
+
+Suffix = Literal["alias", "number", "digest"]
+"""What follows an adapter's name."""
+
+
+@functools.cache
+def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]:
+    """The columns of an AdapterRef and a weight, of every version in service that a name fits, newest first.
+
+    Parameters: `tenant`, `adapter`; `wanted`, the alias or number, or the digests' range `[wanted, end)`; `caller_id`
+    where there is a caller, who then owns the adapter or was granted it.
+    """
+    # Built once: putting a statement together takes longer than SQLite needs to answer it.
+    query = _select_in_service().where(tenants.c.slug == bindparam("tenant"), adapters.c.name == bindparam("adapter"))
+    query = query.order_by(adapter_versions.c.number.desc())
+    if has_caller:
+        query = query.where(_may_call())
+    if suffix == "alias":
+        return _join_alias(query).add_columns(adapter_alias_targets.c.weight)
+    query = query.add_columns(literal(1))
+    if suffix == "number":
+        return query.where(adapter_versions.c.number == bindparam("wanted"))
+    # A range instead of LIKE, which PostgreSQL answers from an index only under the C collation.
+    digest = adapter_versions.c.digest
+    return query.where(digest >= bindparam("wanted"), digest < bindparam("end"))
+
+
+@functools.cache
+def default_models() -> Select[*tuple[Any, ...]]:
+    """The versions behind the bare names that `caller_id` may use, its own first, lighter ones ahead of heavier.
+
+    `wanted` is the alias that a bare name means.
+    """
+    by_name = (tenants.c.id != bindparam("caller_id"), tenants.c.slug, adapters.c.name)
+    by_weight = (adapter_alias_targets.c.weight, adapter_versions.c.number)
+    return _join_alias(_select_in_service()).where(_may_call()).order_by(*by_name, *by_weight)
+
+
+def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
+    """One of the targets, in proportion to their weights, by a hash of `sticky` alone.
+
+    The newest version has the end of the range, so that one whose share grows takes over more and gives back none.
+    """
+    ordered = sorted(targets, key=lambda target: target[0].version)
+    position = int.from_bytes(hashlib.sha256(sticky.encode("utf-8", "surrogatepass")).digest()[:8]) / 2**64
+    total = sum(weight for _, weight in ordered)
+    reached = 0
+    for ref, weight in ordered:
+        reached += weight
+        if position * total < reached:
+            return ref
+    return ordered[-1][0]
+
+
+def _select_in_service() -> Select[*tuple[Any, ...]]:
+    return (
+        select(
+            tenants.c.id,
+            tenants.c.slug,
+            adapters.c.id.label("adapter_id"),
+            adapters.c.name,
+            adapter_versions.c.id,
+            adapter_versions.c.number,
+            adapter_versions.c.digest,
+            adapter_versions.c.max_rank,
+        )
+        .select_from(adapter_versions)
+        .join(adapters, adapters.c.id == adapter_versions.c.adapter_id)
+        .join(tenants, tenants.c.id == adapters.c.tenant_id)
+        .where(adapter_versions.c.state == "ready", adapters.c.disabled_us.is_(None))
+    )
+
+
+def _join_alias(query: Select[*tuple[Any, ...]]) -> Select[*tuple[Any, ...]]:
+    targets = adapter_alias_targets.c
+    return query.join(
+        adapter_alias_targets, (targets.adapter_id == adapters.c.id) & (targets.version_id == adapter_versions.c.id)
+    ).where(targets.name == bindparam("wanted"))
+
+
+def _may_call() -> ColumnElement[bool]:
+    grants = adapter_grants.c
+    caller_id: BindParameter[str] = bindparam("caller_id")
+    granted = exists().where(grants.adapter_id == adapters.c.id, grants.tenant_id == caller_id)
+    return (adapters.c.tenant_id == caller_id) | granted

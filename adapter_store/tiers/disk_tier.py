@@ -1,0 +1,280 @@
+"""Packed adapters on a local disk, bounded, least recently used out first, shared by one host's engines."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+
+from loramux.adapter_store.atomic_files import UnfinishedFiles
+from loramux.adapter_store.directory_lock import DirectoryBusy, DirectoryLock
+from loramux.adapter_store.tiers.tier_contents import MAX_LISTED, KeptAdapter, TierContents
+
+_SUFFIX = ".packed"
+_MAX_SET_ASIDE = 8
+_SWEEP_EVERY_S = 60.0
+_KEEPS_ACCESS_TIME: int = getattr(os, "O_NOATIME", 0)
+
+
+@dataclass(slots=True)
+class _Known:
+    size: int
+    used_ns: int
+
+
+class HeldFile:
+    """An open file of the tier, which no engine evicts before it is closed; leave its `with` block."""
+
+    def __init__(self, tier: DiskTier, descriptor: int, status: os.stat_result) -> None:
+        self._tier = tier
+        self.descriptor = descriptor
+        self.status = status
+
+    def __enter__(self) -> HeldFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.descriptor)
+        self._tier.trim()
+
+
+class DiskTier:
+    """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, whichever engine wrote them. Thread-safe.
+
+    What an earlier run left is used again; files of other pack keys count and are evicted like any other. Whoever adds
+    a file keeps the whole directory within its own `max_bytes`, so all should be given the same; files that are being
+    made and the few that are set aside come on top. Who reads a file holds a shared lock on it, and who evicts one
+    needs the exclusive lock: neither waits for the other. The order of use is that of the files' access times, which
+    only we set. All locks end with the process that holds them, and what it was making is removed by whoever adds a
+    file a minute later, or starts.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:
+        self._max_bytes = max_bytes
+        self._directory = directory
+        self._own = directory / pack_key
+        self._set_aside = directory / "set_aside"
+        # Other users of the host have no business with tenants' adapters.
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (self._own, self._set_aside):
+            path.mkdir(parents=True, exist_ok=True)
+        self.used_bytes = 0
+        self.num_evictions = 0
+        # Least recently used first; what other engines add or use is learnt when something is added or must go.
+        self._files: OrderedDict[Path, _Known] = OrderedDict()
+        self._lock = threading.Lock()
+        self._changes = DirectoryLock(directory / "lock")
+        # None: nothing is known of the directory.
+        self._last_change: int | None = None
+        with self._changing():
+            self._unfinished = UnfinishedFiles(directory)
+            self._sweep()
+            self._evict(self._max_bytes)
+
+    def hold(self, digest: str) -> HeldFile | None:
+        """An adapter's file, which stays until it is closed; None where there is none."""
+        path = self._path(digest)
+        opened = _open_shared(path)
+        now_ns = time.time_ns()
+        with self._lock:
+            known = self._files.get(path)
+            if known is not None and opened is not None:
+                known.used_ns = now_ns
+                self._files.move_to_end(path)
+            elif known is not None:
+                self.used_bytes -= self._files.pop(path).size
+        if opened is None:
+            return None
+        descriptor, status = opened
+        try:
+            # Kept in the file, so that the order outlives a restart and other engines know it.
+            os.utime(descriptor, ns=(now_ns, status.st_mtime_ns))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return HeldFile(self, descriptor, status)
+
+    def new_file(self) -> Path:
+        """A place for a file that is being made; `add` or `set_aside` takes it."""
+        return self._unfinished.new_file()
+
+    def add(self, digest: str, file: Path) -> None:
+        """Keep a finished file. One for which there is no room, even without what nobody reads, is dropped."""
+        status = file.stat()
+        if status.st_size > self._max_bytes:
+            file.unlink()
+            return
+        path = self._path(digest)
+        with self._changing():
+            if time.monotonic() > self._sweep_due:
+                self._sweep()
+            with self._lock:
+                # One that another engine has added in the meantime gives way to ours.
+                known = self._files.pop(path, None)
+                self.used_bytes -= known.size if known else 0
+            self._evict(self._max_bytes - status.st_size)
+            if self.used_bytes > self._max_bytes - status.st_size:
+                file.unlink()
+                path.unlink(missing_ok=True)
+                return
+            now_ns = time.time_ns()
+            os.utime(file, ns=(now_ns, status.st_mtime_ns))
+            os.replace(file, path)
+            with self._lock:
+                self._files[path] = _Known(status.st_size, now_ns)
+                self.used_bytes += status.st_size
+
+    def forget(self, digest: str, inode: int) -> None:
+        """Put an adapter's file aside because its bytes are wrong, unless another engine has replaced it already."""
+        path = self._path(digest)
+        with self._changing():
+            try:
+                if path.stat().st_ino != inode:
+                    return
+                self._put_aside(path)
+            except FileNotFoundError:
+                # Another engine has set it aside or evicted it.
+                pass
+            with self._lock:
+                known = self._files.pop(path, None)
+                self.used_bytes -= known.size if known else 0
+
+    def set_aside(self, file: Path) -> None:
+        """Keep a file with wrong bytes for whoever looks into it; only the newest few stay."""
+        with self._changes.hold():
+            self._put_aside(file)
+
+    def trim(self) -> None:
+        """Evict what could not be evicted before, because it was being read."""
+        if self.used_bytes > self._max_bytes:
+            # Whoever holds the lock may do it for us, and else the next one.
+            with suppress(DirectoryBusy), self._changing():
+                self._evict(self._max_bytes)
+
+    def contents(self) -> TierContents:
+        """What is known here; what other engines added since this one last changed something is not."""
+        now_ns = time.time_ns()
+        with self._lock:
+            own = ((path, known) for path, known in reversed(self._files.items()) if path.parent == self._own)
+            return TierContents(
+                tier="disk",
+                used_bytes=self.used_bytes,
+                max_bytes=self._max_bytes,
+                num_adapters=len(self._files),
+                num_evictions=self.num_evictions,
+                adapters=tuple(
+                    KeptAdapter(
+                        digest=path.name.removesuffix(_SUFFIX),
+                        num_bytes=known.size,
+                        idle_s=max(0.0, (now_ns - known.used_ns) / 1e9),
+                    )
+                    for path, known in islice(own, MAX_LISTED)
+                ),
+            )
+
+    def _path(self, digest: str) -> Path:
+        return self._own / f"{digest}{_SUFFIX}"
+
+    # Under the directory's lock
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock for a change, knowing what other engines did; without any, nothing is looked at."""
+        with self._changes.hold():
+            if self._changes.num_changes != self._last_change:
+                self._scan()
+            number = self._changes.note_change()
+            # A change that breaks off leaves us knowing nothing.
+            self._last_change = None
+            yield
+            self._last_change = number
+
+    def _sweep(self) -> None:
+        self._unfinished.sweep()
+        self._sweep_due = time.monotonic() + _SWEEP_EVERY_S
+
+    def _scan(self) -> None:
+        found = []
+        for path in self._directory.glob(f"*/*{_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                found.append((path, _Known(status.st_size, status.st_atime_ns)))
+        with self._lock:
+            self._files = OrderedDict(sorted(found, key=lambda item: item[1].used_ns))
+            self.used_bytes = sum(known.size for known in self._files.values())
+
+    def _evict(self, num_bytes: int) -> None:
+        """Remove files until they take `num_bytes` at most, or all that are left are being read."""
+        for minds_others in (True, False):
+            with self._lock:
+                files = list(self._files.items())
+            for path, known in files:
+                if self.used_bytes <= num_bytes:
+                    return
+                self._try_remove(path, known, minds_others)
+
+    def _try_remove(self, path: Path, known: _Known, minds_others: bool) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            descriptor = None
+        try:
+            if descriptor is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                used_ns = os.fstat(descriptor).st_atime_ns
+                if minds_others and used_ns > known.used_ns:
+                    # Another engine has used it since.
+                    known.used_ns = used_ns
+                    with self._lock:
+                        self._files.move_to_end(path)
+                    return
+                path.unlink(missing_ok=True)
+                self.num_evictions += 1
+            with self._lock:
+                if self._files.pop(path, None) is not None:
+                    self.used_bytes -= known.size
+        except BlockingIOError:
+            # Somebody reads it.
+            return
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _put_aside(self, file: Path) -> None:
+        place = self._set_aside / uuid.uuid4().hex
+        os.replace(file, place)
+        os.utime(place)
+        kept = sorted(self._set_aside.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for path in kept[:-_MAX_SET_ASIDE]:
+            path.unlink(missing_ok=True)
+
+
+def _open_shared(path: Path) -> tuple[int, os.stat_result] | None:
+    """Open a file under a shared lock; None where it is gone, or goes just now."""
+    try:
+        # Reading must not change the order of use: that is what access times are kept for.
+        descriptor = os.open(path, os.O_RDONLY | _KEEPS_ACCESS_TIME)
+    except FileNotFoundError:
+        return None
+    try:
+        # Only an eviction holds the exclusive lock, and only for a moment.
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        status = os.fstat(descriptor)
+        if status.st_nlink:
+            return descriptor, status
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None

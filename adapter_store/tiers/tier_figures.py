@@ -1,0 +1,208 @@
+"""Where adapters were found, and what bringing them took: counted by tier and stage, never by adapter."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from loramux.adapter_store.blobs.circuit_breaker import BreakerState
+from loramux.adapter_store.tiers.load_timelines import LoadTimelines
+
+Tier = Literal["host", "disk", "blobs", "pool"]
+Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
+
+TIERS: tuple[Tier, ...] = ("host", "disk", "blobs")
+"""Those in which adapters are looked for; the pool is where they are taken to."""
+
+STAGES: tuple[tuple[Tier, Stage], ...] = (
+    ("host", "lookup"),
+    ("disk", "lookup"),
+    ("disk", "read"),
+    ("disk", "verify"),
+    ("blobs", "fetch"),
+    ("blobs", "verify"),
+    ("blobs", "pack"),
+    ("pool", "copy"),
+)
+"""All that are counted, so that the number of series is fixed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCounts:
+    """One tier; blobs are not evicted, and nobody counts their bytes."""
+
+    tier: str
+    num_hits: int = 0
+    num_misses: int = 0
+    num_evictions: int = 0
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCounts:
+    """One stage in one tier: how often it was gone through, with how many bytes, and how long that took together."""
+
+    tier: str
+    stage: str
+    count: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCounts:
+    """How adapters came to the pool since the engine started."""
+
+    tiers: tuple[TierCounts, ...] = ()
+    stages: tuple[StageCounts, ...] = ()
+    num_loaded: int = 0
+    """Adapters that were brought into host memory."""
+    num_failed: int = 0
+    num_given_up: int = 0
+    """Loads that nobody wanted any more before they were through."""
+    num_set_aside: int = 0
+    """Files with wrong bytes."""
+    breaker: BreakerState = "closed"
+    """Whether the blob store is asked (`closed`), is not since it fails (`open`), or is tried again (`half_open`)."""
+
+
+def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
+    """What two processes counted together; the breaker is whichever is not closed."""
+    return LoadCounts(
+        tiers=tuple(
+            TierCounts(
+                tier=one.tier,
+                num_hits=one.num_hits + other.num_hits,
+                num_misses=one.num_misses + other.num_misses,
+                num_evictions=one.num_evictions + other.num_evictions,
+                used_bytes=one.used_bytes + other.used_bytes,
+            )
+            for one, other in zip(first.tiers, second.tiers, strict=True)
+        ),
+        stages=tuple(
+            StageCounts(
+                tier=one.tier,
+                stage=one.stage,
+                count=one.count + other.count,
+                num_bytes=one.num_bytes + other.num_bytes,
+                seconds=one.seconds + other.seconds,
+            )
+            for one, other in zip(first.stages, second.stages, strict=True)
+        ),
+        num_loaded=first.num_loaded + second.num_loaded,
+        num_failed=first.num_failed + second.num_failed,
+        num_given_up=first.num_given_up + second.num_given_up,
+        num_set_aside=first.num_set_aside + second.num_set_aside,
+        breaker=second.breaker if first.breaker == "closed" else first.breaker,
+    )
+
+
+def without_host(counts: LoadCounts) -> LoadCounts:
+    """What a process counted whose own host tier is no engine's."""
+    return replace(
+        counts,
+        tiers=tuple(TierCounts(tier=one.tier) if one.tier == "host" else one for one in counts.tiers),
+        stages=tuple(
+            StageCounts(tier=one.tier, stage=one.stage) if one.tier == "host" else one for one in counts.stages
+        ),
+    )
+
+
+def of_the_past(counts: LoadCounts) -> LoadCounts:
+    """What a process counted that is gone, and holds nothing any more."""
+    return replace(counts, tiers=tuple(replace(one, used_bytes=0) for one in counts.tiers), breaker="closed")
+
+
+class Held(NamedTuple):
+    """What a tier holds now, and how many adapters it has let go of since it was opened."""
+
+    used_bytes: int
+    num_evictions: int
+
+
+_NOTHING = Held(0, 0)
+
+
+@dataclass(slots=True)
+class TimedStage:
+    """A stage that is under way; who learns later how many bytes it handles writes them down here."""
+
+    num_bytes: int
+
+
+class TierFigures:
+    """Counts for one engine, and with `timelines` also when each load passed its stages. Thread-safe."""
+
+    def __init__(self, timelines: LoadTimelines | None = None) -> None:
+        self.timelines = timelines
+        self._lock = threading.Lock()
+        self._hits = dict.fromkeys(TIERS, 0)
+        self._misses = dict.fromkeys(TIERS, 0)
+        self._stages = dict.fromkeys(STAGES, (0, 0, 0.0))
+        self.breaker: Callable[[], BreakerState] = lambda: "closed"
+        """Set by whoever has the blob store."""
+        self.held: Callable[[], Mapping[Tier, Held]] = dict
+        """What bounded tiers hold; set by whoever has them."""
+        self.elsewhere: Callable[[], LoadCounts] | None = None
+        """What another process counted for the same engine; set by whoever has it."""
+        self._ends = {"loaded": 0, "failed": 0, "given_up": 0, "set_aside": 0}
+
+    def count_lookup(self, tier: Tier, is_hit: bool) -> None:
+        with self._lock:
+            (self._hits if is_hit else self._misses)[tier] += 1
+
+    def count_stage(self, tier: Tier, stage: Stage, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            count, total_bytes, total_s = self._stages[tier, stage]
+            self._stages[tier, stage] = (count + 1, total_bytes + num_bytes, total_s + seconds)
+        if self.timelines is not None:
+            self.timelines.note(tier, stage, num_bytes, seconds)
+
+    def of_load(self, digest: str) -> AbstractContextManager[None]:
+        """What the calling thread counts in the block belongs to the load of this adapter."""
+        return nullcontext() if self.timelines is None else self.timelines.of(digest)
+
+    @contextmanager
+    def timed(self, tier: Tier, stage: Stage, num_bytes: int = 0) -> Iterator[TimedStage]:
+        """Count a stage that does not raise."""
+        timed = TimedStage(num_bytes)
+        started_s = time.perf_counter()
+        yield timed
+        self.count_stage(tier, stage, timed.num_bytes, time.perf_counter() - started_s)
+
+    def count_end(self, end: Literal["loaded", "failed", "given_up", "set_aside"]) -> None:
+        with self._lock:
+            self._ends[end] += 1
+
+    def snapshot(self) -> LoadCounts:
+        own = self._own()
+        return own if self.elsewhere is None else added(own, self.elsewhere())
+
+    def _own(self) -> LoadCounts:
+        held = self.held()
+        with self._lock:
+            return LoadCounts(
+                tiers=tuple(
+                    TierCounts(
+                        tier=tier,
+                        num_hits=self._hits[tier],
+                        num_misses=self._misses[tier],
+                        num_evictions=held.get(tier, _NOTHING).num_evictions,
+                        used_bytes=held.get(tier, _NOTHING).used_bytes,
+                    )
+                    for tier in TIERS
+                ),
+                stages=tuple(
+                    StageCounts(tier=tier, stage=stage, count=count, num_bytes=num_bytes, seconds=seconds)
+                    for (tier, stage), (count, num_bytes, seconds) in self._stages.items()
+                ),
+                num_loaded=self._ends["loaded"],
+                num_failed=self._ends["failed"],
+                num_given_up=self._ends["given_up"],
+                num_set_aside=self._ends["set_aside"],
+                breaker=self.breaker(),
+            )

@@ -1,0 +1,85 @@
+"""The modules that a PEFT configuration names, with rank and scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.module_places import ModulePlace, module_places
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.validation.peft_config import PeftConfig
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedModule(ModulePlace):
+    """One module that the adapter changes by `scale * B A`, A `[rank, in]` and B `[out, rank]`."""
+
+    rank: int
+    scale: float
+
+
+def expected_modules(config: PeftConfig, target: PackTarget) -> list[ExpectedModule]:
+    """The modules in the order of the packed streams, chosen as PEFT chooses them.
+
+    Raises AdapterRejected for a name that no module of the base has, so that a misspelt target is not ignored.
+    """
+    num_layers = target.geometry.num_layers
+    places = list(module_places(target))
+    _check_names(config, [place.key for place in places])
+    if config.layers is not None and max(config.layers) >= num_layers:
+        raise AdapterRejected(
+            "base_mismatch", f"the base has {num_layers} layers, numbered from 0", "layers_to_transform"
+        )
+    expected = []
+    for place in places:
+        if not _is_targeted(config, place):
+            continue
+        rank = _value(config.rank_pattern, place.key, config.rank)
+        alpha = _value(config.alpha_pattern, place.key, config.alpha)
+        scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+        expected.append(ExpectedModule(place.key, place.layer, place.module, place.shape, rank, scale))
+    if not expected:
+        raise AdapterRejected("invalid_config", "the configuration targets no module of the base", "target_modules")
+    return expected
+
+
+def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:
+    named = [(f"target_modules[{index}]", name) for index, name in enumerate(config.target_modules or ())]
+    named += [(f"rank_pattern.{name}", name) for name, _ in config.rank_pattern]
+    named += [(f"alpha_pattern.{name}", name) for name, _ in config.alpha_pattern]
+    for param, name in named:
+        if any(_names_module(name, key) for key in keys):
+            continue
+        # A base whose q, k and v are one linear has no q_proj: saying what there is tells which base was meant.
+        present = ", ".join(dict.fromkeys(key.rsplit(".", 1)[-1] for key in keys))
+        raise AdapterRejected(
+            "unknown_module", f"the base has no module of this name; adapters may change its {present}", param
+        )
+
+
+def _is_targeted(config: PeftConfig, place: ModulePlace) -> bool:
+    if any(_names_module(name, place.key) for name in config.exclude_modules):
+        return False
+    if config.target_modules is None:
+        # All linear layers are those of the layers: PEFT leaves out the head, and an embedding is none.
+        if place.layer is None:
+            return False
+    elif place.key in config.target_modules:
+        # A full name means that module whatever the list of layers says.
+        return True
+    elif not any(_names_module(name, place.key) for name in config.target_modules):
+        return False
+    return config.layers is None or place.layer in config.layers
+
+
+def _value(pattern: Sequence[tuple[str, V]], key: str, default: V) -> V:
+    return next((value for name, value in pattern if _names_module(name, key)), default)
+
+
+def _names_module(name: str, key: str) -> bool:
+    return key == name or key.endswith("." + name)

@@ -1,0 +1,221 @@
+"""PEFT's adapter_config.json, by an allow-list: what changes a result is understood, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from loramux.adapter_store.errors import AdapterRejected, printable
+from loramux.adapter_store.formats.file_names import CONFIG_FILE
+from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+from loramux.kernels.layout import MAX_RANK
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_ALPHA = 65536.0
+MAX_NAMES = 4096
+"""Of one list or pattern: more than a base has modules, few enough that comparing them with those is quick."""
+
+_MAX_RECORDED_LEN = 500
+ALL_LINEAR = "all-linear"
+
+_UNDERSTOOD = frozenset(
+    {
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "exclude_modules",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "layers_to_transform",
+    }
+)
+
+# What was true while training, or is told to readers only: no value of these types changes what the adapter computes.
+_RECORDED = ("base_model_name_or_path", "revision", "peft_version", "task_type")
+_WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_RECORDED, (str,)),
+    "inference_mode": (bool,),
+    "lora_dropout": (int, float),
+    "megatron_core": (str,),
+    "qalora_group_size": (int,),
+    # Of PEFT before 0.3: whether the weights were merged while they were evaluated.
+    "merge_weights": (bool,),
+}
+
+# Features that are not supported, with the values that leave them off.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # Other initialisations change the base's weights, and the adapter alone would not say how.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+    "layers_pattern": (None, "", [], "layers", ["layers"]),
+    "loftq_config": (None, {}),
+    **dict.fromkeys(("fan_in_fan_out", "use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"), (False, None)),
+    **dict.fromkeys(
+        (
+            "alora_invocation_tokens",
+            "arrow_config",
+            "auto_mapping",
+            "corda_config",
+            "enable_lora",
+            "eva_config",
+            "kasa_config",
+            "layer_replication",
+            "lora_ga_config",
+            "megatron_config",
+            "modules_to_save",
+            "monteclora_config",
+            "target_parameters",
+            "trainable_token_indices",
+            "use_bdlora",
+            "velora_config",
+        ),
+        (None, [], {}, False),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """What of a LoRA configuration decides the result. Patterns are `(module name, value)` in the file's order.
+
+    `target_modules` is None for all linear layers; `layers` is None for every layer.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    target_modules: tuple[str, ...] | None
+    exclude_modules: tuple[str, ...]
+    rank_pattern: tuple[tuple[str, int], ...]
+    alpha_pattern: tuple[tuple[str, float], ...]
+    layers: tuple[int, ...] | None
+    recorded: dict[str, str | None]
+
+
+def parse_peft_config(text: bytes) -> PeftConfig:
+    """Read a configuration; raises AdapterRejected with the key at fault."""
+    document = _parse(text)
+    for key, value in document.items():
+        if key in _OFF:
+            if not any(type(value) is type(off) and value == off for off in _OFF[key]):
+                _refuse("unsupported_config", f"this value of {key} is not supported", key)
+        elif key in _WITHOUT_EFFECT:
+            if value is not None and type(value) not in _WITHOUT_EFFECT[key]:
+                _refuse("invalid_config", f"{key} has the wrong type", key)
+        elif key not in _UNDERSTOOD:
+            _refuse("unknown_config_key", "this key of the configuration is not known", key)
+    if "peft_type" not in document:
+        _refuse("invalid_config", "peft_type is missing", "peft_type")
+    use_rslora = document.get("use_rslora", False)
+    if not isinstance(use_rslora, bool):
+        _refuse("invalid_config", "use_rslora must be true or false", "use_rslora")
+    return PeftConfig(
+        rank=_rank(document.get("r"), "r"),
+        alpha=_alpha(document.get("lora_alpha"), "lora_alpha"),
+        use_rslora=use_rslora,
+        target_modules=_target_modules(document.get("target_modules")),
+        exclude_modules=_exclude_modules(document.get("exclude_modules")),
+        rank_pattern=tuple(
+            (name, _rank(value, f"rank_pattern.{name}")) for name, value in _pattern(document, "rank_pattern")
+        ),
+        alpha_pattern=tuple(
+            (name, _alpha(value, f"alpha_pattern.{name}")) for name, value in _pattern(document, "alpha_pattern")
+        ),
+        layers=_layers(document.get("layers_to_transform")),
+        recorded={key: _recorded(document.get(key)) for key in _RECORDED},
+    )
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    if len(text) > MAX_CONFIG_BYTES:
+        _refuse("config_too_large", f"the configuration is larger than {MAX_CONFIG_BYTES} bytes", CONFIG_FILE)
+    try:
+        document = parse_strict_json(text)
+    except DuplicateKey as error:
+        _refuse("duplicate_key", f"in the configuration, {error}", error.key)
+    except InvalidJson as error:
+        _refuse("invalid_json", f"the configuration is not JSON: {error}", CONFIG_FILE)
+    if not isinstance(document, dict):
+        _refuse("invalid_json", "the configuration is not an object", CONFIG_FILE)
+    return document
+
+
+def _rank(value: Any, param: str) -> int:
+    if type(value) is not int:
+        _refuse("invalid_config", "a rank must be an integer", param)
+    if not 1 <= value <= MAX_RANK:
+        _refuse("rank_out_of_range", f"a rank must be between 1 and {MAX_RANK}", param)
+    return value
+
+
+def _alpha(value: Any, param: str) -> float:
+    if type(value) not in (int, float):
+        _refuse("invalid_config", "alpha must be a number", param)
+    if not 0 < value <= MAX_ALPHA:
+        _refuse("alpha_out_of_range", f"alpha must be above 0 and at most {MAX_ALPHA:g}", param)
+    return float(value)
+
+
+def _target_modules(value: Any) -> tuple[str, ...] | None:
+    if value == ALL_LINEAR:
+        return None
+    if isinstance(value, str):
+        _refuse("unsupported_config", "target_modules must be a list of names, not an expression", "target_modules")
+    names = _names(value, "target_modules")
+    if not names:
+        _refuse("invalid_config", "target_modules names no module", "target_modules")
+    return names
+
+
+def _exclude_modules(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        _refuse("unsupported_config", "exclude_modules must be a list of names, not an expression", "exclude_modules")
+    return _names(value, "exclude_modules")
+
+
+def _names(value: Any, param: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and _is_literal(name) for name in value):
+        _refuse("invalid_config", f"{param} must be a list of module names", param)
+    if len(value) > MAX_NAMES:
+        _refuse("invalid_config", f"{param} must have at most {MAX_NAMES} names", param)
+    return tuple(value)
+
+
+def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
+    value = document.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, dict):
+        _refuse("invalid_config", f"{key} must be an object", key)
+    if len(value) > MAX_NAMES:
+        _refuse("invalid_config", f"{key} must have at most {MAX_NAMES} names", key)
+    for name in value:
+        # PEFT reads these names as regular expressions; a tenant's expression is never run.
+        if not _is_literal(name):
+            _refuse("unsupported_config", "a pattern must be a literal module name", f"{key}.{name}")
+    return list(value.items())
+
+
+def _layers(value: Any) -> tuple[int, ...] | None:
+    if value is None or value == []:
+        return None
+    layers = value if isinstance(value, list) else [value]
+    if not all(type(layer) is int and layer >= 0 for layer in layers):
+        _refuse("invalid_config", "layers_to_transform must be layer numbers", "layers_to_transform")
+    return tuple(layers)
+
+
+def _recorded(value: str | None) -> str | None:
+    return printable(value, _MAX_RECORDED_LEN) if value else None
+
+
+def _is_literal(name: str) -> bool:
+    return 0 < len(name) <= 200 and name.isascii() and name.replace(".", "").replace("_", "").isalnum()
+
+
+def _refuse(code: str, message: str, param: str) -> NoReturn:
+    raise AdapterRejected(code, message, param)

@@ -1,0 +1,129 @@
+"""What validation found, for the tenant to read: which checks were made, and what the adapter is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.validation.weight_checks import Effect
+
+CHECKS = ("configuration", "container", "modules", "names", "shapes", "weights", "effect", "packing")
+"""In the order in which they are made; the first that fails ends validation."""
+
+_MAX_LISTED = 20
+
+
+class CheckList:
+    """The checks that were made, with outcome and time."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[str, float]] = {}
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[None]:
+        """Note what becomes of the check `name` inside; a refusal takes the whole list along."""
+        assert name in CHECKS
+        start = time.perf_counter()
+        outcome = "failed"
+        try:
+            yield
+            outcome = "passed"
+        except AdapterRejected as error:
+            self._made[name] = (outcome, time.perf_counter() - start)
+            error.report = {"checks": self.document()}
+            raise
+        finally:
+            self._made[name] = (outcome, time.perf_counter() - start)
+
+    def document(self) -> list[dict[str, Any]]:
+        return [
+            {"check": name, "outcome": self._made[name][0], "ms": round(self._made[name][1] * 1000, 1)}
+            if name in self._made
+            else {"check": name, "outcome": "not_made"}
+            for name in CHECKS
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Something that is served all the same, and that a tenant may not have meant; `params` are its first modules."""
+
+    code: str
+    message: str
+    count: int = 1
+    params: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        return {"code": self.code, "message": self.message, "count": self.count, "params": list(self.params)}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What validation found. `scales` holds each module's scale, in the order of the packed stream.
+
+    `names` has the file's own name of each tensor by the one that PEFT gives it today.
+    """
+
+    scales: Mapping[str, float]
+    names: Mapping[str, str]
+    max_rank: int
+    num_pages: int
+    num_parameters: int
+    dtypes: tuple[str, ...]
+    effects: Sequence[Effect]
+    recorded: Mapping[str, str | None]
+    warnings: Sequence[Warn]
+    checks: CheckList
+
+    @property
+    def largest_effect(self) -> float:
+        return max(effect.largest for effect in self.effects)
+
+    def document(self) -> dict[str, Any]:
+        """The facts that are kept with a version."""
+        return {
+            "num_modules": len(self.scales),
+            "num_parameters": self.num_parameters,
+            "max_rank": self.max_rank,
+            "num_pages": self.num_pages,
+            "dtypes": list(self.dtypes),
+            "largest_effect": _rounded(self.largest_effect),
+            "modules": _by_kind(self.effects),
+            "warnings": [warning.document() for warning in self.warnings],
+            "checks": self.checks.document(),
+            "recorded": dict(self.recorded),
+        }
+
+
+def without_effect(effects: Sequence[Effect]) -> list[Warn]:
+    """A warning where some modules do nothing, as B does before it is trained."""
+    idle = [effect.module.key for effect in effects if effect.largest == 0.0]
+    if not idle:
+        return []
+    return [Warn("module_without_effect", "the product of these modules is zero", len(idle), tuple(idle[:_MAX_LISTED]))]
+
+
+def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
+    """For each kind of module, as `self_attn.q_proj`, what each layer has of it: number, rank, scale and effect."""
+    kinds: dict[str, list[Effect]] = {}
+    for effect in effects:
+        kinds.setdefault(effect.module.shape.name, []).append(effect)
+    return {
+        kind: {
+            "layers": [effect.module.layer for effect in members if effect.module.layer is not None],
+            "ranks": [effect.module.rank for effect in members],
+            "scales": [_rounded(effect.module.scale) for effect in members],
+            "effects": [_rounded(effect.largest) for effect in members],
+            "largest_effect": _rounded(max(effect.largest for effect in members)),
+        }
+        for kind, members in kinds.items()
+    }
+
+
+def _rounded(value: float) -> float:
+    """Four digits, which is all that anyone compares."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,139 @@
+"""Whether an uploaded pair of files is an adapter of our base; fails closed, with a code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.module_places import TENSOR_PREFIX
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.safetensors_header import TensorEntry
+from loramux.adapter_store.formats.tensor_file import TensorFile
+from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
+from loramux.adapter_store.validation.peft_config import parse_peft_config
+from loramux.adapter_store.validation.report import CheckList, Report, Warn, without_effect
+from loramux.adapter_store.validation.tensor_names import todays_names
+from loramux.adapter_store.validation.weight_checks import WeightChecks
+
+_LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
+
+
+def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, checks: CheckList | None = None) -> Report:
+    """Check an upload against the base; raises AdapterRejected. No base weights are needed: shapes decide.
+
+    What was checked is noted in `checks`, in which the caller may note what it does itself.
+    """
+    checks = checks or CheckList()
+    with checks.check("configuration"):
+        parsed = parse_peft_config(config)
+    with ExitStack() as stack:
+        with checks.check("container"):
+            file = stack.enter_context(TensorFile(tensors))
+        with checks.check("modules"):
+            expected = expected_modules(parsed, target)
+        with checks.check("names"):
+            names = todays_names(file.header.tensors)
+            entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
+            _check_names(entries, expected, target)
+        with checks.check("shapes"):
+            _check_shapes(entries, expected)
+        with checks.check("weights"):
+            weights = WeightChecks()
+            for module in expected:
+                a, b = entries[module.a_name].name, entries[module.b_name].name
+                weights.check(module, file.float32(a), file.float32(b), (a, b))
+    with checks.check("effect"):
+        if weights.largest_effect == 0.0:
+            raise AdapterRejected("zero_effect", "the adapter changes nothing: its products B A are zero")
+    warnings = without_effect(weights.effects)
+    if not names.are_todays:
+        warnings.append(Warn("older_names", "the tensors have names that PEFT does not give today; they were renamed"))
+    return Report(
+        scales={module.key: module.scale for module in expected},
+        names=names.originals,
+        max_rank=max(module.rank for module in expected),
+        num_pages=_num_pages(expected, target),
+        num_parameters=sum(entry.shape[0] * entry.shape[1] for entry in entries.values()),
+        dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
+        effects=weights.effects,
+        recorded=parsed.recorded,
+        warnings=warnings,
+        checks=checks,
+    )
+
+
+def _num_pages(expected: Sequence[ExpectedModule], target: PackTarget) -> int:
+    ranks = np.zeros((target.geometry.num_layers, len(target.modules)), np.int32)
+    outer_ranks = np.zeros(len(target.outer_modules), np.int32)
+    for module in expected:
+        if module.layer is None:
+            outer_ranks[module.module] = module.rank
+        else:
+            ranks[module.layer, module.module] = module.rank
+    return target.num_pages(ranks, outer_ranks)
+
+
+def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule], target: PackTarget) -> None:
+    """`entries` by today's names; a refusal gives the file's own name of what is in the file."""
+    wanted = {name for module in expected for name in (module.a_name, module.b_name)}
+    missing, unexpected = wanted - entries.keys(), entries.keys() - wanted
+    if not missing and not unexpected:
+        return
+    num_layers = target.geometry.num_layers
+    layers = {int(match[1]) for match in map(_LAYER.match, entries) if match}
+    if max(layers, default=0) >= num_layers:
+        raise AdapterRejected(
+            "base_mismatch",
+            f"the adapter has weights for layer {max(layers)}, the base has {num_layers} layers",
+            entries[min(unexpected)].name,
+        )
+    base_weights = [name for name in unexpected if _is_base_weight(name, target)]
+    if base_weights:
+        # Nobody can tell here whether training has left them as they were.
+        raise AdapterRejected(
+            "unexpected_tensor",
+            "the file holds weights of the base itself, which an adapter cannot bring: "
+            "save it with save_pretrained(..., save_embedding_layers=False)",
+            entries[min(base_weights)].name,
+        )
+    if unexpected:
+        raise AdapterRejected(
+            "unexpected_tensor", "the configuration does not name this tensor", entries[min(unexpected)].name
+        )
+    wanted_layers = {module.layer for module in expected if module.layer is not None}
+    if len(wanted_layers) == num_layers > len(layers) > 0 and layers == set(range(len(layers))):
+        raise AdapterRejected(
+            "base_mismatch", f"the adapter has {len(layers)} layers, the base has {num_layers}", min(missing)
+        )
+    raise AdapterRejected("missing_tensor", "the configuration names this tensor, the file lacks it", min(missing))
+
+
+def _is_base_weight(name: str, target: PackTarget) -> bool:
+    """Whether PEFT stores an outer module's own weights under this name, as it does unless it is told not to."""
+    places = [TENSOR_PREFIX + module.name for module in target.outer_modules]
+    return any(name in (f"{place}.base_layer.weight", f"{place}.weight") for place in places)
+
+
+def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:
+    for module in expected:
+        a, b = entries[module.a_name], entries[module.b_name]
+        a_rank, in_features = a.shape
+        out_features, b_rank = b.shape
+        for name, found, wanted in (
+            (a.name, in_features, module.shape.in_features),
+            (b.name, out_features, module.shape.out_features),
+        ):
+            if found != wanted:
+                raise AdapterRejected(
+                    "base_mismatch", f"the tensor is for {found} features, the base has {wanted}", name
+                )
+        for name, rank in ((a.name, a_rank), (b.name, b_rank)):
+            if rank != module.rank:
+                raise AdapterRejected(
+                    "rank_mismatch", f"the tensor has rank {rank}, the configuration says {module.rank}", name
+                )

@@ -1,0 +1,194 @@
+"""Runs each validation in a process of its own, with limits on time and memory and none of our environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+import loramux
+from loramux.adapter_store.errors import AdapterRejected, StoreError
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.validation.fork_server import Ended, ForkServer, ForkServerFailed, last_line
+from loramux.adapter_store.validation.job import Accepted, Limits, ValidationJob
+
+__all__ = ["Accepted", "Limits", "SubprocessValidator", "ValidationFailed", "ValidationJob", "Validator"]
+
+_VERDICT_SIGNALS = frozenset(
+    {signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGSYS}
+)
+"""How a process ends by its limits, for want of memory, or by a crash: this adapter would end the next one too."""
+
+_WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.worker")
+_PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.sandbox")
+_PROBE_TIMEOUT_S = 30.0
+
+NICENESS = 10
+"""How far a validation stands back for the engine and the gateway: it gets about a tenth of a core that they want."""
+
+_log = structlog.get_logger(__name__)
+
+
+class _Rejected(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    param: str | None
+    report: dict[str, Any]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What the process says: one of two verdicts, what it used, and which measures of its sandbox there were not."""
+
+    missing: list[str]
+    usage: dict[str, int]
+    accepted: Accepted | None = None
+    rejected: _Rejected | None = None
+
+
+class ValidationFailed(StoreError):
+    """Validation could not be run at all; says nothing about the adapter."""
+
+
+class Validator(Protocol):
+    """How `Ingest` has an upload checked; raises AdapterRejected or ValidationFailed."""
+
+    def validate(self, job: ValidationJob, target: PackTarget) -> Accepted: ...
+
+
+class SubprocessValidator:
+    """Validates in `python -m loramux.adapter_store.validation.worker`, which limits and confines itself.
+
+    Its processor time is 10 s, or what `Limits.for_upload` derives from a large upload's size. Its time on the wall is
+    ten times that, since it yields to everything else on the machine. `timeout_s`, on the wall, and `memory_bytes`
+    replace the derived limits, `command` replaces the process, and `niceness` is the niceness it runs with. Without one
+    of the `required` measures of its sandbox the process reads nothing, and ends.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float | None = None,
+        memory_bytes: int | None = None,
+        file_bytes: int | None = None,
+        command: Sequence[str] = _WORKER,
+        required: Collection[str] = (),
+        niceness: int = NICENESS,
+    ) -> None:
+        self._processes = ForkServer(command, worker_environment(), niceness)
+        self._required = required
+        self._file_bytes = file_bytes
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._missing: list[str] | None = None
+
+    def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
+        limits = self._limits(job, target)
+        request = {
+            "job": {name: str(path.absolute()) for name, path in asdict(job).items()},
+            "target": target.document(),
+            "limits": asdict(limits),
+            "required": list(self._required),
+        }
+        wall_s = limits.wall_s if self._timeout_s is None else self._timeout_s
+        try:
+            ended = self._processes.run(json.dumps(request).encode(), wall_s)
+        except ForkServerFailed as error:
+            raise ValidationFailed(f"the validation process failed: {error}") from error
+        if ended.took_too_long:
+            raise AdapterRejected("validation_timeout", f"validation took longer than {wall_s:g} s")
+        _check_end(ended)
+        return self._verdict(ended.stdout, job)
+
+    def close(self) -> None:
+        """End what is running, without a verdict, and start nothing more."""
+        self._processes.close()
+
+    def _limits(self, job: ValidationJob, target: PackTarget) -> Limits:
+        try:
+            tensors_bytes = job.tensors.lstat().st_size
+        except OSError:
+            tensors_bytes = 0
+        limits = Limits.for_upload(target, tensors_bytes)
+        if self._timeout_s is not None:
+            limits = replace(limits, time_s=self._timeout_s)
+        if self._memory_bytes is not None:
+            limits = replace(limits, memory_bytes=self._memory_bytes)
+        if self._file_bytes is not None:
+            limits = replace(limits, file_bytes=self._file_bytes)
+        return limits
+
+    def _verdict(self, answer: bytes, job: ValidationJob) -> Accepted:
+        """The process has read a tenant's bytes, so its own word is checked as well."""
+        try:
+            decoded = msgspec.json.decode(answer, type=_Answer)
+            for path in (job.canonical, job.packed) if decoded.accepted else ():
+                if not stat.S_ISREG(path.lstat().st_mode):
+                    raise ValueError("the process wrote something else than a file")
+            if (decoded.accepted is None) == (decoded.rejected is None):
+                raise ValueError("the process gave no verdict, or two")
+        except (ValueError, RecursionError, OSError) as error:
+            _log.warning("validation_answer_refused", error=str(error))
+            raise AdapterRejected("validation_failed", "the adapter cannot be validated") from error
+        self._note_missing(decoded.missing)
+        if decoded.accepted is None:
+            assert decoded.rejected is not None
+            rejected = decoded.rejected
+            report = rejected.report | {"usage": decoded.usage}
+            raise AdapterRejected(rejected.code, rejected.message, rejected.param, report)
+        return replace(decoded.accepted, report=decoded.accepted.report | {"usage": decoded.usage})
+
+    def _note_missing(self, missing: list[str]) -> None:
+        """Say once which of the sandbox's measures this machine lacks."""
+        if missing != self._missing:
+            self._missing = missing
+            if missing:
+                _log.warning("validation_sandbox_incomplete", missing=missing)
+
+
+def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:
+    """Which measures of the sandbox this machine lacks; raises ValidationFailed where that cannot be found out."""
+    try:
+        done = subprocess.run(  # noqa: S603 - our own program
+            command,
+            env=worker_environment(),
+            cwd=os.path.sep,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=True,
+        )
+        return tuple(msgspec.json.decode(done.stdout, type=list[str]))
+    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
+        raise ValidationFailed(f"the sandbox of the validation process cannot be tried: {error}") from error
+
+
+def _check_end(ended: Ended) -> None:
+    if -ended.returncode in _VERDICT_SIGNALS:
+        raise AdapterRejected("validation_killed", "validation exceeded its limits")
+    if ended.returncode < 0:
+        # Somebody stops the whole server, which says nothing about the adapter.
+        raise ValidationFailed(f"the validation process was ended by signal {-ended.returncode}")
+    if ended.returncode > 0:
+        raise ValidationFailed(f"the validation process failed: {last_line(ended.stderr)}")
+
+
+def worker_environment() -> dict[str, str]:
+    """Only what Python needs: no credentials, and one thread, since each reserves memory that counts as used."""
+    roots = [str(Path(place).parent.absolute()) for place in loramux.__path__]
+    return {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "PYTHONPATH": os.pathsep.join(roots),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }

@@ -1,0 +1,96 @@
+"""Whether the numbers of one module can be served: finite, of a sane size, with an effect."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.validation.expected_modules import ExpectedModule
+
+MAX_WEIGHT = 65504.0
+"""No single weight may be larger: float16's limit."""
+
+MAX_MEAN_CHANGE = 100.0
+"""Bound on `scale |A| |B| / sqrt(in * out)`, which bounds the root mean square of the change to the base's weights.
+
+Those weights are a few hundredths; a change thousands of times larger is a diverged training, never an adapter."""
+
+_NUM_PROBES = 4
+_BLOCK_ELEMENTS = 1 << 20
+"""Weights are looked at so many at a time: the head's may take hundreds of megabytes, and need not be copied whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a module does to the fixed random inputs: the largest value of `scale * B(Ax)`."""
+
+    module: ExpectedModule
+    largest: float
+
+
+class WeightChecks:
+    """Checks modules one by one and remembers the effect of each."""
+
+    def __init__(self) -> None:
+        self.effects: list[Effect] = []
+        self._probes: dict[int, npt.NDArray[np.float32]] = {}
+
+    @property
+    def largest_effect(self) -> float:
+        return max((effect.largest for effect in self.effects), default=0.0)
+
+    def check(
+        self,
+        module: ExpectedModule,
+        A: npt.NDArray[np.float32],
+        B: npt.NDArray[np.float32],
+        names: tuple[str, str] | None = None,
+    ) -> None:
+        """`A` float32 `[rank, in]`, `B` float32 `[out, rank]`; raises AdapterRejected.
+
+        `names` are what the file calls the two, where that is not what PEFT calls them.
+        """
+        a_name, b_name = names or (module.a_name, module.b_name)
+        norm = module.scale * _norm(a_name, A) * _norm(b_name, B)
+        change = norm / math.sqrt(module.shape.in_features * module.shape.out_features)
+        if not change <= MAX_MEAN_CHANGE:
+            raise AdapterRejected(
+                "norm_too_large",
+                f"the module changes the base's weights by up to {change:.3g} on average, "
+                f"at most {MAX_MEAN_CHANGE:g} is allowed",
+                module.key,
+            )
+        effect = module.scale * ((self._probe(module.shape.in_features) @ A.T) @ B.T)
+        largest = float(np.abs(effect).max(initial=0.0))
+        if not math.isfinite(largest):
+            raise AdapterRejected("not_finite", "the product of the module's tensors is not finite", module.key)
+        self.effects.append(Effect(module, largest))
+
+    def _probe(self, num_features: int) -> npt.NDArray[np.float32]:
+        if num_features not in self._probes:
+            generator = np.random.default_rng(num_features)
+            self._probes[num_features] = generator.standard_normal((_NUM_PROBES, num_features), np.float32)
+        return self._probes[num_features]
+
+
+def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
+    """The square root of the sum of squares of finite weights; raises AdapterRejected."""
+    flat = weights.reshape(-1)
+    squares = 0.0
+    for begin in range(0, flat.size, _BLOCK_ELEMENTS):
+        block = flat[begin : begin + _BLOCK_ELEMENTS]
+        largest = max(float(block.max()), -float(block.min()))
+        # A maximum is NaN where one value is.
+        if not math.isfinite(largest):
+            raise AdapterRejected("not_finite", "the tensor holds NaN or infinity", name)
+        if largest > MAX_WEIGHT:
+            raise AdapterRejected(
+                "norm_too_large", f"a weight of {largest:.3g}, at most {MAX_WEIGHT:g} is allowed", name
+            )
+        # A million squares of at most 65504 are far from float32's limit, and their rounding from the bound's meaning.
+        squares += float(np.dot(block, block))
+    return math.sqrt(squares)

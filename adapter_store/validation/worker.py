@@ -1,0 +1,120 @@
+"""The validation process: each fork of it reads one job from standard input, confines itself, and answers.
+
+The answer goes to standard output.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import resource
+import sys
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy.random  # noqa: F401 - numpy imports it late, when this process may open nothing more
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.canonical import write_canonical
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed_file import write_packed
+from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.validation.fork_server import fork_for_each_request
+from loramux.adapter_store.validation.job import Accepted, Limits, ValidationJob
+from loramux.adapter_store.validation.report import CheckList
+from loramux.adapter_store.validation.sandbox import confine, limit_resources
+from loramux.adapter_store.validation.validation import validate_files
+
+_PEAKS = {"VmHWM": "max_rss_bytes", "VmPeak": "max_address_bytes"}
+
+
+def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
+    """Validate an upload and write its canonical and packed files; raises AdapterRejected."""
+    checks = CheckList()
+    report = validate_files(job.config.read_bytes(), job.tensors, target, checks)
+    with checks.check("packing"):
+        digest = write_canonical(job.tensors, report.scales, job.canonical, report.names)
+        packed = pack(job.canonical, target)
+        write_packed(job.packed, packed, target)
+    return Accepted(digest, report.max_rank, report.num_pages, report.document())
+
+
+def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
+    """Run a job, and turn what comes of it into the answer. Raises OSError for what is the machine's fault."""
+    try:
+        return {"accepted": asdict(run_job(job, target))}
+    except AdapterRejected as error:
+        return _rejected(error)
+    except MemoryError:
+        return _rejected(_beyond_limits())
+    except OSError as error:
+        # The limits on a file's size and on memory are those of the largest valid adapter, so that passing one is this
+        # adapter's fault and would be again. A full disk says nothing about it: no answer, and another try.
+        if error.errno in (errno.EFBIG, errno.ENOMEM):
+            return _rejected(_beyond_limits())
+        raise
+    except Exception:
+        # What nobody foresaw fails closed; the cause goes to standard error.
+        traceback.print_exc()
+        return _rejected(AdapterRejected("validation_failed", "the adapter cannot be validated"))
+
+
+def main() -> int:
+    fork_for_each_request()
+    request = json.load(sys.stdin)
+    job = ValidationJob(**{name: Path(path) for name, path in request["job"].items()})
+    target = PackTarget.from_document(request["target"])
+    limits = Limits(**request["limits"])
+    # Before anything is read that a tenant wrote.
+    limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
+    with _own_status() as status:
+        missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
+        if lacking := [name for name in request["required"] if name in missing]:
+            sys.exit(f"this machine has no {' and no '.join(lacking)}, which the sandbox is required to have")
+        json.dump({**answer_to(job, target), "missing": missing, "usage": _usage(status)}, sys.stdout)
+    return 0
+
+
+def _own_status() -> AbstractContextManager[TextIO | None]:
+    """The kernel's account of this process, opened while it still can be; None where there is none."""
+    try:
+        return open("/proc/self/status")
+    except OSError:
+        return nullcontext()
+
+
+def _usage(status: TextIO | None) -> dict[str, int]:
+    """Processor time, and the most memory and addresses at once.
+
+    The kernel's other account of memory, getrusage(2), begins with that of the process that started this one.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    usage = {"cpu_ms": round((used.ru_utime + used.ru_stime) * 1000)}
+    for line in status or ():
+        name, _, value = line.partition(":")
+        if name in _PEAKS:
+            usage[_PEAKS[name]] = int(value.split()[0]) * 1024
+    return usage
+
+
+def _beyond_limits() -> AdapterRejected:
+    return AdapterRejected("validation_killed", "validation exceeded its limits")
+
+
+def _rejected(error: AdapterRejected) -> dict[str, Any]:
+    return {
+        "rejected": {
+            "code": error.code,
+            "message": error.message,
+            "param": error.param,
+            "report": error.report,
+        }
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The client side of the admin REST: calls, profiles, push and pull."""

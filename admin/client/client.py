@@ -1,0 +1,214 @@
+"""A client of the admin REST, for the command line and the demo."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+import httpx
+
+from loramux.admin.client.server_address import NoServerNamed, find_server
+
+Document = dict[str, Any]
+
+PAGE_SIZE = 100
+
+
+class AdminError(Exception):
+    """The server refused; carries the fields of its error envelope."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None, param: str | None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def envelope(self) -> Document:
+        return {"error": {"message": self.message, "code": self.code, "param": self.param}}
+
+
+class ServerUnreachable(Exception):
+    """No loramux answers at the admin URL, or it broke off."""
+
+
+class AdminClient:
+    """Calls `/admin/v1` with one key. Raises AdminError for a refusal and ServerUnreachable where nobody answers."""
+
+    def __init__(self, base_url: str, key: str, timeout_s: float = 30.0) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._http = httpx.Client(
+            base_url=f"{self._base_url}/admin/v1/",
+            headers={"authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(timeout_s, connect=5.0),
+            # A proxy of the environment cannot reach this machine's own loopback.
+            trust_env=not _is_loopback(self._base_url),
+            # To read the host's certificates takes 30 ms, which a plain URL has no use for.
+            verify=not self._base_url.startswith("http://"),
+        )
+
+    @classmethod
+    def from_environment(cls, profile: str | None = None, timeout_s: float = 30.0) -> Self:
+        """The client of a profile, or of what LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY describe."""
+        try:
+            address = find_server(profile)
+        except NoServerNamed as error:
+            raise ServerUnreachable(str(error)) from None
+        return cls(address.url, address.key, timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        return self._base_url
+
+    def close(self) -> None:
+        self._http.close()
+
+    def get(self, path: str, **params: object) -> Document:
+        return self._document(self._send("GET", path, params=_given(params)))
+
+    def get_text(self, path: str, **params: object) -> str:
+        return self._send("GET", path, params=_given(params)).text
+
+    @contextmanager
+    def stream(self, path: str) -> Iterator[Iterator[bytes]]:
+        """The bytes at a path, in chunks as they come."""
+        try:
+            with self._http.stream("GET", path) as response:
+                if not response.is_success:
+                    response.read()
+                    raise _refusal(response)
+                yield response.iter_bytes()
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnreachable(f"{self._base_url} broke off ({reason})") from None
+
+    def post(self, path: str, body: Document) -> Document:
+        return self._document(self._send("POST", path, json=body))
+
+    def put(self, path: str, body: Document) -> Document:
+        return self._document(self._send("PUT", path, json=body))
+
+    def patch(self, path: str, body: Document) -> Document:
+        """Change what is named, whatever state it is in: a command's fields are not derived from what was there."""
+        return self._document(self._send("PATCH", path, json=body, headers={"if-match": "*"}))
+
+    def delete(self, path: str) -> Document:
+        return self._document(self._send("DELETE", path))
+
+    def put_bytes(self, url: str, size: int, chunks: Iterable[bytes]) -> None:
+        """Upload one file to the URL that the server gave for it; raises like every other call."""
+        headers = {"content-length": str(size), "content-type": "application/octet-stream"}
+        # The server answers only once the whole file is stored.
+        timeout = httpx.Timeout(300.0, connect=5.0)
+        self._send("PUT", str(self._http.base_url.join(url)), content=chunks, headers=headers, timeout=timeout)
+
+    def put_presigned(self, request: Mapping[str, Any], chunks: Iterable[bytes]) -> None:
+        """Send bytes to the blob store by a request that the server signed; our key stays with us."""
+        timeout = httpx.Timeout(300.0, connect=5.0)
+        trust_env = not _is_loopback(request["url"])
+        try:
+            with httpx.Client(timeout=timeout, trust_env=trust_env, follow_redirects=False) as http:
+                response = http.request(request["method"], request["url"], headers=request["headers"], content=chunks)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            # The URL is a secret, and may be part of the error's text.
+            raise ServerUnreachable(
+                f"the server's blob store does not answer ({type(error).__name__}): "
+                "set LORAMUX_PRESIGNED_UPLOADS=false at the server if it cannot be reached from here"
+            ) from None
+        # It is there already: what an earlier try sent, of which no answer came back.
+        if not response.is_success and response.status_code != 412:
+            raise AdminError(
+                response.status_code, f"the blob store answered {response.status_code}", "blob_store_refused", None
+            )
+
+    def items(self, path: str, **params: object) -> Iterator[Document]:
+        """Every item of a list, newest first, a page at a time."""
+        after: str | None = None
+        while True:
+            page = self.get(path, **{**params, "limit": PAGE_SIZE, "after": after})
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            after = page["last_id"]
+
+    def is_alive(self) -> bool:
+        """Whether the server answers at all; it needs no key for this."""
+        try:
+            return self._http.get(f"{self._base_url}/health/live").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def is_ready(self) -> bool:
+        """Whether the server can run requests; it needs no key for this."""
+        try:
+            return self._http.get(f"{self._base_url}/health/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _send(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, **arguments)
+        except httpx.TimeoutException:
+            raise ServerUnreachable(f"{self._base_url} took too long to answer") from None
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnreachable(
+                f"no loramux answers at {self._base_url} ({reason}): start 'loramux serve' or mend LORAMUX_ADMIN_URL"
+            ) from None
+        if not response.is_success:
+            raise _refusal(response)
+        return response
+
+    def _document(self, response: httpx.Response) -> Document:
+        if response.status_code == 204:
+            return {}
+        try:
+            document = response.json()
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise ServerUnreachable(f"{self._base_url} is no admin listener of loramux: it did not answer with JSON")
+        return document
+
+
+def path_part(value: str) -> str:
+    """A name or identifier as one segment of a path."""
+    return quote(value, safe="")
+
+
+def _given(params: Mapping[str, object]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def _refusal(response: httpx.Response) -> AdminError:
+    retry_after = response.headers.get("retry-after", "")
+    retry_after_s = int(retry_after) if retry_after.isascii() and retry_after.isdecimal() else None
+    try:
+        error = response.json()["error"]
+        message, code, param = str(error["message"]), error.get("code"), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, code, param = f"the server answered {response.status_code}", None, None
+    return AdminError(response.status_code, message, code, param, retry_after_s)
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

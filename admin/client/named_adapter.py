@@ -1,0 +1,40 @@
+"""From `tenant/adapter[@version]`, as a command line gives it, to what the server knows by that name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from loramux.admin.client.client import AdminClient, AdminError, Document
+from loramux.admin.client.suggestions import did_you_mean
+
+_NAME = re.compile(r"([^/@:]+)/([^/@:]+)(?:@([1-9][0-9]{0,9}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter of the server's, and the version that was named with it."""
+
+    document: Document
+    version: int | None
+
+    @property
+    def path(self) -> str:
+        return f"adapters/{self.document['id']}"
+
+    def version_path(self, number: int) -> str:
+        return f"{self.path}/versions/{number}"
+
+
+def find_named(client: AdminClient, name: str, *, needs_version: bool = False) -> NamedAdapter:
+    """Raises AdminError for a name that means nothing, or that lacks the version it needs."""
+    match = _NAME.fullmatch(name)
+    if match is None or (needs_version and match[3] is None):
+        form = "tenant/adapter@version" if needs_version else "tenant/adapter or tenant/adapter@version"
+        raise AdminError(400, f"name it as {form}", "invalid_model_name", "model")
+    tenant, adapter, version = match.groups()
+    found = client.get("adapters", tenant=tenant, name=adapter)["data"]
+    if not found:
+        close = did_you_mean(adapter, (other["name"] for other in client.items("adapters", tenant=tenant)))
+        raise AdminError(404, f"the tenant {tenant} has no adapter {adapter}{close}", "adapter_not_found", "model")
+    return NamedAdapter(found[0], None if version is None else int(version))

@@ -1,0 +1,170 @@
+"""The servers that a command line knows by a name: one TOML file that only its owner may read."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from loramux.admin.client.suggestions import did_you_mean
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+class ProfileError(Exception):
+    """A profile cannot be used or kept; the message says how to mend it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One server: where its admin listener is, and the key to call it with."""
+
+    name: str
+    url: str
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownProfiles:
+    """Everything the file says; `current` is used where none is asked for by name."""
+
+    profiles: Mapping[str, Profile]
+    current: str | None
+
+    def find(self, name: str) -> Profile:
+        """Raises ProfileError for a name that is not there."""
+        if name not in self.profiles:
+            close = did_you_mean(name, self.profiles)
+            raise ProfileError(f"there is no profile {name!r}{close}; make it with 'loramux profiles add {name}'")
+        return self.profiles[name]
+
+
+class ProfileFile:
+    """`config.toml` in the user's configuration directory, written whole and readable by its owner alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of_user(cls, environment: Mapping[str, str] = os.environ) -> ProfileFile:
+        home = environment.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+        return cls(Path(home) / "loramux" / "config.toml")
+
+    def read(self) -> KnownProfiles:
+        """What is there; a file that does not exist knows no profiles. Raises ProfileError."""
+        try:
+            with self.path.open("rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                content = file.read()
+        except FileNotFoundError:
+            return KnownProfiles(profiles={}, current=None)
+        except OSError as error:
+            raise ProfileError(f"{self.path} cannot be read: {error.strerror}") from None
+        if stat.S_IMODE(mode) & 0o077:
+            raise ProfileError(f"others may read the keys in {self.path}: run 'chmod 600 {self.path}'")
+        try:
+            return _parse(tomllib.loads(content.decode()))
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError, _Malformed) as error:
+            # What stands in the file may be a key: only the reader's own words are shown, never its text.
+            reason = str(error) if not isinstance(error, UnicodeDecodeError) else "it is not UTF-8"
+            raise ProfileError(f"{self.path} is no file of profiles: {reason}") from None
+
+    def add(self, profile: Profile) -> None:
+        """Keep a profile, in the place of one that has its name; the first becomes the current one."""
+        if _NAME.fullmatch(profile.name) is None:
+            raise ProfileError(
+                "a profile's name has up to 63 small letters, digits, '.', '_' and '-', a letter or digit first"
+            )
+        self._change(
+            lambda known: replace(
+                known,
+                profiles={**known.profiles, profile.name: profile},
+                current=known.current or profile.name,
+            )
+        )
+
+    def use(self, name: str) -> None:
+        """Make a profile the current one."""
+        self._change(lambda known: replace(known, current=known.find(name).name))
+
+    def remove(self, name: str) -> None:
+        """Forget a profile; when it was the current one, there is none until `use` names another."""
+
+        def without(known: KnownProfiles) -> KnownProfiles:
+            removed = known.find(name).name
+            return KnownProfiles(
+                profiles={kept: profile for kept, profile in known.profiles.items() if kept != removed},
+                current=None if known.current == removed else known.current,
+            )
+
+        self._change(without)
+
+    def _change(self, change: Callable[[KnownProfiles], KnownProfiles]) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._locked():
+                text = _written(change(self.read()))
+                unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+                try:
+                    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                        file.write(text)
+                        file.flush()
+                        os.fsync(descriptor)
+                    unfinished.replace(self.path)
+                finally:
+                    unfinished.unlink(missing_ok=True)
+        except OSError as error:
+            raise ProfileError(f"{self.path} cannot be written: {error.strerror}") from None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Two commands at once must not lose each other's profile."""
+        with self.path.with_name("lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+class _Malformed(Exception):
+    """The file is TOML but holds something else than profiles."""
+
+
+def _parse(document: Mapping[str, Any]) -> KnownProfiles:
+    unknown = sorted(document.keys() - {"current", "profiles"})
+    if unknown:
+        raise _Malformed(
+            f"it may have 'current' and 'profiles' only{did_you_mean(unknown[0], ('current', 'profiles'))}"
+        )
+    tables = document.get("profiles", {})
+    current = document.get("current")
+    if not isinstance(tables, dict) or not (current is None or isinstance(current, str)):
+        raise _Malformed("'current' is a name and 'profiles' a table of tables")
+    profiles = {}
+    for name, table in tables.items():
+        if not isinstance(table, dict) or table.keys() != {"url", "key"}:
+            raise _Malformed("each profile has a 'url' and a 'key', and nothing else")
+        if not (isinstance(table["url"], str) and isinstance(table["key"], str)):
+            raise _Malformed("a profile's 'url' and 'key' are texts")
+        profiles[name] = Profile(name=name, url=table["url"], key=table["key"])
+    return KnownProfiles(profiles=profiles, current=current)
+
+
+def _written(known: KnownProfiles) -> str:
+    # JSON's texts of printable ASCII are TOML's basic strings, and everything here is that.
+    lines = [f"current = {json.dumps(known.current)}"] if known.current is not None else []
+    for name, profile in sorted(known.profiles.items()):
+        lines += [
+            "",
+            f"[profiles.{json.dumps(name)}]",
+            f"url = {json.dumps(profile.url)}",
+            f"key = {json.dumps(profile.key)}",
+        ]
+    return "\n".join([*lines, ""]).lstrip("\n")

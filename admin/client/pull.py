@@ -1,0 +1,76 @@
+"""Bring a version's files back from the server, as they were uploaded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from loramux.adapter_store.registry.records import DEFAULT_ALIAS
+from loramux.admin.client.client import AdminClient, AdminError
+from loramux.admin.client.named_adapter import NamedAdapter
+from loramux.admin.client.push import FILE_NAMES, Progress
+
+
+class PullRefused(Exception):
+    """The files cannot be had or kept; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PulledVersion:
+    """A version whose files lie in `directory`."""
+
+    model: str
+    version: int
+    digest: str
+    directory: Path
+
+
+def pull_version(
+    client: AdminClient,
+    named: NamedAdapter,
+    directory: Path,
+    *,
+    may_replace: bool = False,
+    progress: Progress = lambda _what, _num_bytes: None,
+) -> PulledVersion:
+    """Write both files of a version into `directory`, by default of the version that the bare name means.
+
+    Each is compared with the SHA-256 that was declared for it and appears whole or not at all. Raises PullRefused.
+    """
+    number = named.version if named.version is not None else _default(named)
+    report = client.get(f"{named.version_path(number)}/report")
+    declared = {file["name"]: file for file in report["files"]}
+    taken = [name for name in FILE_NAMES if (directory / name).exists()]
+    if taken and not may_replace:
+        raise PullRefused(f"{directory} has a {taken[0]} already: take another directory, or --force")
+    directory.mkdir(parents=True, exist_ok=True)
+    unfinished = {name: directory / f".{name}.{os.getpid()}" for name in FILE_NAMES}
+    try:
+        for name, path in unfinished.items():
+            _download(client, f"{named.version_path(number)}/files/{name}", path, declared[name]["sha256"], progress)
+        for name, path in unfinished.items():
+            path.replace(directory / name)
+    finally:
+        for path in unfinished.values():
+            path.unlink(missing_ok=True)
+    return PulledVersion(f"{named.document['model']}@{number}", number, report["digest"], directory)
+
+
+def _default(named: NamedAdapter) -> int:
+    targets = named.document["aliases"].get(DEFAULT_ALIAS)
+    if not targets:
+        raise AdminError(404, f"{named.document['model']} has no version that is ready", "version_not_found", "model")
+    return int(max(targets, key=lambda target: (target["weight"], target["version"]))["version"])
+
+
+def _download(client: AdminClient, path: str, place: Path, sha256: str, progress: Progress) -> None:
+    hashed = hashlib.sha256()
+    with client.stream(path) as chunks, place.open("wb") as out:
+        for chunk in chunks:
+            hashed.update(chunk)
+            out.write(chunk)
+            progress("pull", len(chunk))
+    if hashed.hexdigest() != sha256:
+        raise PullRefused("the bytes that came have another SHA-256 than what was uploaded: try again")

@@ -1,0 +1,233 @@
+"""Bring a PEFT directory to the server: declare, upload, wait for the verdict."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
+
+FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
+CHUNK_BYTES = 1 << 20
+
+_CAPS = ("too_many_open_uploads", "too_many_pending_versions")
+"""Refusals that pass once other pushes of the tenant have gone on."""
+
+Progress = Callable[[str, int], None]
+"""Told what is being done and how many bytes of it were just done."""
+
+
+class PushRefused(Exception):
+    """The directory is no adapter, or the server rejected it; `code` and `param` say why."""
+
+    def __init__(self, message: str, code: str | None, param: str | None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def envelope(self) -> Document:
+        return {"error": {"message": self.message, "code": self.code, "param": self.param}}
+
+
+@dataclass(frozen=True, slots=True)
+class PushedVersion:
+    """A version that is ready to serve."""
+
+    model: str
+    version: int
+    digest: str
+    max_rank: int
+
+
+def push_adapter(
+    client: AdminClient,
+    directory: Path,
+    tenant: str,
+    name: str,
+    timeout_s: float = 300.0,
+    progress: Progress = lambda _what, _num_bytes: None,
+) -> PushedVersion:
+    """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
+
+    `tenant` is a slug or an identifier.
+    Raises PushRefused when the directory is no adapter, the server rejects it or `timeout_s` passes. A push that fails
+    or is interrupted cancels its upload.
+    """
+    paths = [_file_of(directory, file_name) for file_name in FILE_NAMES]
+    files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
+    adapter = _adapter(client, tenant, name)
+    path_of_uploads = f"adapters/{adapter['id']}/uploads"
+    upload = _await_room(lambda: client.post(path_of_uploads, {"files": files}), timeout_s)
+    ways = {file["name"]: file for file in upload["files"]}
+    with _cancelled_on_failure(client, f"{path_of_uploads}/{upload['id']}"):
+        for path in paths:
+            _send(client, path, ways[path.name], progress)
+        version = _make_version(client, adapter, {"upload_id": upload["id"]}, timeout_s)
+    return _ready(client, adapter, version, timeout_s)
+
+
+def register_source(
+    client: AdminClient, source: str, tenant: str, name: str, timeout_s: float = 300.0
+) -> PushedVersion:
+    """Have the server take the adapter from `source`, `s3://BUCKET/PREFIX`, as the next version of `tenant/name`.
+
+    Only a platform administrator may, and only where the operator allows it. Raises PushRefused and AdminError.
+    """
+    adapter = _adapter(client, tenant, name)
+    version = _make_version(client, adapter, {"source": source}, timeout_s)
+    return _ready(client, adapter, version, timeout_s)
+
+
+def _make_version(client: AdminClient, adapter: Document, files: Document, timeout_s: float) -> Document:
+    """Make a version of what was uploaded or lies at a source."""
+    return _await_room(lambda: client.post(f"adapters/{adapter['id']}/versions", files), timeout_s)
+
+
+def _await_room(call: Callable[[], Document], timeout_s: float) -> Document:
+    """Call again, for `timeout_s` at most, while the tenant has as much under way as the server lets it."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call()
+        except AdminError as error:
+            pause_s = error.retry_after_s or 1
+            if error.code not in _CAPS or time.monotonic() + pause_s > deadline_s:
+                raise
+        time.sleep(pause_s)
+
+
+@contextmanager
+def _cancelled_on_failure(client: AdminClient, path: str) -> Iterator[None]:
+    """Cancel an upload where what is done with it fails or is interrupted: it would count until it expires."""
+    try:
+        yield
+    except BaseException:
+        with suppress(AdminError, ServerUnreachable):
+            client.delete(path)
+        raise
+
+
+def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s: float) -> PushedVersion:
+    """Wait until a version is ready. Raises PushRefused."""
+    version = _settled(client, f"adapters/{adapter['id']}/versions/{version['number']}", timeout_s)
+    _check_ready(version)
+    # The tenant may have been given by its identifier, but a model is named by its slug.
+    return PushedVersion(adapter["model"], version["number"], version["digest"], version["max_rank"])
+
+
+def num_bytes_of(directory: Path) -> int:
+    """What a push of this directory reads: once to hash, once to upload."""
+    return 2 * sum(_file_of(directory, file_name).stat().st_size for file_name in FILE_NAMES)
+
+
+def _file_of(directory: Path, file_name: str) -> Path:
+    path = directory / file_name
+    if path.is_file():
+        return path
+    others = sorted(found.name for found in directory.iterdir() if found.suffix in (".bin", ".pt", ".pth", ".pkl"))
+    if file_name.endswith(".safetensors") and others:
+        raise PushRefused(
+            f"{others[0]} is a pickle, which is never read: save the adapter again with safe_serialization=True",
+            "pickle_refused",
+            others[0],
+        )
+    raise PushRefused(f"{directory} has no {file_name}: give the directory that PEFT saved", "file_missing", file_name)
+
+
+def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
+    found = client.get("adapters", tenant=tenant, name=name)["data"]
+    if found:
+        return dict(found[0])
+    try:
+        return client.post("adapters", {"tenant": tenant, "name": name})
+    except AdminError as error:
+        # Somebody else made it in between: that one will do.
+        if error.status != 409:
+            raise
+    return dict(client.get("adapters", tenant=tenant, name=name)["data"][0])
+
+
+def _send(client: AdminClient, path: Path, way: Document, progress: Progress) -> None:
+    """Send a file to the server, or to where it says: the blob store, whole or in parts."""
+    size = path.stat().st_size
+    if "parts" in way:
+        for number, part in enumerate(way["parts"]):
+            begin = number * way["part_size"]
+            _persist(partial(_put_part, client, part, path, begin, min(size, begin + way["part_size"]), progress))
+    elif "method" in way:
+        _persist(partial(_put_part, client, way, path, 0, size, progress))
+    else:
+        _persist(lambda: client.put_bytes(way["url"], size, _chunks(path, "upload", progress)))
+
+
+def _put_part(client: AdminClient, way: Document, path: Path, begin: int, end: int, progress: Progress) -> None:
+    client.put_presigned(way, _chunks(path, "upload", progress, begin, end))
+
+
+def _persist(send: Callable[[], None]) -> None:
+    """Send once more what a server that is busy, or a connection that broke, did not take: a file may come twice."""
+    for pause_s in (0.5, 2.0, 5.0):
+        try:
+            return send()
+        except ServerUnreachable:
+            pass
+        except AdminError as error:
+            if error.status not in (429, 500, 502, 503, 504):
+                raise
+        time.sleep(pause_s)
+    return send()
+
+
+def _check_ready(version: Document) -> None:
+    """Raises PushRefused unless the version can be served."""
+    if version["state"] == "rejected":
+        error = version["error"]
+        raise PushRefused(error["message"], error["code"], error["param"])
+    if version["state"] != "ready":
+        raise PushRefused(
+            f"version {version['number']} has the same files and is {version['state']}",
+            f"version_{version['state']}",
+            None,
+        )
+
+
+def _settled(client: AdminClient, path: str, timeout_s: float) -> Document:
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.02
+    while True:
+        version = client.get(path)
+        if version["state"] not in ("pending", "validating"):
+            return version
+        if time.monotonic() > deadline:
+            raise PushRefused(
+                f"version {version['number']} is still {version['state']} after {timeout_s:.0f} s; "
+                "it goes on by itself: look again with 'loramux adapters list'",
+                "timeout",
+                None,
+            )
+        time.sleep(pause_s)
+        pause_s = min(1.0, pause_s * 1.5)
+
+
+def _chunks(path: Path, what: str, progress: Progress, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """The bytes `[begin, end)` of a file."""
+    remaining = (path.stat().st_size if end is None else end) - begin
+    with path.open("rb") as file:
+        file.seek(begin)
+        while chunk := file.read(min(CHUNK_BYTES, remaining)):
+            remaining -= len(chunk)
+            yield chunk
+            progress(what, len(chunk))
+
+
+def _sha256(path: Path, progress: Progress) -> str:
+    digest = hashlib.sha256()
+    for chunk in _chunks(path, "read", progress):
+        digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,87 @@
+"""Which server a command calls, and with which key: `--profile`, then the environment, then the current profile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httpx
+
+from loramux.admin.client.profiles import Profile, ProfileError, ProfileFile
+
+DEFAULT_URL = "http://127.0.0.1:8001"
+URL_VARIABLE, KEY_VARIABLE, PROFILE_VARIABLE = "LORAMUX_ADMIN_URL", "LORAMUX_ADMIN_KEY", "LORAMUX_PROFILE"
+
+
+class NoServerNamed(Exception):
+    """It is not known which server to call, or how; the message says what to set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAddress:
+    """An admin listener and the key to call it with; `source` says where both were found."""
+
+    url: str
+    key: str = field(repr=False)
+    source: str
+
+
+def find_server(
+    profile: str | None, environment: Mapping[str, str] = os.environ, file: ProfileFile | None = None
+) -> ServerAddress:
+    """The server to call; raises NoServerNamed.
+
+    A profile that is named wins over the environment, and the environment over the current profile. Address and key
+    always come from the same place, so that no key is ever sent to another server than its own.
+    """
+    file = file or ProfileFile.of_user(environment)
+    name = profile or environment.get(PROFILE_VARIABLE)
+    try:
+        if name:
+            return _of_profile(file.read().find(name))
+        # A variable that was read from a file often ends with the file's line break.
+        key, url = (environment.get(variable, "").strip() for variable in (KEY_VARIABLE, URL_VARIABLE))
+        if key:
+            return _checked(ServerAddress(url=url or DEFAULT_URL, key=key, source="the environment"), URL_VARIABLE)
+        if url:
+            raise NoServerNamed(f"{URL_VARIABLE} is set and {KEY_VARIABLE} is not: set both, or neither for a profile")
+        known = file.read()
+        if known.current is None:
+            use = "choose a profile: loramux profiles use NAME" if known.profiles else "loramux profiles add NAME"
+            raise NoServerNamed(f"set {KEY_VARIABLE} to a key of the server's administrator, or {use}")
+        return _of_profile(known.find(known.current))
+    except ProfileError as error:
+        raise NoServerNamed(str(error)) from None
+
+
+def check_url(url: str, where: str) -> None:
+    """Raises NoServerNamed unless this can be an admin listener's address."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            httpx.URL(url)
+            return
+    except (httpx.InvalidURL, ValueError):
+        # A port or an address that is none.
+        pass
+    raise NoServerNamed(f"{where} is {url!r}: it should look like {DEFAULT_URL}")
+
+
+def check_key(key: str, where: str) -> None:
+    """Raises NoServerNamed for text that cannot travel in a header; never shows it."""
+    if not (key and key.isascii() and key.isprintable()):
+        raise NoServerNamed(f"{where} is no key: a key has printable ASCII characters only")
+
+
+def _of_profile(profile: Profile) -> ServerAddress:
+    where = f"the profile {profile.name}"
+    return _checked(ServerAddress(url=profile.url, key=profile.key, source=where), f"{where}'s url")
+
+
+def _checked(address: ServerAddress, url_name: str) -> ServerAddress:
+    key_name = KEY_VARIABLE if url_name == URL_VARIABLE else f"the key of {address.source}"
+    check_key(address.key, key_name)
+    check_url(address.url, url_name)
+    return address

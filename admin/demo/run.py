@@ -1,0 +1,173 @@
+"""`loramux demo`: three tenants push an adapter each, one batch answers them all, and the bill adds up."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
+from loramux.admin.client.push import PushedVersion, PushRefused, push_adapter
+from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
+from loramux.admin.demo.server import DemoFailed, DemoServer
+from loramux.admin.demo.tables import output_console, print_answers, print_directions, print_usage
+
+if TYPE_CHECKING:
+    from loramux.admin.demo.mixed_batch import Answer
+
+DEMO_FILES = Path(__file__).parent
+SERVED_NAME = "demo-base"
+ADAPTERS = {"harbour": "pirate", "chambers": "formal", "parcels": "json"}
+"""Each tenant's one adapter."""
+TOKENS_PER_MINUTE = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A tenant with its key and its adapter's version."""
+
+    tenant: str
+    api_key: str
+    pushed: PushedVersion
+
+
+def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, exit_after: bool) -> None:
+    """Run the whole demo; raises DemoFailed. Stays up until Ctrl-C unless `exit_after`."""
+    started = time.monotonic()
+    if importlib.util.find_spec("openai") is None:
+        raise DemoFailed("the demo speaks through the official client: pip install 'loramux[demo]'")
+    with ExitStack() as stack:
+        stack.enter_context(_ended_by_signals())
+        if data_dir is None:
+            data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-demo-")))
+        server = DemoServer(DEMO_FILES / "base", data_dir, _port(port, 8000), _port(admin_port, 8001), SERVED_NAME)
+        stack.callback(server.stop)
+        client = stack.enter_context(server.client())
+        console = output_console()
+        try:
+            accounts = _show(console, server, client, started)
+        except (AdminError, ServerUnreachable, PushRefused) as error:
+            server.check()
+            raise DemoFailed(str(error)) from error
+        if not exit_after:
+            print_directions(console, server, accounts[0].api_key, accounts[0].pushed.model)
+            while True:
+                server.check()
+                time.sleep(0.5)
+
+
+def _show(console: Console, server: DemoServer, client: AdminClient, started: float) -> list[Account]:
+    with ThreadPoolExecutor(len(ADAPTERS) + 1) as threads:
+        # The official client takes a second to import: that passes while the server starts.
+        batch = threads.submit(importlib.import_module, "loramux.admin.demo.mixed_batch")
+        server.wait_until(client.is_alive, "listening")
+        accounts = list(threads.map(lambda tenant: _open_account(client, tenant), ADAPTERS))
+        server.wait_until(client.is_ready, "ready")
+        batch.result()
+    before = _billed(client)
+    asked = time.monotonic()
+    answers = _ask(server, accounts)
+    first_s = asked - started + min(answer.time_to_first_token_s for answer in answers)
+    print_answers(console, answers, {account.pushed.model: account.pushed.max_rank for account in accounts})
+    engine = client.get("engine")
+    console.print(
+        f"First answer {first_s:.1f} s after the start. Up to {engine['max_adapters_in_step']} adapters shared one "
+        f"step of the engine; {engine['num_adapter_pages']} of its {engine['num_pages']} pages hold adapters.\n"
+    )
+    billed = _billed(client)
+    print_usage(console, billed)
+    _check_bill(console, answers, before, billed)
+    return accounts
+
+
+def _open_account(client: AdminClient, tenant: str) -> Account:
+    """The tenant, its quota, a key and its adapter, all over REST; a kept data directory has the tenant already."""
+    try:
+        client.post("tenants", {"slug": tenant})
+    except AdminError as error:
+        if error.code != "tenant_exists":
+            raise
+    client.post("quotas", {"tenant": tenant, "metric": "tokens_per_minute", "limit": TOKENS_PER_MINUTE})
+    key = client.post("api_keys", {"tenant": tenant, "name": "demo"})
+    adapter = ADAPTERS[tenant]
+    pushed = push_adapter(client, DEMO_FILES / "adapters" / adapter, tenant, adapter)
+    return Account(tenant, key["secret"], pushed)
+
+
+def _ask(server: DemoServer, accounts: list[Account]) -> list[Answer]:
+    from loramux.admin.demo.mixed_batch import Question, ask_together
+
+    def question(account: Account, model: str) -> Question:
+        return Question(account.tenant, account.api_key, model, DEMO_PROMPTS[0], MAX_ANSWER_TOKENS)
+
+    questions = [question(accounts[0], SERVED_NAME)]
+    questions += [question(account, account.pushed.model) for account in accounts]
+    return ask_together(f"{server.url}/v1", questions)
+
+
+Bill = dict[tuple[str, str], tuple[int, int, int]]
+"""Requests, prompt tokens and completion tokens by tenant and model."""
+
+
+def _billed(client: AdminClient) -> Bill:
+    results = client.get("usage", group_by="tenant,model")["data"]
+    return {
+        (row["tenant"], row["model"]): (row["requests"], row["prompt_tokens"], row["completion_tokens"])
+        for bucket in results
+        for row in bucket["results"]
+    }
+
+
+def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bill) -> None:
+    """What was billed must be what the answers said they cost, for each tenant and model."""
+    expected = dict(before)
+    for answer in answers:
+        name = (answer.question.tenant, answer.adapter or SERVED_NAME)
+        requests, prompt, completion = expected.get(name, (0, 0, 0))
+        expected[name] = (requests + 1, prompt + answer.prompt_tokens, completion + answer.completion_tokens)
+    if expected != after:
+        raise DemoFailed(f"the usage report does not add up: {after} was billed for {expected}")
+    num_tokens = sum(answer.prompt_tokens + answer.completion_tokens for answer in answers)
+    console.print(f"It adds up: {len(answers)} answers cost {num_tokens} tokens, and exactly those were billed.\n")
+
+
+def _port(given: int | None, preferred: int) -> int:
+    """The port that was asked for, else the usual one if it is free, else any free one."""
+    if given is not None:
+        return given
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise DemoFailed("no port is free on 127.0.0.1")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Ctrl-C or SIGTERM ends the block like its last line would."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        return
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,95 @@
+"""The server that the demo starts for itself: an ordinary `loramux serve` in a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from loramux.admin.client.client import AdminClient
+from loramux.admin.exit_codes import WRONG_CALL
+
+POLL_S = 0.05
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 45.0
+HURRY_TIMEOUT_S = 10.0
+LOG_LINES = 20
+
+
+class DemoFailed(Exception):
+    """The demo cannot go on; the message says why."""
+
+
+class DemoServer:
+    """One child process with a key of its own making."""
+
+    def __init__(
+        self, model: Path, data_dir: Path, port: int, admin_port: int, served_name: str, more: Sequence[str] = ()
+    ) -> None:
+        """`more` are further arguments of `loramux serve`."""
+        self.admin_key = secrets.token_urlsafe(32)
+        self.url = f"http://127.0.0.1:{port}"
+        self.admin_url = f"http://127.0.0.1:{admin_port}"
+        data_dir.mkdir(parents=True, exist_ok=True)
+        self._log = data_dir / "serve.log"
+        arguments = ["--model", str(model), "--data-dir", str(data_dir), "--served-name", served_name]
+        ports = ["--port", str(port), "--admin-port", str(admin_port)]
+        # What the demo shows must not depend on settings that a shell happens to hold.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
+        environment["LORAMUX_ADMIN_KEY"] = self.admin_key
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "loramux.admin.cli", "serve", *arguments, *ports, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                # Ctrl-C reaches the demo alone, which then lets the server drain.
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def client(self) -> AdminClient:
+        return AdminClient(self.admin_url, self.admin_key)
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Poll until it is so; raises DemoFailed with the server's last words if it ends or takes too long."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not is_so():
+            self.check()
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"the server is not {what} after {START_TIMEOUT_S:.0f} s\n{self._last_words()}")
+            time.sleep(POLL_S)
+
+    def check(self) -> None:
+        """Raise DemoFailed if the server has ended."""
+        code = self._process.poll()
+        if code == WRONG_CALL:
+            # It said itself, in a sentence, why it does not start.
+            raise DemoFailed(self._last_words().replace("loramux: ", ""))
+        if code is not None:
+            raise DemoFailed(f"the server ended with exit code {code}\n{self._last_words()}")
+
+    def stop(self) -> None:
+        """Let running requests end and wait until the process is gone; Ctrl-C meanwhile hurries it."""
+        for limit_s in (STOP_TIMEOUT_S, HURRY_TIMEOUT_S):
+            if self._process.poll() is not None:
+                return
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._process.wait(limit_s)
+        self._process.kill()
+        self._process.wait()
+
+    def _last_words(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])

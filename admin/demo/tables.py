@@ -1,0 +1,83 @@
+"""What the demo prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from loramux.admin.demo.server import DemoServer
+
+if TYPE_CHECKING:
+    from loramux.admin.demo.mixed_batch import Answer
+
+
+NUMBERS = ("version", "rank", "tokens", "first\ntoken")
+
+
+def output_console() -> Console:
+    """A console as wide as the terminal; a file or a pipe gets lines that hold a whole answer."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    return console
+
+
+def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[str, int]) -> None:
+    """One row an answer; the question is the same for all."""
+    title = f"One batch, one question: {answers[0].question.text}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for column in ("tenant", "model", "version", "rank", "answer", "tokens", "first\ntoken"):
+        is_number = column in NUMBERS
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=column != "answer")
+    for answer in answers:
+        version = answer.adapter.rpartition("@")[2] if answer.adapter else "-"
+        table.add_row(
+            answer.question.tenant,
+            answer.question.model,
+            version,
+            str(ranks.get(answer.question.model, "-")),
+            # The model's words are text, never markup.
+            Text(answer.text.strip()),
+            str(answer.completion_tokens),
+            f"{answer.time_to_first_token_s * 1000:.0f} ms",
+        )
+    console.print(table)
+
+
+def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, int, int]]) -> None:
+    """The usage report, a row for each tenant and model."""
+    table = Table(title="Usage report", title_justify="left", box=SIMPLE_HEAD)
+    for column in ("tenant", "model"):
+        table.add_column(column)
+    for column in ("requests", "prompt tokens", "completion tokens"):
+        table.add_column(column, justify="right")
+    for (tenant, model), amounts in sorted(billed.items()):
+        table.add_row(tenant, model, *(str(amount) for amount in amounts))
+    console.print(table)
+
+
+def print_directions(console: Console, server: DemoServer, api_key: str, model: str) -> None:
+    """Where to go on from here."""
+    lines = (
+        "The server stays up until Ctrl-C.",
+        f"  OpenAI API   {server.url}/v1",
+        f"  console      {server.admin_url}/console/    (open it in a browser, and sign in with the key below)",
+        f"  metrics      {server.admin_url}/metrics",
+        "",
+        "Ask it yourself:",
+        f"  curl {server.url}/v1/chat/completions -H 'Authorization: Bearer {api_key}' \\",
+        "    -H 'Content-Type: application/json' \\",
+        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "What colour is a flamingo?"}}]}}\'',
+        "",
+        "Administer it:",
+        f"  export LORAMUX_ADMIN_URL={server.admin_url} LORAMUX_ADMIN_KEY={server.admin_key}",
+        "  loramux adapters list",
+    )
+    for line in lines:
+        # Commands are to be copied: they are neither wrapped nor coloured.
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""`loramux doctor`: what does not work, and how to mend it."""

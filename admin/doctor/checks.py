@@ -1,0 +1,260 @@
+"""The checks of the machine that serves, which a server makes of itself and the doctor makes where none runs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.adapter_store.blobs.interface import BlobStore
+from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.validation.sandbox import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK, PRIVILEGES
+from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
+from loramux.admin.doctor.findings import Finding, Grade
+from loramux.migrations.database import Database, DatabaseError
+from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
+
+PYTHONS = ((3, 11), (3, 14))
+"""The versions `[first, last)` that this loramux is tested with."""
+LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
+SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
+"""Windows of quotas and the expiry of keys are judged by one clock and read by people with another."""
+SLOW_DATABASE_S = 0.1
+SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
+"""What the engine makes below the directory for temporary files."""
+
+SANDBOX_MENDS = {
+    PRIVILEGES: "run Linux 3.5 or later",
+    NETWORK: "allow user namespaces (sysctl user.max_user_namespaces)",
+    FILES: "boot Linux 5.13 or later with landlock in its list of modules (lsm=landlock,..., to be read in "
+    "/sys/kernel/security/lsm), and let a container's profile pass the three landlock_* calls",
+    CALLS: "run on x86-64 or 64-bit ARM, and let a container's profile pass prctl(PR_SET_SECCOMP)",
+}
+
+
+def check_python(running: tuple[int, int, int]) -> Finding:
+    shown = ".".join(str(part) for part in running)
+    if not PYTHONS[0] <= running[:2] < PYTHONS[1]:
+        return Finding(
+            check="python",
+            grade=Grade.FAILED,
+            message=f"Python {shown} is not supported",
+            mend="make the environment with Python 3.11, 3.12 or 3.13: make venv PYTHON=python3.11",
+        )
+    return Finding(check="python", grade=Grade.OK, message=f"Python {shown} on {platform.machine()}")
+
+
+def check_package(name: str, find_version: Callable[[str], str] = version) -> Finding:
+    """Whether a package that the engine needs is there; it is not imported."""
+    try:
+        return Finding(check=name, grade=Grade.OK, message=f"{name} {find_version(name)}")
+    except PackageNotFoundError:
+        return Finding(
+            check=name,
+            grade=Grade.WARNING,
+            message=f"{name} is not installed here",
+            mend="nothing for a machine that only calls servers; to serve, install loramux with pip or 'make venv'",
+        )
+
+
+def check_database(database: Database, host_us: Callable[[], int] = lambda: time.time_ns() // 1000) -> list[Finding]:
+    """Reach it, compare its schema with the code's, and its clock with the host's."""
+    try:
+        database.check_schema()
+        took_s = min(_round_trip_s(database) for _ in range(3))
+    except (DatabaseError, SQLAlchemyError) as error:
+        is_old = "loramux db upgrade" in str(error)
+        return [
+            Finding(
+                check="database",
+                grade=Grade.FAILED,
+                message=str(error).splitlines()[0],
+                mend="back the database up, then run 'loramux db upgrade'"
+                if is_old
+                else "start the database, mend the network, or change LORAMUX_DATABASE_URL",
+            )
+        ]
+    kind = "SQLite" if database.is_sqlite else "PostgreSQL"
+    is_slow = took_s > SLOW_DATABASE_S
+    findings = [
+        Finding(
+            check="database",
+            grade=Grade.WARNING if is_slow else Grade.OK,
+            message=f"{kind} answers in {1000 * took_s:.0f} ms and its schema is the one that is needed",
+            mend="each request reserves and settles there: put the database nearer, or on faster disks"
+            if is_slow
+            else None,
+        )
+    ]
+    if not database.is_sqlite:
+        try:
+            with database.read() as connection:
+                before_us = host_us()
+                skew_s = (database.now_us(connection) - (before_us + host_us()) // 2) / 1_000_000
+        except SQLAlchemyError:
+            return findings
+        findings.append(check_skew("database clock", skew_s, "the database's clock", "this machine's"))
+    return findings
+
+
+def _round_trip_s(database: Database) -> float:
+    begun = time.monotonic()
+    with database.read() as connection:
+        connection.execute(select(1))
+    return time.monotonic() - begun
+
+
+def check_skew(check: str, skew_s: float, theirs: str, ours: str) -> Finding:
+    """How far two clocks are apart."""
+    size_s = abs(skew_s)
+    if size_s < SKEW_WARNING_S:
+        return Finding(check=check, grade=Grade.OK, message=f"{theirs} and {ours} agree within {SKEW_WARNING_S:.0f} s")
+    return Finding(
+        check=check,
+        grade=Grade.FAILED if size_s >= SKEW_FAILED_S else Grade.WARNING,
+        message=f"{theirs} is {size_s:.1f} s {'ahead of' if skew_s > 0 else 'behind'} {ours}",
+        mend="run NTP on both machines (chronyc tracking, timedatectl); quota windows follow the server's side",
+    )
+
+
+def check_store(blobs: BlobStore) -> Finding:
+    """Write and remove a probe as every upload does."""
+    try:
+        blobs.check()
+    except StoreError as error:
+        return Finding(
+            check="object store",
+            grade=Grade.FAILED,
+            message=str(error),
+            mend="mend the store, its credentials (AWS_*) or LORAMUX_BLOB_URL; resident adapters go on without it",
+        )
+    return Finding(check="object store", grade=Grade.OK, message="blobs can be kept")
+
+
+def check_disk(
+    directory: Path, free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
+) -> Finding:
+    """Whether the database, the disk tier and uploads have room to grow."""
+    place = next(path for path in (directory, *directory.parents) if path.exists())
+    free = free_bytes(place)
+    message = f"{free / (1 << 30):.1f} GiB are free below {directory}"
+    if free >= LITTLE_DISK_BYTES:
+        return Finding(check="disk", grade=Grade.OK, message=message)
+    return Finding(
+        check="disk",
+        grade=Grade.FAILED if free < TOO_LITTLE_DISK_BYTES else Grade.WARNING,
+        message=message,
+        mend="free space, lower LORAMUX_DISK_TIER_BYTES, or move LORAMUX_DISK_TIER_DIR to a larger disk",
+    )
+
+
+def check_data_directory(directory: Path) -> Finding:
+    """Its files hold usage and digests of keys: others have no business there."""
+    try:
+        mode = stat.S_IMODE(directory.stat().st_mode)
+    except OSError as error:
+        return Finding(
+            check="data directory",
+            grade=Grade.WARNING,
+            message=f"{directory}: {error.strerror}",
+            mend="the first start of the server makes it; if there was one already, give --data-dir",
+        )
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        return Finding(
+            check="data directory",
+            grade=Grade.FAILED,
+            message=f"{directory} cannot be written by this user",
+            mend=f"run as its owner, or chown it: chown -R USER {directory}",
+        )
+    if mode & 0o077:
+        return Finding(
+            check="data directory",
+            grade=Grade.WARNING,
+            message=f"other users of this machine may look into {directory} (mode {mode:04o})",
+            mend=f"chmod 700 {directory}",
+        )
+    return Finding(check="data directory", grade=Grade.OK, message=f"{directory} is its owner's alone")
+
+
+def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]] = missing_measures) -> Finding:
+    """Which walls stand around the process that reads what tenants upload."""
+    check = "sandbox"
+    try:
+        missing = find_missing()
+    except ValidationFailed as error:
+        return Finding(
+            check=check,
+            grade=Grade.FAILED,
+            message=str(error),
+            mend="run 'python -m loramux.adapter_store.validation.sandbox' as the server's user, and mend what it says",
+        )
+    standing = ", ".join(name for name in MEASURES if name not in missing) or "nothing but limits on memory and time"
+    lacking = [name for name in MEASURES if name in missing]
+    if not set(lacking) & set(ESSENTIAL):
+        note = f"; {NETWORK} is missing, for which {CALLS} stands in" if lacking else ""
+        return Finding(check=check, grade=Grade.OK, message=f"uploads are validated behind {standing}{note}")
+    return Finding(
+        check=check,
+        grade=Grade.FAILED if is_required else Grade.WARNING,
+        message=f"uploads are validated behind {standing}; missing: {', '.join(lacking)}",
+        mend="; ".join(f"{name}: {SANDBOX_MENDS[name]}" for name in lacking)
+        + ("" if is_required else ". LORAMUX_SANDBOX=required refuses to start without them"),
+    )
+
+
+def check_engine_socket(run: Path) -> Finding:
+    """Where the engine listens: `run` in the data directory where its path is short enough, else a temporary one."""
+    check = "socket directory"
+    if len(os.fsencode(run.absolute() / SOCKET_NAME)) > MAX_SOCKET_PATH:
+        return check_socket_directory(Path(tempfile.gettempdir()))
+    for path in (run, run / SOCKET_NAME):
+        try:
+            mode = stat.S_IMODE(path.stat().st_mode)
+        except OSError:
+            # No server has run here yet, or none runs now.
+            continue
+        if mode & 0o077:
+            return Finding(
+                check=check,
+                grade=Grade.WARNING,
+                message=f"other users of this machine may reach {path} (mode {mode:04o})",
+                mend=f"chmod go= {path}",
+            )
+    return Finding(check=check, grade=Grade.OK, message=f"the engine's socket is its owner's alone in {run}")
+
+
+def check_socket_directory(directory: Path) -> Finding:
+    """A directory for temporary files where the engine's socket is made: writable, short, and safe among others."""
+    check = "socket directory"
+    if len(os.fsencode(directory)) + len(SOCKET_PART) > MAX_SOCKET_PATH:
+        return Finding(
+            check=check,
+            grade=Grade.FAILED,
+            message=f"the path {directory} is too long: a unix socket's path has {MAX_SOCKET_PATH} bytes at most",
+            mend="set TMPDIR to a shorter path, such as /tmp",
+        )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return Finding(
+            check=check,
+            grade=Grade.FAILED,
+            message=f"{directory} cannot be written by this user",
+            mend="set TMPDIR to a directory of your own",
+        )
+    mode = directory.stat().st_mode
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        return Finding(
+            check=check,
+            grade=Grade.WARNING,
+            message=f"every user may rename what is in {directory}, which has no sticky bit",
+            mend=f"chmod +t {directory}, or set TMPDIR to a directory of your own",
+        )
+    return Finding(check=check, grade=Grade.OK, message=f"{directory} can hold the engine's socket")

@@ -1,0 +1,163 @@
+"""`loramux doctor`: what of this machine, of the way to a server, and of the server itself does not work."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from loramux.adapter_store.blobs.blob_url import open_blob_store
+from loramux.adapter_store.errors import StoreError
+from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
+from loramux.admin.doctor.checks import (
+    check_data_directory,
+    check_database,
+    check_disk,
+    check_engine_socket,
+    check_package,
+    check_python,
+    check_sandbox,
+    check_skew,
+    check_store,
+)
+from loramux.admin.doctor.findings import Finding, Grade
+from loramux.admin.server.data_directory import DataDirectory
+from loramux.admin.server.settings import DataSettings
+from loramux.migrations.database import Database, DatabaseError
+
+SERVER_TIMEOUT_S = 30.0
+
+
+class HostSettings(DataSettings):
+    """The settings of a server on this machine that the doctor looks into; none has to be given."""
+
+    model: Path | None = None
+    blob_url: str | None = None
+    sandbox: Literal["preferred", "required"] = "preferred"
+
+
+def check_here() -> Iterator[Finding]:
+    """What every command and every server needs of this machine."""
+    yield check_python(sys.version_info[:3])
+    yield Finding(check="loramux", grade=Grade.OK, message=f"loramux {version('loramux')} on {platform.system()}")
+    yield check_package("torch")
+
+
+def check_host(settings: HostSettings) -> Iterator[Finding]:
+    """What a server with these settings would stand on; changes nothing but for the store's probe."""
+    yield check_engine_socket(DataDirectory(settings.data_dir).run)
+    yield check_data_directory(settings.data_dir)
+    yield check_disk(settings.data_dir)
+    yield check_sandbox(settings.sandbox == "required")
+    if settings.model is not None:
+        yield _check_model(settings.model)
+    if settings.is_database_embedded and not (settings.data_dir / "loramux.db").exists():
+        yield Finding(
+            check="database",
+            grade=Grade.WARNING,
+            message=f"{settings.data_dir} has no database yet",
+            mend="the first start of the server makes it; if there was one already, give --data-dir",
+        )
+    else:
+        yield from _check_database_at(settings.resolved_database_url)
+    url = settings.blob_url or f"file://{settings.data_dir.absolute() / 'blobs'}"
+    if settings.blob_url is None and not (settings.data_dir / "blobs").exists():
+        return
+    try:
+        yield check_store(open_blob_store(url))
+    except StoreError as error:
+        yield Finding(check="object store", grade=Grade.FAILED, message=str(error), mend="change LORAMUX_BLOB_URL")
+
+
+def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """The way to a server, its version and clock, and what it finds itself."""
+    before_s = now_s()
+    try:
+        server = client.get("server")
+    except ServerUnreachable as error:
+        yield Finding(
+            check="server",
+            grade=Grade.FAILED,
+            message=str(error),
+            mend="start it, mend the network, or name another: loramux profiles list",
+        )
+        return
+    except AdminError as error:
+        yield _refusal(error)
+        return
+    after_s = now_s()
+    yield Finding(
+        check="server",
+        grade=Grade.OK,
+        message=f"{client.url} serves {server['base_model']} and answered in {1000 * (after_s - before_s):.0f} ms",
+    )
+    yield _check_versions(version("loramux"), str(server["version"]))
+    skew_s = server["time_ms"] / 1000 - (before_s + after_s) / 2
+    yield check_skew("clock", skew_s, "the server's clock", "this machine's")
+    try:
+        findings: list[Document] = client.get("server/findings")["data"]
+    except (AdminError, ServerUnreachable) as error:
+        yield Finding(
+            check="server",
+            grade=Grade.FAILED,
+            message=f"it did not say how it is: {error}",
+            mend="read its log, or run 'loramux doctor --data-dir DIR' on its machine",
+        )
+        return
+    yield from (Finding.from_document(document) for document in findings)
+
+
+def _refusal(error: AdminError) -> Finding:
+    mends = {
+        401: "the key is wrong, expired or revoked: give another (loramux profiles add, or LORAMUX_ADMIN_KEY)",
+        403: "use a key with the scope platform:read or platform:admin",
+        404: "the server is older than this command line, or the address is not its admin listener",
+    }
+    return Finding(
+        check="server",
+        grade=Grade.FAILED,
+        message=f"it refused with {error.status}: {error.message}",
+        mend=mends.get(error.status, "read the server's log"),
+    )
+
+
+def _check_versions(ours: str, theirs: str) -> Finding:
+    if ours == theirs:
+        return Finding(check="versions", grade=Grade.OK, message=f"command line and server are both {ours}")
+    return Finding(
+        check="versions",
+        grade=Grade.WARNING,
+        message=f"the command line is {ours}, the server {theirs}",
+        mend=f"install the server's version here: pip install loramux=={theirs}",
+    )
+
+
+def _check_database_at(url: str) -> list[Finding]:
+    try:
+        database = Database(url)
+    except DatabaseError as error:
+        return [Finding(check="database", grade=Grade.FAILED, message=str(error), mend="change LORAMUX_DATABASE_URL")]
+    try:
+        return check_database(database)
+    finally:
+        database.close()
+
+
+def _check_model(directory: Path) -> Finding:
+    from loramux.engine.errors import EngineError
+    from loramux.engine.model.model_config import ModelConfig
+
+    try:
+        model = ModelConfig.load(directory)
+    except (EngineError, OSError) as error:
+        return Finding(
+            check="model",
+            grade=Grade.FAILED,
+            message=str(error),
+            mend="give --model the directory that Hugging Face's save_pretrained wrote, with safetensors weights",
+        )
+    return Finding(check="model", grade=Grade.OK, message=f"{directory} is a {model.architecture} that can be served")

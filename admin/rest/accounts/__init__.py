@@ -1,0 +1,1 @@
+"""Routes about tenants, keys and the audit log."""

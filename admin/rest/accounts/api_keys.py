@@ -1,0 +1,180 @@
+"""`/api_keys`: make, list, change, rotate and revoke; a secret is answered once, when it is made."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+from typing_extensions import TypedDict
+
+from loramux.admin.rest.access import Caller, Reader, Services, Writer, find_tenant, tenant_filter
+from loramux.admin.rest.bodies import KeyPatch, NewKey, Rotation, read_json, read_optional_json
+from loramux.admin.rest.etags import IfMatch, tagged
+from loramux.admin.rest.listing import (
+    After,
+    Before,
+    Limit,
+    ListDocument,
+    TenantParam,
+    check_identifier,
+    list_document,
+    seconds,
+)
+from loramux.admin.rest.services import AdminServices
+from loramux.platform.accounts.keys import ApiKey, CreatedKey, KeyChanges
+from loramux.platform.errors import NotFound, PermissionDenied
+from loramux.platform.openai_api.openapi import errors, takes
+
+router = APIRouter(prefix="/api_keys", tags=["api_keys"])
+
+
+class KeyDocument(TypedDict):
+    """One key, never its secret. `adapters` are those that it is limited to; null: all that its tenant may call.
+
+    Until `previous_secret_expires_at` the secret before the last rotation opens too.
+    """
+
+    id: str
+    object: Literal["api_key"]
+    tenant_id: str | None
+    name: str
+    scopes: list[str]
+    adapters: list[str] | None
+    created_at: int
+    expires_at: int | None
+    revoked_at: int | None
+    previous_secret_expires_at: int | None
+
+
+class KeyWithSecret(KeyDocument):
+    """A key with its new secret; null where the call is repeated by its Idempotency-Key."""
+
+    secret: str | None
+
+
+@router.post("", status_code=201, openapi_extra=takes(NewKey))
+async def create_key(request: Request, response: Response, services: Services, caller: Writer) -> KeyWithSecret:
+    """Make a key of a tenant, or of the platform where `tenant` is null; its secret is in this answer alone.
+
+    A tenant's administrator makes keys of its own tenant.
+    """
+    body = await read_json(request, NewKey)
+    if body.tenant is None and caller.principal.tenant_id is not None:
+        raise PermissionDenied("a platform key is a platform administrator's to make", param="tenant")
+    tenant = None if body.tenant is None else await find_tenant(services, caller, body.tenant)
+    created = await services.call(
+        services.api_keys.create,
+        tenant.id if tenant else None,
+        body.name,
+        body.scopes,
+        _expiry(services, body.expires_in_s),
+        body.adapters,
+    )
+    return _with_secret(response, created)
+
+
+@router.get("")
+async def list_keys(
+    services: Services,
+    caller: Reader,
+    tenant: TenantParam = None,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> ListDocument[KeyDocument]:
+    """List a tenant's keys, or the platform's own where no tenant is named; revoked ones too.
+
+    A key that is limited to adapters sees itself alone.
+    """
+    tenant_id = await tenant_filter(services, caller, tenant)
+    page = await services.call(services.api_keys.list, tenant_id, limit, after, before, caller.key_ids)
+    return list_document(page, describe_key)
+
+
+@router.get("/{key_id}")
+async def get_key(key_id: str, response: Response, services: Services, caller: Reader) -> KeyDocument:
+    """One key, without its secret."""
+    return tagged(response, describe_key(await _find(services, caller, key_id)))
+
+
+@router.patch("/{key_id}", openapi_extra=takes(KeyPatch), responses=errors(409))
+async def change_key(
+    key_id: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
+) -> KeyDocument:
+    """Change a key's name, scopes, expiry or the adapters that it is limited to.
+
+    Refused for a revoked key, and where the platform's last administrator's key would be one no longer.
+    """
+    key = await _find(services, caller, key_id)
+    body = await read_json(request, KeyPatch)
+    changes = KeyChanges(
+        name=body.name,
+        scopes=None if body.scopes is None else tuple(body.scopes),
+        adapters=None if body.adapters is None else tuple(body.adapters),
+        expires_us=_expiry(services, body.expires_in_s),
+    )
+    changed = await services.call(services.api_keys.update, key.id, changes, if_match.check_by(describe_key))
+    return tagged(response, describe_key(_found(changed)))
+
+
+@router.post("/{key_id}/rotate", openapi_extra=takes(Rotation))
+async def rotate_key(
+    key_id: str, request: Request, response: Response, services: Services, caller: Writer
+) -> KeyWithSecret:
+    """Give a key a new secret, which is in this answer alone; the one that it had opens for `grace_s` more.
+
+    A secret that was in its own grace ends at once. No body is needed.
+    """
+    key = await _find(services, caller, key_id)
+    body = await read_optional_json(request, Rotation)
+    rotated = await services.call(services.api_keys.rotate, key.id, body.grace_s * 1_000_000)
+    if rotated is None:
+        raise _unknown()
+    return _with_secret(response, rotated)
+
+
+@router.delete("/{key_id}", responses=errors(409))
+async def revoke_key(key_id: str, services: Services, caller: Writer) -> KeyDocument:
+    """End a key for good; doing it again changes nothing. Refused for the platform's last administrator's key."""
+    key = await _find(services, caller, key_id)
+    return describe_key(_found(await services.call(services.api_keys.revoke, key.id)))
+
+
+async def _find(services: AdminServices, caller: Caller, key_id: str) -> ApiKey:
+    key = _found(await services.call(services.api_keys.get, check_identifier(key_id, "api_key")))
+    if not caller.may_see_key(key.tenant_id, key.id):
+        raise _unknown()
+    return key
+
+
+def _found(key: ApiKey | None) -> ApiKey:
+    if key is None:
+        raise _unknown()
+    return key
+
+
+def _unknown() -> NotFound:
+    return NotFound("there is no such api_key", code="api_key_not_found")
+
+
+def _expiry(services: AdminServices, expires_in_s: int | None) -> int | None:
+    return None if expires_in_s is None else services.database.now_us() + expires_in_s * 1_000_000
+
+
+def _with_secret(response: Response, created: CreatedKey) -> KeyWithSecret:
+    return {**tagged(response, describe_key(created.key)), "secret": created.secret}
+
+
+def describe_key(key: ApiKey) -> KeyDocument:
+    return {
+        "id": key.id,
+        "object": "api_key",
+        "tenant_id": key.tenant_id,
+        "name": key.name,
+        "scopes": sorted(key.scopes),
+        "adapters": None if key.adapter_ids is None else sorted(key.adapter_ids),
+        "created_at": seconds(key.created_us),
+        "expires_at": seconds(key.expires_us),
+        "revoked_at": seconds(key.revoked_us),
+        "previous_secret_expires_at": seconds(key.previous_until_us),
+    }

@@ -1,0 +1,112 @@
+"""`/tenants`: the accounts that own adapters and keys."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+from typing_extensions import TypedDict
+
+from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer, find_tenant
+from loramux.admin.rest.bodies import NewTenant, TenantPatch, read_json
+from loramux.admin.rest.etags import IfMatch, tagged
+from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds
+from loramux.migrations.paging import Page
+from loramux.platform.accounts.tenants import Tenant, TenantChanges
+from loramux.platform.errors import NotFound, PermissionDenied
+from loramux.platform.openai_api.openapi import errors, takes
+
+router = APIRouter(prefix="/tenants", tags=["tenants"])
+
+
+class TenantDocument(TypedDict):
+    """One account. `weight` is its entitlement in fair scheduling; a suspended one's keys open nothing.
+
+    `host_floor_bytes` is what its adapters keep of an engine's host memory when others' adapters come; floors that do
+    not fit into it together are honoured in the order in which they were asked for.
+    """
+
+    id: str
+    object: Literal["tenant"]
+    slug: str
+    display_name: str
+    state: Literal["active", "suspended"]
+    weight: int
+    timezone: str
+    host_floor_bytes: int
+    created_at: int
+
+
+@router.post("", status_code=201, openapi_extra=takes(NewTenant))
+async def create_tenant(
+    request: Request, response: Response, services: Services, caller: PlatformAdmin
+) -> TenantDocument:
+    """Make a tenant."""
+    body = await read_json(request, NewTenant)
+    return tagged(
+        response,
+        describe_tenant(await services.call(services.tenants.create, body.slug, body.display_name, body.timezone)),
+    )
+
+
+@router.get("")
+async def list_tenants(
+    services: Services, caller: Reader, limit: Limit = 20, after: After = None, before: Before = None
+) -> ListDocument[TenantDocument]:
+    """List the tenants that the caller may see, newest first."""
+    own = caller.principal.tenant_id
+    if own is not None:
+        return list_document(Page((await find_tenant(services, caller, own),), False), describe_tenant)
+    return list_document(await services.call(services.tenants.list, limit, after, before), describe_tenant)
+
+
+@router.get("/{id_or_slug}")
+async def get_tenant(id_or_slug: str, response: Response, services: Services, caller: Reader) -> TenantDocument:
+    """One tenant."""
+    return tagged(response, describe_tenant(await find_tenant(services, caller, id_or_slug)))
+
+
+@router.patch("/{id_or_slug}", openapi_extra=takes(TenantPatch))
+async def change_tenant(
+    id_or_slug: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
+) -> TenantDocument:
+    """Change a tenant's display name, weight, state, floor, or where its days and months begin.
+
+    `suspended` refuses its keys from then on, within five seconds on other gateways; what runs finishes, and nothing
+    is lost. With another timezone its budgets start on new windows at once. A tenant's own administrator may change
+    the display name.
+    """
+    tenant = await find_tenant(services, caller, id_or_slug)
+    body = await read_json(request, TenantPatch)
+    own = body.model_copy(update={"display_name": None})
+    if caller.principal.tenant_id is not None and own != TenantPatch():
+        raise PermissionDenied("all but a tenant's display name is a platform administrator's to change")
+    changes = TenantChanges(**body.model_dump())
+    changed = await services.call(services.tenants.update, tenant.id, changes, if_match.check_by(describe_tenant))
+    if changed is None:
+        raise NotFound("there is no such tenant", param="tenant", code="tenant_not_found")
+    if body.state is not None:
+        services.api_keys.forget_recent()
+    return tagged(response, describe_tenant(changed))
+
+
+@router.delete("/{id_or_slug}", status_code=204, responses=errors(409))
+async def delete_tenant(id_or_slug: str, services: Services, caller: PlatformAdmin) -> Response:
+    """Remove a tenant that was made by mistake; one that has adapters, usable keys or usage can only be suspended."""
+    tenant = await find_tenant(services, caller, id_or_slug)
+    await services.call(services.tenants.delete, tenant.id)
+    return Response(status_code=204)
+
+
+def describe_tenant(tenant: Tenant) -> TenantDocument:
+    return {
+        "id": tenant.id,
+        "object": "tenant",
+        "slug": tenant.slug,
+        "display_name": tenant.display_name,
+        "state": "active" if tenant.state == "active" else "suspended",
+        "weight": tenant.weight,
+        "timezone": tenant.timezone,
+        "host_floor_bytes": tenant.host_floor_bytes,
+        "created_at": seconds(tenant.created_us),
+    }

@@ -1,0 +1,1 @@
+"""Routes about adapters, their versions, uploads and aliases."""

@@ -1,0 +1,152 @@
+"""`/adapters`: adapters, and taking them out of service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from typing_extensions import TypedDict
+
+from loramux.adapter_store.registry.records import Adapter, Alias, AliasTarget
+from loramux.admin.rest.access import Caller, Developer, Reader, Services, Writer, find_tenant, tenant_filter
+from loramux.admin.rest.adapters.warm_and_drain import drain
+from loramux.admin.rest.bodies import NewAdapter, read_json
+from loramux.admin.rest.listing import (
+    After,
+    Before,
+    Limit,
+    ListDocument,
+    TenantParam,
+    list_document,
+    seconds,
+)
+from loramux.admin.rest.services import AdminServices
+from loramux.migrations.paging import Page
+from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
+from loramux.platform.openai_api.openapi import errors, takes
+
+router = APIRouter(prefix="/adapters", tags=["adapters"])
+
+
+class TargetDocument(TypedDict):
+    """A version that an alias names; its part of the requests is `weight` out of the sum of the weights."""
+
+    version: int
+    weight: int
+
+
+class AdapterDocument(TypedDict):
+    """A tenant's named adapter; `model` is what requests call it."""
+
+    id: str
+    object: Literal["adapter"]
+    tenant_id: str
+    tenant: str
+    name: str
+    model: str
+    state: Literal["active", "disabled"]
+    aliases: dict[str, list[TargetDocument]]
+    created_at: int
+
+
+class DisabledAdapter(AdapterDocument):
+    """`drained`: nothing runs on it any more."""
+
+    drained: bool
+
+
+@router.post("", status_code=201, openapi_extra=takes(NewAdapter))
+async def create_adapter(request: Request, services: Services, caller: Developer) -> AdapterDocument:
+    """Make an adapter, which has no version yet."""
+    if caller.principal.adapter_ids is not None:
+        raise PermissionDenied("this key is limited to some adapters, and makes no others")
+    body = await read_json(request, NewAdapter)
+    tenant = await find_tenant(services, caller, body.tenant)
+    return describe_adapter(await services.call(services.registry.create_adapter, tenant.id, body.name), {})
+
+
+@router.get("")
+async def list_adapters(
+    services: Services,
+    caller: Reader,
+    tenant: TenantParam = None,
+    name: Annotated[str | None, Query(max_length=63, description="Needs tenant.")] = None,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> ListDocument[AdapterDocument]:
+    """List adapters with the versions that their aliases name."""
+    tenant_id = await tenant_filter(services, caller, tenant)
+    if name is None:
+        only = caller.principal.adapter_ids
+        page = await services.call(services.registry.list_adapters, tenant_id, limit, after, before, only)
+    elif tenant_id is None:
+        raise InvalidRequest("a name is looked up within one tenant: give tenant as well", param="tenant")
+    else:
+        found = await services.call(services.registry.find_adapter, tenant_id, name)
+        is_seen = found is not None and caller.may_see_adapter(found.tenant_id, found.id)
+        page = Page((found,) if found is not None and is_seen else (), False)
+    aliases = await services.call(services.aliases.of, [adapter.id for adapter in page.data])
+    return list_document(page, lambda adapter: describe_adapter(adapter, aliases[adapter.id]))
+
+
+@router.get("/{adapter_id}")
+async def get_adapter(adapter_id: str, services: Services, caller: Reader) -> AdapterDocument:
+    """One adapter with the versions that its aliases name."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    return await _described(services, adapter)
+
+
+@router.post("/{adapter_id}/disable")
+async def disable_adapter(adapter_id: str, services: Services, caller: Writer) -> DisabledAdapter:
+    """Answer no new request for the adapter; running ones finish. Nothing is deleted: see `enable`."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    disabled = await services.call(services.version_states.set_disabled, adapter.id, True)
+    is_drained = await drain(services, await services.call(services.version_states.unserved_digests, adapter.id))
+    return {**await _described(services, disabled), "drained": is_drained}
+
+
+@router.post("/{adapter_id}/enable")
+async def enable_adapter(adapter_id: str, services: Services, caller: Writer) -> AdapterDocument:
+    """Answer requests again, with the versions and aliases that there were."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    return await _described(services, await services.call(services.version_states.set_disabled, adapter.id, False))
+
+
+@router.delete("/{adapter_id}", status_code=204, responses=errors(409))
+async def delete_adapter(adapter_id: str, services: Services, caller: Writer) -> Response:
+    """Remove an adapter that never had a version; one that has is taken out of service by `disable`."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    await services.call(services.registry.delete_adapter, adapter.id)
+    return Response(status_code=204)
+
+
+async def find_adapter(services: AdminServices, caller: Caller, adapter_id: str) -> Adapter:
+    """The adapter; one of a tenant that the caller may not see is as unknown as one that does not exist."""
+    adapter = await services.call(services.registry.get_adapter, adapter_id)
+    if adapter is None or not caller.may_see_adapter(adapter.tenant_id, adapter.id):
+        raise NotFound("there is no such adapter", code="adapter_not_found")
+    return adapter
+
+
+async def _described(services: AdminServices, adapter: Adapter) -> AdapterDocument:
+    return describe_adapter(adapter, (await services.call(services.aliases.of, [adapter.id]))[adapter.id])
+
+
+def describe_targets(targets: Sequence[AliasTarget]) -> list[TargetDocument]:
+    return [{"version": target.number, "weight": target.weight} for target in targets]
+
+
+def describe_adapter(adapter: Adapter, aliases: Mapping[str, Alias]) -> AdapterDocument:
+    return {
+        "id": adapter.id,
+        "object": "adapter",
+        "tenant_id": adapter.tenant_id,
+        "tenant": adapter.tenant_slug,
+        "name": adapter.name,
+        "model": f"{adapter.tenant_slug}/{adapter.name}",
+        "state": "active" if adapter.disabled_us is None else "disabled",
+        "aliases": {name: describe_targets(alias.targets) for name, alias in aliases.items()},
+        "created_at": seconds(adapter.created_us),
+    }

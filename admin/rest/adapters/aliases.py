@@ -1,0 +1,188 @@
+"""`/adapters/{id}/aliases`: names for versions, moved one at a time, warmed before they move, and rolled back."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Request, Response
+from typing_extensions import TypedDict
+
+from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Alias, AliasAction, AliasChange
+from loramux.admin.rest.access import Caller, Developer, Reader, Services, Writer
+from loramux.admin.rest.adapters.adapters import TargetDocument, describe_targets, find_adapter
+from loramux.admin.rest.adapters.warm_and_drain import warm
+from loramux.admin.rest.bodies import AliasTargets, Rollback, read_json, read_optional_json
+from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds, whole_list
+from loramux.platform.errors import InvalidRequest, PermissionDenied
+from loramux.platform.openai_api.openapi import errors, takes
+
+router = APIRouter(prefix="/adapters/{adapter_id}/aliases", tags=["aliases"])
+
+_REVISION = re.compile(r'"(0|[1-9][0-9]{0,9})"')
+IfMatch = Annotated[str | None, Header(description="The alias's ETag: refuse the change if it has moved since.")]
+
+
+class AliasDocument(TypedDict):
+    """A name for versions of an adapter; `revision` counts its changes and is its ETag."""
+
+    object: Literal["alias"]
+    adapter_id: str
+    name: str
+    revision: int
+    targets: list[TargetDocument]
+    updated_at: int
+
+
+class AliasChangeDocument(TypedDict):
+    """What an alias named from one of its revisions on; `actor` is the key that moved it, or `system`."""
+
+    id: str
+    object: Literal["alias_change"]
+    name: str
+    revision: int
+    action: AliasAction
+    actor: str
+    targets: list[TargetDocument]
+    created_at: int
+
+
+@router.get("")
+async def list_aliases(adapter_id: str, services: Services, caller: Reader) -> ListDocument[AliasDocument]:
+    """The versions that each alias names, with their weights."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    aliases = (await services.call(services.aliases.of, [adapter.id]))[adapter.id]
+    return whole_list([_describe(adapter.id, alias) for alias in aliases.values()])
+
+
+@router.get("/{name}")
+async def get_alias(
+    adapter_id: str, name: str, response: Response, services: Services, caller: Reader
+) -> AliasDocument:
+    """One alias; its ETag is its revision."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    return _answer(response, adapter.id, await services.call(services.aliases.get, adapter.id, name))
+
+
+@router.put("/{name}", openapi_extra=takes(AliasTargets), responses=errors(409, 412, 429))
+async def set_alias(
+    adapter_id: str,
+    name: str,
+    request: Request,
+    response: Response,
+    services: Services,
+    caller: Developer,
+    if_match: IfMatch = None,
+) -> AliasDocument:
+    """Point an alias at one ready version, or share it out among several by weight.
+
+    The versions are loaded into the engine first, unless `warm` is false; running requests finish on the old ones. A
+    tenant's loads count against `cold_loads_per_minute`, and where that refuses one, the alias stays where it is.
+    `default`, which a bare name means, is an administrator's to move. The call says the whole alias, which may be a
+    new one, so that If-Match is optional here.
+    """
+    adapter = await find_adapter(services, caller, adapter_id)
+    _check_may_move(caller, name)
+    body = await read_json(request, AliasTargets)
+    weights = body.weights()
+    revision = _revision(if_match)
+    if body.warm:
+        await warm(services, caller, adapter.id, weights)
+    alias = await services.call(services.aliases.set, adapter.id, name, weights, caller.principal.key_id, revision)
+    return _answer(response, adapter.id, alias)
+
+
+@router.post("/{name}/rollback", openapi_extra=takes(Rollback), responses=errors(412, 429))
+async def roll_back(
+    adapter_id: str,
+    name: str,
+    request: Request,
+    response: Response,
+    services: Services,
+    caller: Developer,
+    if_match: IfMatch = None,
+) -> AliasDocument:
+    """Go back to what the alias named before, or at `revision`; the next rollback undoes it. No body is needed.
+
+    With If-Match, only from where the caller saw the alias: of two who go back at once, one is refused. Loads count as
+    they do when an alias is set.
+    """
+    adapter = await find_adapter(services, caller, adapter_id)
+    _check_may_move(caller, name)
+    body = await read_optional_json(request, Rollback)
+    expected = _revision(if_match)
+    if body.warm:
+        targets = await services.call(services.aliases.targets_at, adapter.id, name, body.revision)
+        await warm(services, caller, adapter.id, [target.number for target in targets])
+    actor = caller.principal.key_id
+    alias = await services.call(services.aliases.rollback, adapter.id, name, actor, body.revision, expected)
+    return _answer(response, adapter.id, alias)
+
+
+@router.get("/{name}/history")
+async def list_history(
+    adapter_id: str,
+    name: str,
+    services: Services,
+    caller: Reader,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> ListDocument[AliasChangeDocument]:
+    """What the alias has named, newest first, and which key moved it."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    page = await services.call(services.aliases.history, adapter.id, name, limit, after, before)
+    return list_document(page, _describe_change)
+
+
+@router.delete("/{name}", status_code=204, responses=errors(412))
+async def delete_alias(
+    adapter_id: str, name: str, services: Services, caller: Writer, if_match: IfMatch = None
+) -> Response:
+    """Forget an alias; `default` can only be moved. With If-Match, only where it is what the caller saw."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    await services.call(services.aliases.remove, adapter.id, name, _revision(if_match))
+    return Response(status_code=204)
+
+
+def _check_may_move(caller: Caller, name: str) -> None:
+    if name == DEFAULT_ALIAS and not caller.is_administrator:
+        raise PermissionDenied("what a bare name answers is an administrator's decision: move another alias")
+
+
+def _revision(if_match: str | None) -> int | None:
+    if if_match is None or if_match == "*":
+        return None
+    found = _REVISION.fullmatch(if_match.strip())
+    if found is None:
+        raise InvalidRequest('If-Match is an ETag of this alias, such as "3"', param="If-Match")
+    return int(found[1])
+
+
+def _answer(response: Response, adapter_id: str, alias: Alias) -> AliasDocument:
+    response.headers["etag"] = f'"{alias.revision}"'
+    return _describe(adapter_id, alias)
+
+
+def _describe(adapter_id: str, alias: Alias) -> AliasDocument:
+    return {
+        "object": "alias",
+        "adapter_id": adapter_id,
+        "name": alias.name,
+        "revision": alias.revision,
+        "targets": describe_targets(alias.targets),
+        "updated_at": seconds(alias.updated_us),
+    }
+
+
+def _describe_change(change: AliasChange) -> AliasChangeDocument:
+    return {
+        "id": change.id,
+        "object": "alias_change",
+        "name": change.name,
+        "revision": change.revision,
+        "action": change.action,
+        "actor": change.actor,
+        "targets": describe_targets(change.targets),
+        "created_at": seconds(change.created_us),
+    }

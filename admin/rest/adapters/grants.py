@@ -1,0 +1,62 @@
+"""`/adapters/{id}/grants`: other tenants that may call an adapter, and pay for their calls."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Response
+from typing_extensions import TypedDict
+
+from loramux.adapter_store.registry.records import Grant
+from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer, find_tenant
+from loramux.admin.rest.adapters.adapters import find_adapter
+from loramux.admin.rest.listing import ListDocument, seconds, whole_list
+
+router = APIRouter(prefix="/adapters/{adapter_id}/grants", tags=["grants"])
+
+
+class GrantDocument(TypedDict):
+    """Another tenant that may call an adapter, and pays for its calls."""
+
+    object: Literal["grant"]
+    adapter_id: str
+    tenant_id: str
+    tenant: str
+    created_at: int
+
+
+@router.get("")
+async def list_grants(adapter_id: str, services: Services, caller: Reader) -> ListDocument[GrantDocument]:
+    """The tenants that may call the adapter besides its owner."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    grants = await services.call(services.grants.list, adapter.id)
+    return whole_list([_describe(grant) for grant in grants])
+
+
+@router.put("/{tenant}")
+async def add_grant(adapter_id: str, tenant: str, services: Services, caller: PlatformAdmin) -> GrantDocument:
+    """Let a tenant call the adapter by its full name; the tenant pays for its calls.
+
+    A platform administrator's: to grant is to name other tenants, and a tenant cannot ask here which ones exist.
+    """
+    adapter = await find_adapter(services, caller, adapter_id)
+    granted = await find_tenant(services, caller, tenant)
+    return _describe(await services.call(services.grants.add, adapter, granted.id))
+
+
+@router.delete("/{tenant}", status_code=204)
+async def remove_grant(adapter_id: str, tenant: str, services: Services, caller: Writer) -> Response:
+    """Take a grant back; the tenant's next request gets the same 404 as anybody else's."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    await services.call(services.grants.remove, adapter.id, tenant)
+    return Response(status_code=204)
+
+
+def _describe(grant: Grant) -> GrantDocument:
+    return {
+        "object": "grant",
+        "adapter_id": grant.adapter_id,
+        "tenant_id": grant.tenant_id,
+        "tenant": grant.tenant_slug,
+        "created_at": seconds(grant.created_us),
+    }

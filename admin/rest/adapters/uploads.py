@@ -1,0 +1,186 @@
+"""`/adapters/{id}/uploads`: declare two files, then send the bytes of each; nothing is parsed here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Literal, NotRequired
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+from fastapi import APIRouter, Request, Response
+from starlette.requests import ClientDisconnect
+from typing_extensions import TypedDict
+
+from loramux.adapter_store.blobs.interface import PresignedParts, PresignedPut
+from loramux.adapter_store.registry.records import Adapter, Upload, UploadFile
+from loramux.admin.rest.access import Developer, Reader, Services
+from loramux.admin.rest.adapters.adapters import find_adapter
+from loramux.admin.rest.bodies import NewUpload, read_json
+from loramux.admin.rest.idempotency import keep_answer_until
+from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds
+from loramux.admin.rest.services import AdminServices
+from loramux.platform.errors import InvalidRequest, NotFound
+from loramux.platform.openai_api.openapi import errors, takes, takes_bytes
+
+router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
+
+CHUNK_TIMEOUT_S = 30.0
+"""A client that sends nothing for so long is given up, so that it cannot hold a thread."""
+UPLOAD_TIMEOUT_S = 600.0
+"""How long a client may send one file, however steadily."""
+
+
+class PresignedRequest(TypedDict):
+    """A request to the blob store, with exactly these headers and no key."""
+
+    url: str
+    method: str
+    headers: dict[str, str]
+
+
+class FileDocument(TypedDict):
+    """A declared file and how to send it: a PUT to our `url`, a presigned request, or `parts` of `part_size` bytes."""
+
+    name: str
+    size: int
+    sha256: str
+    url: NotRequired[str]
+    method: NotRequired[str]
+    headers: NotRequired[dict[str, str]]
+    part_size: NotRequired[int]
+    parts: NotRequired[list[PresignedRequest]]
+
+
+class UploadDocument(TypedDict):
+    """Files on their way to becoming a version."""
+
+    id: str
+    object: Literal["upload"]
+    adapter_id: str
+    state: Literal["open", "used"]
+    files: list[FileDocument]
+    created_at: int
+    expires_at: int
+
+
+@router.post("", status_code=201, openapi_extra=takes(NewUpload), responses=errors(429))
+async def create_upload(adapter_id: str, request: Request, services: Services, caller: Developer) -> UploadDocument:
+    """Declare name, size and SHA-256 of both files; answers how to PUT each of them.
+
+    A `url` alone is ours. One with `method` and `headers` is the blob store's, which wants exactly these headers and
+    no key; `parts` of `part_size` bytes each, the last fewer, are the same for a large file. The declared bytes count
+    against `adapter_bytes` until the upload is used, cancelled or expired.
+    """
+    adapter = await find_adapter(services, caller, adapter_id)
+    body = await read_json(request, NewUpload)
+    files = tuple(UploadFile(file.name, file.size, file.sha256) for file in body.files)
+    upload = await services.call(services.ingest.create_upload, adapter.id, files)
+    presigned = await services.call(services.ingest.presign, upload)
+    if presigned:
+        # Whoever has such a URL may use it for as long as it holds.
+        keep_answer_until(request, upload.expires_us)
+    return _describe_upload(upload, presigned)
+
+
+@router.put("/{upload_id}/files/{name}", status_code=204, openapi_extra=takes_bytes(), responses=errors(503))
+async def put_file(
+    adapter_id: str, upload_id: str, name: str, request: Request, services: Services, caller: Developer
+) -> Response:
+    """Send one file's raw bytes; they must be what was declared."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    upload = await find_upload(services, adapter, upload_id)
+    length = request.headers.get("content-length", "")
+    num_bytes = int(length) if length.isdecimal() and length.isascii() else None
+    chunks = _chunks(request.stream())
+    caller.leave_place()
+    async with services.uploading.one(adapter.tenant_id):
+        # The place is what bounds the threads: waiting for it ends, as waiting for a thread would not.
+        thread = anyio.CapacityLimiter(1)
+        await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread)
+    return Response(status_code=204)
+
+
+@router.get("")
+async def list_uploads(
+    adapter_id: str,
+    services: Services,
+    caller: Reader,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> ListDocument[UploadDocument]:
+    """List an adapter's open uploads."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    page = await services.call(services.ingest.list_open_uploads, adapter.id, limit, after, before)
+    return list_document(page, lambda upload: _describe_upload(upload, {}))
+
+
+@router.delete("/{upload_id}", status_code=204)
+async def cancel_upload(adapter_id: str, upload_id: str, services: Services, caller: Developer) -> Response:
+    """Cancel an open upload: its files are deleted, and it no longer counts. A used one is refused."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    await services.call(services.ingest.cancel_upload, adapter.id, upload_id)
+    return Response(status_code=204)
+
+
+async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str) -> Upload:
+    """The adapter's upload; one of another adapter is as unknown as one that does not exist."""
+    upload = await services.call(services.ingest.get_upload, upload_id)
+    if upload is None or upload.adapter_id != adapter.id:
+        raise NotFound("the adapter has no such upload", code="upload_not_found")
+    return upload
+
+
+def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
+    """The body's chunks for a function on a thread; the sender is slowed down to its pace."""
+    deadline = time.monotonic() + UPLOAD_TIMEOUT_S
+    while chunk := anyio.from_thread.run(_next_chunk, body):
+        if time.monotonic() > deadline:
+            raise InvalidRequest(f"the body took longer than {UPLOAD_TIMEOUT_S:g} s", code="body_timeout")
+        yield chunk
+
+
+async def _next_chunk(body: AsyncIterator[bytes]) -> bytes:
+    """The next chunk that is not empty; b"" at the end."""
+    try:
+        with anyio.fail_after(CHUNK_TIMEOUT_S):
+            async for chunk in body:
+                if chunk:
+                    return chunk
+    except TimeoutError:
+        raise InvalidRequest("the body stopped coming", code="body_timeout") from None
+    except ClientDisconnect:
+        raise InvalidRequest("the body ended early", code="incomplete_body") from None
+    return b""
+
+
+def _describe_upload(upload: Upload, presigned: Mapping[str, PresignedPut | PresignedParts]) -> UploadDocument:
+    base = f"/admin/v1/adapters/{upload.adapter_id}/uploads/{upload.id}/files"
+    return {
+        "id": upload.id,
+        "object": "upload",
+        "adapter_id": upload.adapter_id,
+        "state": upload.state,
+        "files": [_describe_file(file, base, presigned.get(file.name)) for file in upload.files],
+        "created_at": seconds(upload.created_us),
+        "expires_at": seconds(upload.expires_us),
+    }
+
+
+def _describe_file(file: UploadFile, base: str, presigned: PresignedPut | PresignedParts | None) -> FileDocument:
+    document: FileDocument = {"name": file.name, "size": file.size, "sha256": file.sha256}
+    if presigned is None:
+        return {**document, "url": f"{base}/{file.name}"}
+    if isinstance(presigned, PresignedPut):
+        return {**document, **_describe_request(presigned)}
+    return {
+        **document,
+        "part_size": presigned.part_bytes,
+        "parts": [_describe_request(part) for part in presigned.parts],
+    }
+
+
+def _describe_request(presigned: PresignedPut) -> PresignedRequest:
+    return {"url": presigned.url, "method": presigned.method, "headers": dict(presigned.headers)}

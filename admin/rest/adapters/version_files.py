@@ -1,0 +1,116 @@
+"""`/adapters/{id}/versions/{n}/files/{name}` and `.../report`: what was uploaded, and what validation found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import anyio
+import anyio.to_thread
+from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
+
+from loramux.adapter_store.ingest.export import ExportedFile
+from loramux.adapter_store.registry.records import Adapter, AdapterVersion, VersionState
+from loramux.admin.rest.access import Reader, Services
+from loramux.admin.rest.adapters.adapters import find_adapter
+from loramux.admin.rest.adapters.versions import Number
+from loramux.admin.rest.services import AdminServices
+from loramux.platform.errors import NotFound
+from loramux.platform.openai_api.openapi import answers_bytes
+
+router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["versions"])
+
+DOWNLOAD_TIMEOUT_S = 3600.0
+"""How long a client may take for one file, since a copy of it waits on the disk."""
+
+
+class StoredFile(TypedDict):
+    """A file as it was uploaded."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class ReportDocument(TypedDict):
+    """What validation found, or why the version was rejected."""
+
+    object: Literal["validation_report"]
+    adapter_id: str
+    version_id: str
+    number: int
+    state: VersionState
+    digest: str | None
+    files: list[StoredFile]
+    report: dict[str, Any]
+    error: dict[str, Any] | None
+
+
+@router.get("/files/{name}", response_class=Response, responses=answers_bytes())
+async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Reader) -> Response:
+    """One file of a ready or archived version as it was uploaded; its ETag is its SHA-256."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    version = await _find_version(services, adapter, number)
+    caller.leave_place()
+    give_back = await services.downloading.take(adapter.tenant_id)
+    try:
+        # The place is what bounds the threads: a slow object store holds up no other call.
+        thread = anyio.CapacityLimiter(1)
+        file = await anyio.to_thread.run_sync(services.export.open, version, name, limiter=thread)
+    except BaseException:
+        give_back()
+        raise
+    return ExportResponse(file, give_back)
+
+
+@router.get("/report")
+async def get_report(adapter_id: str, number: Number, services: Services, caller: Reader) -> ReportDocument:
+    """What validation found of a version, or why it was rejected; empty until then."""
+    version = await _find_version(services, await find_adapter(services, caller, adapter_id), number)
+    files = await services.call(services.export.files, version)
+    return {
+        "object": "validation_report",
+        "adapter_id": version.adapter_id,
+        "version_id": version.id,
+        "number": version.number,
+        "state": version.state,
+        "digest": version.digest,
+        "files": [{"name": file.name, "size": file.size, "sha256": file.sha256} for file in files],
+        "report": {name: value for name, value in version.report.items() if name != "error"},
+        "error": version.report.get("error"),
+    }
+
+
+class ExportResponse(StreamingResponse):
+    """Sends a file in chunks, and lets go of it and of its place however that ends."""
+
+    def __init__(self, file: ExportedFile, give_back: Callable[[], None]) -> None:
+        declared = file.declared
+        headers = {
+            "content-length": str(declared.size),
+            "etag": f'"{declared.sha256}"',
+            "content-disposition": f'attachment; filename="{declared.name}"',
+            "x-content-type-options": "nosniff",
+        }
+        super().__init__(file.chunks(), headers=headers, media_type="application/octet-stream")
+        self._file = file
+        self._give_back = give_back
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            # A client that is too slow is cut off, and sees that from the length it was told.
+            with anyio.move_on_after(DOWNLOAD_TIMEOUT_S):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._file.close()
+            self._give_back()
+
+
+async def _find_version(services: AdminServices, adapter: Adapter, number: int) -> AdapterVersion:
+    version = await services.call(services.registry.get_version, adapter.id, number)
+    if version is None:
+        raise NotFound("there is no such version", code="version_not_found")
+    return version

@@ -1,0 +1,148 @@
+"""`/adapters/{id}/versions`: uploads become versions, which never change."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Request
+from typing_extensions import TypedDict
+
+from loramux.adapter_store.registry.records import AdapterVersion, VersionState
+from loramux.adapter_store.registry.registry import MAX_VERSION
+from loramux.admin.rest.access import Developer, PlatformAdmin, Reader, Services, Writer
+from loramux.admin.rest.adapters.adapters import find_adapter
+from loramux.admin.rest.adapters.uploads import find_upload
+from loramux.admin.rest.adapters.warm_and_drain import drain
+from loramux.admin.rest.bodies import NewVersion, read_json
+from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds
+from loramux.admin.rest.services import AdminServices
+from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
+from loramux.platform.openai_api.openapi import errors, takes
+
+router = APIRouter(prefix="/adapters/{adapter_id}/versions", tags=["versions"])
+
+Number = Annotated[int, Path(ge=1, le=MAX_VERSION)]
+
+
+class VersionDocument(TypedDict):
+    """One immutable set of weights. `report` is what validation found, `error` why it was rejected.
+
+    `digest` and the figures are known once validation has passed.
+    """
+
+    id: str
+    object: Literal["adapter_version"]
+    adapter_id: str
+    number: int
+    state: VersionState
+    digest: str | None
+    max_rank: int | None
+    num_pages: int | None
+    size: int | None
+    pinned: bool
+    report: dict[str, Any]
+    error: dict[str, Any] | None
+    created_at: int
+    ready_at: int | None
+
+
+class WithdrawnVersion(VersionDocument):
+    """`drained`: nothing runs on it any more."""
+
+    drained: bool
+
+
+@router.post("", status_code=202, openapi_extra=takes(NewVersion), responses=errors(429))
+async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
+    """Turn an upload into a version; poll it until it is `ready` or `rejected`. Identical bytes answer the old one.
+
+    A platform administrator may give a `source` instead, `s3://BUCKET/PREFIX`, where the operator allows it.
+    """
+    adapter = await find_adapter(services, caller, adapter_id)
+    body = await read_json(request, NewVersion)
+    if body.upload_id is None and body.source is None:
+        raise InvalidRequest("upload_id is required", param="upload_id", code="missing_required_parameter")
+    if body.upload_id is not None and body.source is not None:
+        raise InvalidRequest("give either upload_id or source", param="source")
+    if body.source is not None:
+        if not caller.principal.is_platform_admin:
+            raise PermissionDenied("only a platform administrator may name a source", param="source")
+        return describe_version(await services.call(services.ingest.create_version_from, adapter.id, body.source))
+    assert body.upload_id is not None
+    upload = await find_upload(services, adapter, body.upload_id)
+    return describe_version(await services.call(services.ingest.create_version, adapter.id, upload.id))
+
+
+@router.get("")
+async def list_versions(
+    adapter_id: str,
+    services: Services,
+    caller: Reader,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> ListDocument[VersionDocument]:
+    """List an adapter's versions."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    page = await services.call(services.registry.list_versions, adapter.id, limit, after, before)
+    return list_document(page, describe_version)
+
+
+@router.get("/{number}")
+async def get_version(adapter_id: str, number: Number, services: Services, caller: Reader) -> VersionDocument:
+    """One version: its state, and what validation found."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    version = await services.call(services.registry.get_version, adapter.id, number)
+    if version is None:
+        raise NotFound("there is no such version", code="version_not_found")
+    return describe_version(version)
+
+
+@router.post("/{number}/archive")
+async def archive_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> WithdrawnVersion:
+    """Take a version out of service that no alias names; running requests finish. See `restore`."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    return await _withdraw(services, await services.call(services.version_states.archive, adapter.id, number))
+
+
+@router.post("/{number}/quarantine")
+async def quarantine_version(
+    adapter_id: str, number: Number, services: Services, caller: PlatformAdmin
+) -> WithdrawnVersion:
+    """Take a version out of service at once, whatever names it; aliases go on with their other versions."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    return await _withdraw(services, await services.call(services.version_states.quarantine, adapter.id, number))
+
+
+@router.post("/{number}/restore")
+async def restore_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> VersionDocument:
+    """Put an archived version back into service; a quarantined one needs a platform administrator."""
+    adapter = await find_adapter(services, caller, adapter_id)
+    states: tuple[VersionState, ...] = ("archived",)
+    if caller.principal.is_platform_admin:
+        states = ("archived", "quarantined")
+    return describe_version(await services.call(services.version_states.restore, adapter.id, number, states))
+
+
+async def _withdraw(services: AdminServices, version: AdapterVersion) -> WithdrawnVersion:
+    unserved = await services.call(services.version_states.unserved_digests, version.adapter_id, version.number)
+    return {**describe_version(version), "drained": await drain(services, unserved)}
+
+
+def describe_version(version: AdapterVersion) -> VersionDocument:
+    return {
+        "id": version.id,
+        "object": "adapter_version",
+        "adapter_id": version.adapter_id,
+        "number": version.number,
+        "state": version.state,
+        "digest": version.digest,
+        "max_rank": version.max_rank,
+        "num_pages": version.num_pages,
+        "size": version.canonical_bytes,
+        "pinned": version.pinned_us is not None,
+        "report": {name: value for name, value in version.report.items() if name != "error"},
+        "error": version.report.get("error"),
+        "created_at": seconds(version.created_us),
+        "ready_at": seconds(version.ready_us),
+    }

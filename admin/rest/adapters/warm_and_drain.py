@@ -1,0 +1,70 @@
+"""What the engine is asked when versions come into service or leave it: to load them first, to let them go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import structlog
+
+from loramux.admin.rest.access import Caller
+from loramux.admin.rest.services import AdminServices
+from loramux.platform.admission.records import LoadCharge
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.errors import Unavailable
+
+WARM_TIMEOUT_S = 30.0
+"""How long an alias waits for its versions to be loaded before it is left where it is."""
+DRAIN_TIMEOUT_S = 2.0
+"""How long a call waits for running requests; the engine goes on letting the adapter go after it."""
+
+_log = structlog.get_logger(__name__)
+
+
+def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
+    """Who pays for a load that the caller asks for. None for an operator, whose loads are no tenant's."""
+    tenant_id = caller.principal.tenant_id
+    if tenant_id is None:
+        return None
+    return LoadCharge(tenant_id=tenant_id, api_key_id=caller.principal.key_id, adapter_id=adapter_id)
+
+
+async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers: Collection[int]) -> None:
+    """Load versions into the engine, which the caller pays for. Unknown versions are left to the route.
+
+    Raises QuotaExceeded, and Unavailable where a load fails; versions before that one may have been loaded.
+    """
+    charge = load_charge(caller, adapter_id)
+    for number in numbers:
+        version = await services.call(services.registry.get_version, adapter_id, number)
+        if version is None or version.state != "ready" or version.digest is None:
+            continue
+        try:
+            state = await services.loads.load(version.digest, charge, WARM_TIMEOUT_S)
+        except TimeoutError:
+            raise Unavailable(
+                f"version {number} could not be loaded within {WARM_TIMEOUT_S:g} s; nothing was changed",
+                code="adapter_loading",
+                retry_after_s=WARM_TIMEOUT_S,
+            ) from None
+        if state.state == "failed":
+            raise Unavailable(
+                f"version {number} cannot be loaded; nothing was changed", code="adapter_unavailable", retry_after_s=5.0
+            )
+
+
+async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
+    """Have the engine let adapters go once nothing runs on them; whether they were gone when this returned."""
+    is_drained = True
+    for digest in digests:
+        try:
+            state = await services.engine.unload(digest, DRAIN_TIMEOUT_S)
+        except TimeoutError:
+            is_drained = False
+        except EngineUnavailable:
+            # An engine that starts anew holds no adapter.
+            continue
+        else:
+            is_drained = is_drained and state.state == "absent"
+    if not is_drained:
+        _log.info("adapter_draining")
+    return is_drained

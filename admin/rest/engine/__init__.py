@@ -1,0 +1,1 @@
+"""Routes about the server, its engine, and the requests that run."""

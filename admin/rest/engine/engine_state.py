@@ -1,0 +1,99 @@
+"""`/engine`: what the engine is doing."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter
+from typing_extensions import TypedDict
+
+from loramux.admin.rest.access import PlatformReader, Services
+from loramux.admin.rest.services import AdminServices
+from loramux.engine.messages import Stats
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.errors import Unavailable
+
+router = APIRouter(prefix="/engine", tags=["engine"])
+
+STATS_TIMEOUT_S = 5.0
+
+
+class EngineDocument(TypedDict):
+    """Limits, counters since the engine started, and how adapters came to its pool (`loading`)."""
+
+    object: Literal["engine"]
+    device: str
+    dtype: str
+    max_model_len: int
+    page_tokens: int
+    page_bytes: int
+    num_pages: int
+    num_free_pages: int
+    num_kv_pages: int
+    num_adapter_pages: int
+    num_prefix_pages: int
+    num_pinned_pages: int
+    num_slots: int
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    mixed_steps: int
+    max_adapters_in_step: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    num_adapter_loads: int
+    num_adapter_evictions: int
+    num_preemptions: int
+    loading: dict[str, Any]
+
+
+@router.get("")
+async def get_engine(services: Services, caller: PlatformReader) -> EngineDocument:
+    """The engine's limits and counters; they begin again when it restarts."""
+    stats = await engine_stats(services)
+    info = services.engine.info
+    if info is None:
+        raise _silent()
+    return {
+        "object": "engine",
+        "device": info.device,
+        "dtype": info.dtype,
+        "max_model_len": info.max_model_len,
+        "page_tokens": info.page_tokens,
+        "page_bytes": stats.page_bytes,
+        "num_pages": stats.num_pages,
+        "num_free_pages": stats.num_free_pages,
+        "num_kv_pages": stats.num_kv_pages,
+        "num_adapter_pages": stats.num_adapter_pages,
+        "num_prefix_pages": stats.num_prefix_pages,
+        "num_pinned_pages": stats.num_pinned_pages,
+        "num_slots": stats.num_slots,
+        "num_running": stats.num_running,
+        "num_waiting": stats.num_waiting,
+        "num_steps": stats.num_steps,
+        "mixed_steps": stats.mixed_steps,
+        "max_adapters_in_step": stats.max_adapters_in_step,
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.completion_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "num_adapter_loads": stats.num_adapter_loads,
+        "num_adapter_evictions": stats.num_adapter_evictions,
+        "num_preemptions": stats.num_preemptions,
+        "loading": msgspec.to_builtins(stats.loading),
+    }
+
+
+async def engine_stats(services: AdminServices, with_tiers: bool = False) -> Stats:
+    """Raises Unavailable where the engine does not answer."""
+    try:
+        return await services.engine.stats(STATS_TIMEOUT_S, with_tiers)
+    except (EngineUnavailable, TimeoutError):
+        raise _silent() from None
+
+
+def _silent() -> Unavailable:
+    return Unavailable("the engine does not answer", code="engine_unavailable", retry_after_s=1.0)

@@ -1,0 +1,219 @@
+"""`/residency`: which adapters are where - in the page pool, in host memory, on the disk - and how full these are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from typing_extensions import TypedDict
+
+from loramux.adapter_store.registry.digest_owners import DigestOwner, owners_of
+from loramux.adapter_store.tiers.tier_contents import MAX_LISTED
+from loramux.admin.rest.access import Caller, Reader, Services, tenant_filter
+from loramux.admin.rest.engine.engine_state import engine_stats
+from loramux.admin.rest.listing import ListDocument, TenantParam
+from loramux.engine.messages import Stats
+
+router = APIRouter(prefix="/residency", tags=["residency"])
+
+Tier = Literal["pool", "host", "disk"]
+
+
+class VersionName(TypedDict):
+    """A version that has the digest."""
+
+    tenant_id: str
+    tenant: str
+    adapter_id: str
+    name: str
+    version: int
+    model: str
+
+
+class ResidentAdapter(TypedDict):
+    """One adapter in a tier. `slot`, `num_pages` and `num_users` are the pool's; a tenant does not see the last two."""
+
+    object: Literal["resident_adapter"]
+    tier: Tier
+    digest: str
+    versions: list[VersionName]
+    num_bytes: int
+    slot: int | None
+    num_pages: int | None
+    num_users: int | None
+    is_pinned: bool
+    last_used_at: int | None
+
+
+class PoolPages(TypedDict):
+    """Who has the pages of the pool; `prefix` are those of `kv` that the prefix cache knows."""
+
+    total: int
+    free: int
+    kv: int
+    adapters: int
+    prefix: int
+    pinned: int
+    page_bytes: int
+
+
+class TierFill(TypedDict):
+    """How full a tier is, and how many adapters gave way to others in it since the engine started."""
+
+    tier: Tier
+    used_bytes: int
+    max_bytes: int
+    num_adapters: int
+    num_evictions: int
+
+
+class ResidencyDocument(ListDocument[ResidentAdapter]):
+    """A snapshot. `pages` and `tiers` are null for a tenant."""
+
+    pages: PoolPages | None
+    tiers: list[TierFill] | None
+
+
+class _Held(TypedDict):
+    """An adapter in a tier, before its names are known."""
+
+    digest: str
+    num_bytes: int
+    slot: int | None
+    num_pages: int | None
+    num_users: int | None
+    is_pinned: bool
+    idle_s: float
+
+
+@router.get("")
+async def get_residency(
+    services: Services,
+    caller: Reader,
+    tier: Annotated[Tier, Query(description="The tier whose adapters are listed.")] = "pool",
+    tenant: TenantParam = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Adapters, those used last.")] = 200,
+) -> ResidencyDocument:
+    """The adapters of one tier, the one used last first, and the fill of all of them.
+
+    A snapshot, which changes too fast to be walked: `has_more` says that there are others than the `limit` used last.
+    Of a digest that several versions have, all are named; a tenant sees its own, and a
+    key that is limited to adapters sees theirs alone.
+    """
+    tenant_id = await tenant_filter(services, caller, tenant)
+    stats = await engine_stats(services, with_tiers=True)
+    held = _held(stats, tier)
+    if tenant_id is None:
+        held = held[:limit]
+    digests = [one["digest"] for one in held]
+    owners = await services.call(owners_of, services.database, digests, tenant_id, caller.adapter_ids)
+    now_s = services.database.now_us() / 1e6
+    data = [
+        _describe(one, owners.get(one["digest"], ()), tier, now_s, caller)
+        for one in held
+        if tenant_id is None or one["digest"] in owners
+    ][:limit]
+    is_whole = caller.principal.tenant_id is None
+    num_adapters = {fill["tier"]: fill["num_adapters"] for fill in _fills(stats)}
+    num_here = num_adapters.get(tier, 0) if tenant_id is None else len(owners)
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": None,
+        "last_id": None,
+        "has_more": len(data) < num_here,
+        "pages": _pages(stats) if is_whole else None,
+        "tiers": _fills(stats) if is_whole else None,
+    }
+
+
+def _held(stats: Stats, tier: Tier) -> list[_Held]:
+    if tier == "pool":
+        resident = sorted(stats.adapters, key=lambda one: one.idle_s)
+        return [
+            {
+                "digest": one.digest,
+                "num_bytes": one.num_pages * stats.page_bytes,
+                "slot": one.slot,
+                "num_pages": one.num_pages,
+                "num_users": one.num_users,
+                "is_pinned": one.is_pinned,
+                "idle_s": one.idle_s,
+            }
+            for one in resident
+        ]
+    return [
+        {
+            "digest": one.digest,
+            "num_bytes": one.num_bytes,
+            "slot": None,
+            "num_pages": None,
+            "num_users": None,
+            "is_pinned": False,
+            "idle_s": one.idle_s,
+        }
+        for contents in stats.tiers
+        if contents.tier == tier
+        for one in contents.adapters
+    ]
+
+
+def _describe(one: _Held, owners: Sequence[DigestOwner], tier: Tier, now_s: float, caller: Caller) -> ResidentAdapter:
+    # Another tenant may have uploaded the same bytes: how these are used is not for each of them to see.
+    is_operator = caller.principal.tenant_id is None
+    return {
+        "object": "resident_adapter",
+        "tier": tier,
+        "digest": one["digest"],
+        "versions": [
+            {
+                "tenant_id": owner.tenant_id,
+                "tenant": owner.tenant_slug,
+                "adapter_id": owner.adapter_id,
+                "name": owner.adapter_name,
+                "version": owner.version,
+                "model": f"{owner.tenant_slug}/{owner.adapter_name}@{owner.version}",
+            }
+            for owner in owners
+        ],
+        "num_bytes": one["num_bytes"],
+        "slot": one["slot"] if is_operator else None,
+        "num_pages": one["num_pages"],
+        "num_users": one["num_users"] if is_operator else None,
+        "is_pinned": one["is_pinned"],
+        "last_used_at": int(now_s - one["idle_s"]) if is_operator else None,
+    }
+
+
+def _pages(stats: Stats) -> PoolPages:
+    return {
+        "total": stats.num_pages,
+        "free": stats.num_free_pages,
+        "kv": stats.num_kv_pages,
+        "adapters": stats.num_adapter_pages,
+        "prefix": stats.num_prefix_pages,
+        "pinned": stats.num_pinned_pages,
+        "page_bytes": stats.page_bytes,
+    }
+
+
+def _fills(stats: Stats) -> list[TierFill]:
+    pool: TierFill = {
+        "tier": "pool",
+        "used_bytes": stats.num_adapter_pages * stats.page_bytes,
+        "max_bytes": stats.num_pages * stats.page_bytes,
+        "num_adapters": len(stats.adapters),
+        "num_evictions": stats.num_adapter_evictions,
+    }
+    others: list[TierFill] = [
+        {
+            "tier": "host" if contents.tier == "host" else "disk",
+            "used_bytes": contents.used_bytes,
+            "max_bytes": contents.max_bytes,
+            "num_adapters": contents.num_adapters,
+            "num_evictions": contents.num_evictions,
+        }
+        for contents in stats.tiers
+    ]
+    return [pool, *others]

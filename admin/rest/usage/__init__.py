@@ -1,0 +1,1 @@
+"""Routes about usage, costs, prices and quotas."""

@@ -1,0 +1,45 @@
+"""`/costs`: what was used, in money."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from loramux.admin.rest.access import Reader, Services
+from loramux.admin.rest.listing import Document
+from loramux.admin.rest.usage.usage_documents import CostsPage
+from loramux.admin.rest.usage.usage_query import Report, groups_of, report_response
+from loramux.platform.ledger.report import UsageRow
+from loramux.platform.openai_api.openapi import answers_rows
+
+router = APIRouter(prefix="/costs", tags=["usage"])
+
+NANOS = 1_000_000_000
+
+
+@router.get("", responses=answers_rows(CostsPage))
+async def get_costs(services: Services, caller: Reader, wanted: Report) -> Response:
+    """Costs of what finished in [start, end), by the prices that held when each request was admitted.
+
+    `amount_nanos` is exact, in billionths of the currency; `amount` is the same as a decimal number. The currency is
+    null while nothing has a price.
+    """
+    currency = await services.call(services.prices.currency)
+
+    def describe(row: UsageRow) -> Document:
+        return {
+            "object": "costs.result",
+            **groups_of(row, wanted.group_by),
+            "requests": row.requests,
+            "amount_nanos": row.cost_nanos,
+            "amount": decimal(row.cost_nanos),
+            "currency": currency,
+        }
+
+    columns = ("requests", "amount_nanos", "amount", "currency")
+    return await report_response(services, caller, "costs", wanted, describe, columns, {"currency": currency})
+
+
+def decimal(nanos: int) -> str:
+    """Nanos as a decimal number with nine places."""
+    whole, part = divmod(abs(nanos), NANOS)
+    return f"{'-' if nanos < 0 else ''}{whole}.{part:09d}"

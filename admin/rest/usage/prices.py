@@ -1,0 +1,115 @@
+"""`/prices`: what tokens cost, from when, for whom."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from typing_extensions import TypedDict
+
+from loramux.admin.rest.access import Caller, PlatformAdmin, Reader, Services, find_tenant, tenant_filter
+from loramux.admin.rest.bodies import NewPrice, read_json
+from loramux.admin.rest.listing import (
+    After,
+    Before,
+    DeletedDocument,
+    Limit,
+    ListDocument,
+    TenantParam,
+    check_identifier,
+    list_document,
+    seconds,
+)
+from loramux.platform.errors import NotFound
+from loramux.platform.ledger.prices import GENERAL_SCOPES, Price
+from loramux.platform.openai_api.openapi import errors, takes
+
+router = APIRouter(prefix="/prices", tags=["prices"])
+
+
+class PriceDocument(TypedDict):
+    """Nanos, billionths of the currency, for a million tokens of each kind. `tenant_id` null is the list price."""
+
+    id: str
+    object: Literal["price"]
+    tenant_id: str | None
+    scope: str
+    currency: str
+    prompt: int
+    cached: int
+    completion: int
+    effective_at: int
+    created_at: int
+
+
+@router.post("", status_code=201, openapi_extra=takes(NewPrice))
+async def add_price(request: Request, services: Services, caller: PlatformAdmin) -> PriceDocument:
+    """Announce a price, which holds from `effective_at` until the next one of the same tenant and scope.
+
+    `scope` is `all`, `base`, `adapters` or an adapter's identifier. What is in force is never changed: a request costs
+    what held when it was admitted.
+    """
+    body = await read_json(request, NewPrice)
+    tenant = None if body.tenant is None else await find_tenant(services, caller, body.tenant)
+    price = await services.call(
+        services.prices.add,
+        tenant_id=None if tenant is None else tenant.id,
+        scope=body.scope,
+        prompt_nanos=body.prompt,
+        cached_nanos=body.cached,
+        completion_nanos=body.completion,
+        currency=body.currency,
+        effective_us=None if body.effective_at is None else body.effective_at * 1_000_000,
+    )
+    return _describe(price)
+
+
+@router.get("")
+async def list_prices(
+    services: Services,
+    caller: Reader,
+    tenant: TenantParam = None,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> ListDocument[PriceDocument]:
+    """List prices, those announced last first: for a tenant, its own and the list's."""
+    tenant_id = await tenant_filter(services, caller, tenant)
+    page = await services.call(services.prices.list, tenant_id, limit, after, before, caller.adapter_ids)
+    return list_document(page, _describe)
+
+
+@router.get("/{price_id}")
+async def get_price(price_id: str, services: Services, caller: Reader) -> PriceDocument:
+    """One price."""
+    price = await services.call(services.prices.get, check_identifier(price_id, "price"))
+    if price is None or not _may_see(caller, price):
+        raise NotFound("there is no such price", code="price_not_found")
+    return _describe(price)
+
+
+@router.delete("/{price_id}", responses=errors(409))
+async def withdraw_price(price_id: str, services: Services, caller: PlatformAdmin) -> DeletedDocument:
+    """Take back a price that is still to come."""
+    await services.call(services.prices.withdraw, check_identifier(price_id, "price"))
+    return {"id": price_id, "object": "price", "deleted": True}
+
+
+def _may_see(caller: Caller, price: Price) -> bool:
+    is_left = price.scope in GENERAL_SCOPES or caller.principal.may_name(price.scope)
+    return is_left and (price.tenant_id is None or caller.may_see(price.tenant_id))
+
+
+def _describe(price: Price) -> PriceDocument:
+    return {
+        "id": price.id,
+        "object": "price",
+        "tenant_id": price.tenant_id,
+        "scope": price.scope,
+        "currency": price.currency,
+        "prompt": price.prompt_nanos,
+        "cached": price.cached_nanos,
+        "completion": price.completion_nanos,
+        "effective_at": seconds(price.effective_us),
+        "created_at": seconds(price.created_us),
+    }

@@ -1,0 +1,323 @@
+"""`/quotas`: what tenants, keys and adapters may use, what holds for each, and what a request would meet."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from typing_extensions import TypedDict
+
+from loramux.admin.rest.access import Caller, PlatformAdmin, Reader, Services, find_tenant, tenant_filter
+from loramux.admin.rest.bodies import QuotaChange, QuotaLimit, QuotaQuestion, QuotaSubject, read_json
+from loramux.admin.rest.etags import IfMatch, tagged
+from loramux.admin.rest.listing import (
+    After,
+    Before,
+    DeletedDocument,
+    Limit,
+    ListDocument,
+    TenantParam,
+    check_identifier,
+    list_document,
+    seconds,
+    whole_list,
+)
+from loramux.admin.rest.services import AdminServices
+from loramux.admin.rest.usage.quota_subjects import caller_of, subject_of
+from loramux.platform.errors import ApiError, InvalidRequest, NotFound, PermissionDenied
+from loramux.platform.openai_api.openapi import takes
+from loramux.platform.quotas.decisions import Verdict
+from loramux.platform.quotas.metrics import METRICS
+from loramux.platform.quotas.overview import EffectiveLimit
+from loramux.platform.quotas.policies import QuotaPolicy
+
+router = APIRouter(prefix="/quotas", tags=["quotas"])
+
+Named = Annotated[str | None, Query(max_length=64)]
+
+
+class QuotaDocument(TypedDict):
+    """One limit. `subject_id` is the tenant, key or adapter that it binds; none where it is the platform's."""
+
+    id: str
+    object: Literal["quota"]
+    scope: str
+    subject_id: str | None
+    tenant_id: str | None
+    metric: str
+    unit: str
+    mode: str
+    limit: int
+    burst: int
+    created_at: int
+    updated_at: int
+
+
+class LimitDocument(QuotaDocument):
+    """A limit as it stands now."""
+
+    is_inherited: bool
+    used: int
+    reserved: int
+    remaining: int
+    is_exceeded: bool
+    num_exceeded: int
+    window_start: int | None
+    window_end: int | None
+    reset_at: int | None
+
+
+class EffectiveLimits(ListDocument[LimitDocument]):
+    """All that binds a caller."""
+
+    tenant_id: str | None
+    key_id: str | None
+    adapter_id: str | None
+
+
+class VerdictDocument(TypedDict):
+    """What one limit says to a request."""
+
+    policy_id: str
+    scope: str
+    metric: str
+    mode: str
+    limit: int
+    cost: int
+    remaining: int
+    admits: bool
+    is_too_large: bool
+    wait_s: float
+
+
+class RefusalDocument(TypedDict):
+    """What the request would be told."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class QuotaCheckDocument(TypedDict):
+    """Whether a request would be admitted, with the status that it would get otherwise."""
+
+    object: Literal["quota.check"]
+    is_admitted: bool
+    status: int
+    error: RefusalDocument | None
+    policy_id: str | None
+    retry_after: str | None
+    verdicts: list[VerdictDocument]
+
+
+@router.post("", openapi_extra=takes(QuotaLimit))
+async def set_quota(request: Request, services: Services, caller: PlatformAdmin) -> QuotaDocument:
+    """Set a limit, in place of the one that its subject had for the metric."""
+    return await _set(services, caller, await read_json(request, QuotaLimit))
+
+
+@router.put("/tenants/{tenant}/{metric}", openapi_extra=takes(QuotaChange))
+async def put_quota(
+    tenant: str, metric: str, request: Request, services: Services, caller: PlatformAdmin
+) -> QuotaDocument:
+    """Set a tenant's limit for a metric; what the body says of either must be what the path says.
+
+    The call says the whole limit, which may be a new one, so that it needs no If-Match.
+    """
+    body = await read_json(request, QuotaChange)
+    owner = await find_tenant(services, caller, tenant)
+    if body.tenant not in (None, owner.id, owner.slug):
+        raise InvalidRequest("tenant is not the one of the path", param="tenant")
+    if body.metric not in (None, metric):
+        raise InvalidRequest("metric is not the one of the path", param="metric")
+    if body.limit is None:
+        raise InvalidRequest("limit is required", param="limit", code="missing_required_parameter")
+    _refuse_others(body)
+    policy = await services.call(services.quotas.set, owner.id, metric, body.limit, body.burst, body.mode)
+    return describe_quota(policy)
+
+
+@router.get("")
+async def list_quotas(
+    services: Services,
+    caller: Reader,
+    tenant: TenantParam = None,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> ListDocument[QuotaDocument]:
+    """List limits: a tenant's with those of its keys and adapters, or all and the platform's.
+
+    A key that is limited to adapters sees its own limits and theirs.
+    """
+    tenant_id = await tenant_filter(services, caller, tenant)
+    page = await services.call(services.quotas.list, tenant_id, limit, after, before, caller.subject_ids)
+    return list_document(page, describe_quota)
+
+
+@router.get("/effective")
+async def effective_quotas(
+    services: Services, caller: Reader, tenant: Named = None, key: Named = None, adapter: Named = None
+) -> EffectiveLimits:
+    """What holds for a tenant, or for one of its keys or a call of an adapter, and how far it is used.
+
+    A key that is limited to adapters sees its own limits and theirs: how far the tenant's are used is said to no such
+    key.
+    """
+    asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
+    who = await caller_of(services, caller, asked)
+    limits = await services.call(services.quota_view.effective, who)
+    return {
+        **whole_list([describe_limit(limit) for limit in limits if _may_see(caller, limit.policy)]),
+        "tenant_id": who.tenant_id,
+        "key_id": who.key_id,
+        "adapter_id": who.adapter_id,
+    }
+
+
+@router.post("/check", openapi_extra=takes(QuotaQuestion))
+async def check_quotas(request: Request, services: Services, caller: Reader) -> QuotaCheckDocument:
+    """Say whether a request would be admitted now, and by `quota` whether it would be if that were set; a dry run.
+
+    Not for a key that is limited to adapters: the answer depends on what the whole tenant has used.
+    """
+    if caller.adapter_ids is not None:
+        raise PermissionDenied("this key is limited to some adapters, and asks nothing about its tenant's limits")
+    body = await read_json(request, QuotaQuestion)
+    if body.tenant is None and caller.principal.tenant_id is not None:
+        body = body.model_copy(update={"tenant": caller.principal.tenant_id})
+    who = await caller_of(services, caller, body)
+    trial = None
+    if (wanted := body.quota) is not None:
+        subject_id = await subject_of(services, caller, wanted)
+        trial = await services.call(
+            services.quotas.propose, subject_id, wanted.metric, wanted.limit, wanted.burst, wanted.mode
+        )
+    answer = await services.call(
+        services.quota_view.check,
+        who,
+        prompt_tokens=body.prompt_tokens,
+        completion_tokens=body.n * body.max_tokens,
+        trial=trial,
+    )
+    refusal = answer.refusal
+    return {
+        "object": "quota.check",
+        "is_admitted": refusal is None,
+        "status": 200 if refusal is None else refusal.status,
+        "error": None if refusal is None else _describe_refusal(refusal),
+        "policy_id": None if refusal is None else refusal.policy.id,
+        "retry_after": None if refusal is None else refusal.response_headers().get("retry-after"),
+        "verdicts": [_describe_verdict(verdict) for verdict in answer.verdicts],
+    }
+
+
+@router.get("/{quota_id}")
+async def get_quota(quota_id: str, response: Response, services: Services, caller: Reader) -> QuotaDocument:
+    """One limit."""
+    return tagged(response, describe_quota(await _find(services, caller, quota_id)))
+
+
+@router.patch("/{quota_id}", openapi_extra=takes(QuotaChange))
+async def change_quota(
+    quota_id: str, request: Request, response: Response, services: Services, caller: PlatformAdmin, if_match: IfMatch
+) -> QuotaDocument:
+    """Change a limit, its burst or its mode."""
+    body = await read_json(request, QuotaChange)
+    policy = await _find(services, caller, quota_id)
+    if body.metric not in (None, policy.metric):
+        raise InvalidRequest("a quota keeps its metric: make another", param="metric")
+    if body.tenant is not None and (await find_tenant(services, caller, body.tenant)).id != policy.tenant_id:
+        raise InvalidRequest("the quota is another tenant's", param="tenant")
+    _refuse_others(body)
+    changed = await services.call(
+        services.quotas.change, policy.id, body.limit, body.burst, body.mode, if_match.check_by(describe_quota)
+    )
+    return tagged(response, describe_quota(changed))
+
+
+@router.delete("/{quota_id}")
+async def delete_quota(quota_id: str, services: Services, caller: PlatformAdmin) -> DeletedDocument:
+    """Lift a limit."""
+    if not await services.call(services.quotas.delete, check_identifier(quota_id, "quota")):
+        raise NotFound("there is no such quota", code="quota_not_found")
+    return {"id": quota_id, "object": "quota", "deleted": True}
+
+
+def describe_quota(policy: QuotaPolicy) -> QuotaDocument:
+    return {
+        "id": policy.id,
+        "object": "quota",
+        "scope": policy.scope,
+        "subject_id": policy.subject_id,
+        "tenant_id": policy.tenant_id,
+        "metric": policy.metric,
+        "unit": str(METRICS[policy.metric].unit),
+        "mode": policy.mode,
+        "limit": policy.limit,
+        "burst": policy.burst,
+        "created_at": seconds(policy.created_us),
+        "updated_at": seconds(policy.updated_us),
+    }
+
+
+def describe_limit(limit: EffectiveLimit) -> LimitDocument:
+    """One line of the effective view."""
+    window = limit.window
+    return {
+        **describe_quota(limit.policy),
+        "is_inherited": limit.is_inherited,
+        "used": limit.used,
+        "reserved": limit.reserved,
+        "remaining": limit.remaining,
+        "is_exceeded": limit.remaining == 0,
+        "num_exceeded": limit.num_exceeded,
+        "window_start": None if window is None else seconds(window.start_us),
+        "window_end": None if window is None else seconds(window.end_us),
+        "reset_at": None if limit.reset_us is None else -(-limit.reset_us // 1_000_000),
+    }
+
+
+def _describe_refusal(refusal: ApiError) -> RefusalDocument:
+    return {"message": refusal.message, "type": refusal.type, "param": refusal.param, "code": refusal.code}
+
+
+def _describe_verdict(verdict: Verdict) -> VerdictDocument:
+    policy = verdict.binding.policy
+    return {
+        "policy_id": policy.id,
+        "scope": policy.scope,
+        "metric": policy.metric,
+        "mode": policy.mode,
+        "limit": policy.limit,
+        "cost": verdict.cost,
+        "remaining": verdict.binding.remaining(verdict.counter),
+        "admits": verdict.wait_us == 0,
+        "is_too_large": verdict.never_admits,
+        "wait_s": verdict.wait_us / 1_000_000,
+    }
+
+
+async def _set(services: AdminServices, caller: Caller, body: QuotaLimit) -> QuotaDocument:
+    subject_id = await subject_of(services, caller, body)
+    policy = await services.call(services.quotas.set, subject_id, body.metric, body.limit, body.burst, body.mode)
+    return describe_quota(policy)
+
+
+async def _find(services: AdminServices, caller: Caller, quota_id: str) -> QuotaPolicy:
+    policy = await services.call(services.quotas.get, check_identifier(quota_id, "quota"))
+    if policy is None or not caller.may_see(policy.tenant_id) or not _may_see(caller, policy):
+        raise NotFound("there is no such quota", code="quota_not_found")
+    return policy
+
+
+def _may_see(caller: Caller, policy: QuotaPolicy) -> bool:
+    """Whether the caller's limit to some adapters, if it has one, leaves it the policy."""
+    return caller.subject_ids is None or policy.subject_id in caller.subject_ids
+
+
+def _refuse_others(body: QuotaSubject) -> None:
+    for name in ("scope", "key", "adapter"):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is said by the path", param=name)

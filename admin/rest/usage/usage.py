@@ -1,0 +1,172 @@
+"""`/usage`: what was used, as sums, as single requests, and as an export of any length."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Response
+
+from loramux.admin.rest.access import Reader, Services, tenant_filter
+from loramux.admin.rest.held_response import HeldResponse
+from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
+from loramux.admin.rest.usage.usage_documents import UsageEventDocument, UsagePage
+from loramux.admin.rest.usage.usage_query import (
+    DEFAULT_RANGE_US,
+    MEDIA_TYPES,
+    Report,
+    Time,
+    attachment,
+    groups_of,
+    report_response,
+)
+from loramux.migrations.paging import Page
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.ledger.csv_lines import csv_line, csv_lines, ndjson_line
+from loramux.platform.ledger.events import UsageEvent
+from loramux.platform.ledger.report import UsageRow
+from loramux.platform.openai_api.openapi import answers_rows
+
+router = APIRouter(prefix="/usage", tags=["usage"])
+
+AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
+
+
+@router.get("", responses=answers_rows(UsagePage))
+async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
+    """Sums of what finished in [start, end); by default the last 30 days, of which today is one.
+
+    Cached tokens are part of the prompt's. An adjustment of a request counts when it was made. With `top`, the page
+    says by `num_results` how many groups there are, and by `total` what they make together.
+    """
+
+    def describe(row: UsageRow) -> Document:
+        amounts = {name: getattr(row, name) for name in AMOUNTS}
+        return {"object": "usage.result", **groups_of(row, wanted.group_by), **amounts}
+
+    return await report_response(services, caller, "usage", wanted, describe, AMOUNTS, {})
+
+
+@router.get("/events")
+async def list_events(
+    services: Services,
+    caller: Reader,
+    tenant: TenantParam = None,
+    start: Time = None,
+    end: Time = None,
+    limit: Limit = 20,
+    after: After = None,
+    before: Before = None,
+) -> ListDocument[UsageEventDocument]:
+    """Settled requests, one by one."""
+    tenant_id = await tenant_filter(services, caller, tenant)
+    start_us = None if start is None else start * 1_000_000
+    end_us = None if end is None else end * 1_000_000
+
+    def read() -> Page[UsageEvent]:
+        return services.ledger.events(tenant_id, limit, after, before, start_us, end_us, caller.adapter_ids)
+
+    caller.leave_place()
+    page = await services.report(caller.principal, read)
+    return list_document(page, _describe_event)
+
+
+@router.get("/events/export", response_class=Response, responses=answers_rows())
+async def export_events(
+    services: Services,
+    caller: Reader,
+    tenant: TenantParam = None,
+    start: Time = None,
+    end: Time = None,
+    format: Annotated[Literal["csv", "ndjson"], Query()] = "ndjson",  # noqa: A002 - as at /usage
+) -> Response:
+    """Every settled request of [start, end), in the order they finished; by default of the last 30 days.
+
+    It is streamed as it is read, however long it is; a client that stops reading is cut off.
+    """
+    tenant_id = await tenant_filter(services, caller, tenant)
+    end_us = services.database.now_us() + 1 if end is None else end * 1_000_000
+    start_us = max(0, end_us - DEFAULT_RANGE_US) if start is None else start * 1_000_000
+    if start_us >= end_us:
+        raise InvalidRequest("end must lie after start", param="end")
+
+    async def read(after: UsageEvent | None, is_first: bool = False) -> tuple[UsageEvent | None, str]:
+        """A part of the export, and the event that it ends with."""
+
+        def spelled() -> tuple[UsageEvent | None, str]:
+            events = services.ledger.export(tenant_id, start_us, end_us, after, caller.adapter_ids)
+            return (events[-1] if events else None), "".join(_lines(events, format))
+
+        # An export that has begun does not fail because other reports of the caller are under way.
+        return await services.report(caller.principal, spelled, is_patient=not is_first)
+
+    async def body(last: UsageEvent | None, part: str) -> AsyncIterator[str]:
+        yield csv_line(_EVENT_COLUMNS) if format == "csv" else ""
+        while last is not None:
+            yield part
+            last, part = await read(last)
+
+    caller.leave_place()
+    give_back = await services.exporting.take(caller.principal.holder)
+    try:
+        # A database that does not answer is told as an error, not as an export that ends early.
+        first = await read(None, is_first=True)
+    except BaseException:
+        give_back()
+        raise
+    return HeldResponse(body(*first), give_back, attachment("usage-events", format), MEDIA_TYPES[format])
+
+
+def _lines(events: Sequence[UsageEvent], kind: str) -> list[str]:
+    documents = [_describe_event(event) for event in events]
+    return list(csv_lines(documents, _EVENT_COLUMNS)) if kind == "csv" else [ndjson_line(item) for item in documents]
+
+
+_EVENT_COLUMNS = (
+    "id",
+    "tenant_id",
+    "tenant",
+    "api_key_id",
+    "adapter_id",
+    "adapter_version_id",
+    "model",
+    "base",
+    "endpoint",
+    "end_user",
+    "status",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "cost_nanos",
+    "price_id",
+    "started_at",
+    "finished_at",
+    "time_to_first_token_us",
+    "duration_us",
+)
+
+
+def _describe_event(event: UsageEvent) -> UsageEventDocument:
+    return {
+        "id": event.request_id,
+        "object": "usage.event",
+        "tenant_id": event.tenant_id,
+        "tenant": event.tenant,
+        "api_key_id": event.api_key_id,
+        "adapter_id": event.adapter_id,
+        "adapter_version_id": event.adapter_version_id,
+        "model": event.model,
+        "base": event.base,
+        "endpoint": event.endpoint,
+        "end_user": event.end_user,
+        "status": event.status,
+        "prompt_tokens": event.prompt_tokens,
+        "cached_tokens": event.cached_tokens,
+        "completion_tokens": event.completion_tokens,
+        "cost_nanos": event.cost_nanos,
+        "price_id": event.price_id,
+        "started_at": seconds(event.started_us),
+        "finished_at": seconds(event.finished_us),
+        "time_to_first_token_us": None if event.first_token_us is None else event.first_token_us - event.started_us,
+        "duration_us": event.finished_us - event.started_us,
+    }

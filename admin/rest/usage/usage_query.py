@@ -1,0 +1,170 @@
+"""What `/usage` and `/costs` are asked, and how their answers leave: JSON in pages of buckets, CSV or NDJSON."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import Depends, Query, Response
+
+from loramux.admin.rest.access import Caller, tenant_filter
+from loramux.admin.rest.held_response import HeldResponse
+from loramux.admin.rest.listing import Document, TenantParam
+from loramux.admin.rest.services import AdminServices
+from loramux.platform.ledger.csv_lines import csv_line, csv_lines, ndjson_line
+from loramux.platform.ledger.grains import DAY_US
+from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
+
+DEFAULT_RANGE_US = 30 * DAY_US
+SENT_AT_ONCE_BYTES = 64 * 1024
+"""A report of more is sent in parts of this size, and takes a place until its client has read it."""
+
+Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Seconds since 1970.")]
+Format = Literal["json", "csv", "ndjson"]
+MEDIA_TYPES = {"json": "application/json", "csv": "text/csv; charset=utf-8", "ndjson": "application/x-ndjson"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The parameters that both reports share."""
+
+    tenant: str | None
+    start: int | None
+    end: int | None
+    bucket: str | None
+    group_by: tuple[str, ...]
+    timezone: str
+    top: int | None
+    format: Format
+
+
+async def asked(
+    tenant: TenantParam = None,
+    start: Time = None,
+    end: Time = None,
+    bucket: Annotated[Literal["1m", "1h", "1d"] | None, Query(description="Split by time.")] = None,
+    group_by: Annotated[
+        str,
+        Query(
+            max_length=200,
+            description="Comma-separated: tenant, key, adapter, version, model, base, endpoint, end_user, status.",
+        ),
+    ] = "tenant,model",
+    timezone: Annotated[str, Query(max_length=64, description="Whose midnights part days, as Europe/Berlin.")] = "UTC",
+    top: Annotated[
+        int | None, Query(ge=1, le=MAX_TOP, description="Only so many groups, those of most tokens; without a bucket.")
+    ] = None,
+    format: Annotated[Format, Query()] = "json",  # noqa: A002 - DESIGN names the parameter so
+) -> Asked:
+    groups = tuple(name for name in group_by.split(",") if name)
+    return Asked(tenant, start, end, bucket, groups, timezone, top, format)
+
+
+Report = Annotated[Asked, Depends(asked)]
+
+
+async def report_response(
+    services: AdminServices,
+    caller: Caller,
+    name: str,
+    wanted: Asked,
+    describe: Callable[[UsageRow], Document],
+    columns: Sequence[str],
+    more: Document,
+) -> Response:
+    """What finished in [start, end), by default in the last 30 days, in the format that was asked for.
+
+    `columns` are those of `describe` that make up a flat row. Raises InvalidRequest, Unavailable and ReadTooLong.
+    """
+    tenant_id = await tenant_filter(services, caller, wanted.tenant)
+    question = _question(tenant_id, caller.adapter_ids, wanted, services.database.now_us())
+
+    def make() -> bytes:
+        if wanted.top is None:
+            return _spelled(answer(services.database, question), wanted, describe, columns, more)
+        found = largest(services.database, question, wanted.top)
+        total = describe(found.total)
+        sums = {"num_results": found.num_groups, "total": {name: total[name] for name in columns}}
+        return _spelled(found.rows, wanted, describe, columns, {**more, **sums})
+
+    caller.leave_place()
+    body = await services.report(caller.principal, make)
+    headers = {} if wanted.format == "json" else attachment(name, wanted.format)
+    media_type = MEDIA_TYPES[wanted.format]
+    if len(body) <= SENT_AT_ONCE_BYTES:
+        return Response(body, 200, headers, media_type)
+    give_back = await services.exporting.take(caller.principal.holder)
+    return HeldResponse(_in_parts(body), give_back, headers, media_type)
+
+
+def _question(tenant_id: str | None, adapter_ids: frozenset[str] | None, wanted: Asked, now_us: int) -> UsageQuestion:
+    end_us = _until_now(now_us, wanted) if wanted.end is None else wanted.end * 1_000_000
+    return UsageQuestion(
+        tenant_id=tenant_id,
+        start_us=max(0, end_us - DEFAULT_RANGE_US) if wanted.start is None else wanted.start * 1_000_000,
+        end_us=end_us,
+        bucket=wanted.bucket,
+        group_by=wanted.group_by,
+        timezone=wanted.timezone,
+        adapter_ids=adapter_ids,
+    )
+
+
+def _until_now(now_us: int, wanted: Asked) -> int:
+    """Where a report ends that is to have all until now."""
+    if wanted.bucket == "1m" or "end_user" in wanted.group_by:
+        # What finished in this very microsecond is part of it.
+        return now_us + 1
+    # Whole days are what the coarsest sums are of, and nothing has finished in what is left of today.
+    return (now_us // DAY_US + 1) * DAY_US
+
+
+def _spelled(
+    rows: Sequence[UsageRow],
+    wanted: Asked,
+    describe: Callable[[UsageRow], Document],
+    columns: Sequence[str],
+    more: Document,
+) -> bytes:
+    if wanted.format == "json":
+        return msgspec.json.encode(
+            {"object": "page", "data": _buckets(rows, describe), "has_more": False, "next_page": None, **more}
+        )
+    flat = ("start_time", "end_time", *wanted.group_by, *columns)
+    documents = ({**_times(row), **describe(row)} for row in rows)
+    if wanted.format == "ndjson":
+        return "".join(ndjson_line({name: item[name] for name in flat}) for item in documents).encode()
+    return "".join((csv_line(flat), *csv_lines(documents, flat))).encode()
+
+
+async def _in_parts(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), SENT_AT_ONCE_BYTES):
+        yield body[start : start + SENT_AT_ONCE_BYTES]
+
+
+def attachment(name: str, extension: str) -> dict[str, str]:
+    return {"content-disposition": f'attachment; filename="{name}.{extension}"'}
+
+
+def groups_of(row: UsageRow, group_by: Iterable[str]) -> Document:
+    return {name: getattr(row, name) for name in group_by}
+
+
+def _buckets(rows: Sequence[UsageRow], describe: Callable[[UsageRow], Document]) -> list[Document]:
+    # Each result is encoded by itself: all of them in one call would keep every other thread waiting for its end.
+    return [
+        {
+            "object": "bucket",
+            **_times(bucket[0]),
+            "results": [msgspec.Raw(msgspec.json.encode(describe(row))) for row in bucket],
+        }
+        for bucket in (list(same) for _, same in groupby(rows, lambda row: (row.start_us, row.end_us)))
+    ]
+
+
+def _times(row: UsageRow) -> Document:
+    return {"start_time": row.start_us // 1_000_000, "end_time": -(-row.end_us // 1_000_000)}

@@ -1,0 +1,1 @@
+"""The serving process: settings, listeners, connections, logs, upkeep."""

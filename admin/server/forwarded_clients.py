@@ -1,0 +1,64 @@
+"""Calls through trusted proxies: each gets its client's address and scheme, and few of one address run at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from loramux.admin.server.client_addresses import TrustedProxies, origin_of
+from loramux.platform.errors import RateLimited
+from loramux.platform.openai_api.error_responses import RequestIds, error_response
+
+RETRY_AFTER_S = 1.0
+
+
+class ForwardedClients:
+    """Wraps an app. A proxy's connections carry many clients, so their requests are counted, not their connections."""
+
+    def __init__(
+        self, app: ASGIApp, proxies: TrustedProxies, max_per_address: int, on_refusal: Callable[[], None]
+    ) -> None:
+        self._app = app
+        self._proxies = proxies
+        self._max_per_address = max_per_address
+        self._on_refusal = on_refusal
+        # Of addresses with a request under way.
+        self._num_running: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        peer = scope.get("client")
+        if scope["type"] != "http" or peer is None or not self._proxies.trusts(peer[0]):
+            await self._app(scope, receive, send)
+            return
+        said = {b"x-forwarded-for": b"", b"x-forwarded-proto": b""}
+        for name, value in scope["headers"]:
+            if name in said:
+                said[name] = b",".join(filter(None, (said[name], value)))
+        scheme = said[b"x-forwarded-proto"].decode("latin-1").strip()
+        if scheme in ("http", "https"):
+            scope["scheme"] = scheme
+        client = self._proxies.client_of(peer[0], said[b"x-forwarded-for"].decode("latin-1"))
+        scope["client"] = (client, 0)
+        if self._proxies.trusts(client):
+            # The proxy's own calls, or those of a proxy that does not say whose they are.
+            await self._app(scope, receive, send)
+            return
+        origin = origin_of(client)
+        if self._num_running[origin] >= self._max_per_address:
+            self._on_refusal()
+            refusal = RateLimited(
+                f"{self._max_per_address} requests from this address are under way; try again",
+                code="too_many_connections",
+                retry_after_s=RETRY_AFTER_S,
+            )
+            await RequestIds(error_response(refusal))(scope, receive, send)
+            return
+        self._num_running[origin] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_running[origin] -= 1
+            if not self._num_running[origin]:
+                del self._num_running[origin]

@@ -1,0 +1,119 @@
+"""Both listeners on one event loop, and how they stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from loramux.admin.server.bounded_connection import BoundedConnection
+from loramux.admin.server.connection_book import ConnectionBook
+from loramux.admin.server.forwarded_clients import ForwardedClients
+from loramux.admin.server.listeners import prepare_to_listen
+from loramux.admin.server.stop_signals import StopSignals
+from loramux.engine.server.gc_freeze import keep_for_good
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that computes may keep the interpreter's lock while the event loop waits for it, in seconds."""
+
+LAST_WORDS_S = 2.0
+"""How long streams have to end after the engine was stopped under them."""
+
+
+class HttpServer(uvicorn.Server):
+    """One listener of ours, whose connections are in its book; signals are not its business."""
+
+    def __init__(self, app: Any, listener: socket.socket, book: ConnectionBook | None = None) -> None:
+        self._book = book or ConnectionBook()
+        if self._book.proxies:
+            max_per_address = self._book.limits.max_per_address
+            app = ForwardedClients(
+                app, self._book.proxies, max_per_address, lambda: self._book.note("forwarded_address_full")
+            )
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedConnection,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                # uvicorn would believe any process of this machine.
+                proxy_headers=False,
+            )
+        )
+        self.server_state = self._book
+        self._listener = listener
+        self.is_listening = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        prepare_to_listen(self._listener)
+        await super().startup(sockets)
+        self.is_listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        # uvicorn ticks ten times a second.
+        if counter % 10 == 0:
+            self._book.sweep(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        # A request that outlived the wait ends as if its client had gone, which every route takes well; it would
+        # otherwise be cancelled with the event loop, which shows as a failure of ours.
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_S)
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Take no more connections and end when the running requests have."""
+        self.should_exit = True
+
+
+async def serve_until_stopped(
+    gateway: HttpServer,
+    admin: HttpServer,
+    signals: StopSignals,
+    drain_s: float,
+    announce: Callable[[], None],
+    stop_engine: Callable[[], Awaitable[None]],
+) -> None:
+    """Serve both, announce it, and drain when asked to: the gateway first, so that metrics can watch it end.
+
+    Requests that are not done after `drain_s`, or at a second signal, are ended by stopping the engine.
+    """
+    keep_for_good()
+    # By default the loop would wait ten times as long, at every step of a request.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    async with asyncio.TaskGroup() as group:
+        gateway_task = group.create_task(gateway.run_until_stopped())
+        group.create_task(admin.run_until_stopped())
+        await gateway.is_listening.wait()
+        await admin.is_listening.wait()
+        announce()
+        await signals.drain.wait()
+        gateway.stop()
+        hurry = asyncio.create_task(signals.hurry.wait())
+        await asyncio.wait({gateway_task, hurry}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not gateway_task.done():
+            await stop_engine()
+            await asyncio.wait({gateway_task}, timeout=LAST_WORDS_S)
+        gateway.force_exit = True
+        admin.stop()
+        admin.force_exit = True

@@ -1,0 +1,59 @@
+"""`/metrics`, for Prometheus: with a scrape token, or without one where only this machine can ask."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Request, Response
+
+from loramux.engine.messages import Stats
+from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
+from loramux.platform.errors import Unauthenticated
+from loramux.platform.openai_api.openapi import Responses, errors
+from loramux.platform.telemetry.engine_metrics import render_engine
+from loramux.platform.telemetry.metrics import CONTENT_TYPE, GatewayMetrics
+
+STATS_TIMEOUT_S = 2.0
+PROXY_HEADERS = ("forwarded", "via", "x-real-ip")
+
+
+def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | None, is_loopback: bool) -> APIRouter:
+    """The route; a token that is set is always asked for. While the engine does not answer, its series are absent
+    but for `loramux_engine_up`."""
+    router = APIRouter()
+
+    example = {"schema": {"type": "string"}, "example": "loramux_engine_up 1.0\n"}
+    text: Responses = {200: {"content": {"text/plain": example}}}
+
+    @router.get("/metrics", tags=["health"], response_class=Response, responses={**text, **errors(401)})
+    async def scrape(request: Request) -> Response:
+        """What Prometheus scrapes: without a key where only this machine can ask, else with the scrape token."""
+        if token is not None:
+            presented = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(presented.encode(), token.encode()):
+                raise Unauthenticated("give the scrape token: Authorization: Bearer TOKEN")
+        elif not (is_loopback and _is_direct(request)):
+            raise Unauthenticated("metrics need a scrape token here: set metrics_token")
+        return Response(metrics.render() + render_engine(await _stats(engine)), media_type=CONTENT_TYPE)
+
+    return router
+
+
+def _is_direct(request: Request) -> bool:
+    """Whether the call names this machine and has no mark of a proxy, which would call from loopback for anybody."""
+    if any(name in PROXY_HEADERS or name.startswith("x-forwarded-") for name in request.headers):
+        return False
+    try:
+        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def _stats(engine: EngineClient) -> Stats | None:
+    try:
+        return await engine.stats(STATS_TIMEOUT_S)
+    except (EngineUnavailable, TimeoutError):
+        return None

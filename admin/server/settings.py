@@ -1,0 +1,344 @@
+"""What a server or a gateway can be told: flags, then `LORAMUX_*` variables, then a TOML file, then defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from loramux.adapter_store.ingest.sources import is_source_url
+from loramux.admin.client.suggestions import did_you_mean
+from loramux.admin.server.client_addresses import TrustedProxies
+from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url, parse_rule
+from loramux.engine.tracing.spans import TraceConfig
+
+PREFIX = "LORAMUX_"
+CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
+"""Variables that the command line reads itself; they are no settings of the server."""
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+SECRETS = frozenset({"admin_key", "metrics_token", "oidc_client_secret"})
+FLAGS = frozenset(
+    {
+        "model",
+        "config",
+        "data_dir",
+        "host",
+        "port",
+        "admin_host",
+        "admin_port",
+        "dtype",
+        "device",
+        "database_url",
+        "blob_url",
+        "served_name",
+        "engine",
+        "reuse_port",
+    }
+)
+"""Settings with a flag at `loramux serve` or `gateway`; no secrets, since every process may read a command line."""
+SettingsT = TypeVar("SettingsT", bound="DataSettings")
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message has one sentence for each fault."""
+
+
+class DataSettings(BaseSettings):
+    """Where the facts are kept: all that `loramux db` needs."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+
+    config: Path | None = None
+    data_dir: Path = Path("loramux-data")
+    database_url: str | None = None
+
+    @property
+    def is_database_embedded(self) -> bool:
+        return self.database_url is None
+
+    @property
+    def resolved_database_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.data_dir.absolute() / 'loramux.db'}"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        config = cast(InitSettingsSource, init_settings).init_kwargs.get("config")
+        if config is None:
+            return init_settings, env_settings
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config)
+
+
+class Settings(DataSettings):
+    """Everything that `loramux serve` can be told."""
+
+    # What is written below a setting describes it in docs/configuration.md.
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+    model: Path
+    served_name: str | None = None
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: Port = 8001
+    admin_root_path: str = ""
+    """The path that a proxy shows the admin listener under, such as `/loramux`."""
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
+    """Addresses and networks of the proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed, separated by
+    commas."""
+    max_connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
+    """Connections of the OpenAI listener; the admin listener has 512 of its own."""
+    max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
+    """Connections of one client address on each listener; of a client behind a trusted proxy, requests at once."""
+    admin_key: SecretStr | None = None
+    metrics_token: SecretStr | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    blob_url: str | None = None
+    adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
+    presigned_uploads: bool = True
+    sandbox: Literal["preferred", "required"] = "preferred"
+    """`required`: refuse to start where uploads cannot be validated behind landlock, seccomp and no_new_privs."""
+    pool_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_sequences: Annotated[int, Field(ge=1)] | None = None
+    max_waiting_tokens: Annotated[int, Field(ge=1)] = 1 << 22
+    max_waiting_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 300.0
+    max_resident_adapters: Annotated[int, Field(ge=1)] = 256
+    max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    eviction_policy: Literal["lru", "greedy_dual"] = "lru"
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    pdl: bool = False
+    """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
+    disk_tier_dir: Path | None = None
+    """None: below the data directory. Servers on one host may name the same one, each with its own data directory."""
+    disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
+    host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
+    oidc_issuer: str | None = None
+    oidc_client_id: str | None = None
+    oidc_client_secret: SecretStr | None = None
+    oidc_scopes: str = "openid profile email"
+    oidc_roles_claim: str = "groups"
+    oidc_roles: Annotated[tuple[str, ...], NoDecode] = ()
+    oidc_redirect_url: str | None = None
+    engine: Path | None = None
+    """The socket of a running server's engine, for `loramux gateway`."""
+    reuse_port: bool = False
+    """Share the ports with other gateways of this host; each must say so, and the kernel deals connections out."""
+    spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
+    """How much may wait on disk to be settled while the database is away."""
+    log_format: Literal["console", "json"] = "console"
+    log_answers: bool = False
+    traces: Literal["off", "file", "otlp"] = "off"
+    traces_target: str | None = None
+    """A file or an OTLP/HTTP URL; None: `traces.jsonl` in the data directory, or what OTEL_EXPORTER_OTLP_* say."""
+    traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of the requests, how many are traced; one below a client's trace is where the client's is."""
+    traces_of_clients: Literal["ignore", "link", "parent"] = "link"
+    """What a client's `traceparent` does. Only trusted clients should be `parent`s: they decide what is recorded."""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+
+    @field_validator("model")
+    @classmethod
+    def _is_a_model_directory(cls, model: Path) -> Path:
+        if not model.is_dir():
+            raise ValueError(f"there is no directory {model}")
+        if not (model / "config.json").is_file():
+            raise ValueError(f"{model} has no config.json, which every Hugging Face model directory has")
+        # Not resolved: a link's own name is the better name to serve the model by.
+        return Path(os.path.abspath(model))
+
+    @field_validator("served_name")
+    @classmethod
+    def _is_a_model_name(cls, served_name: str | None) -> str | None:
+        if served_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}", served_name):
+            raise ValueError(f"{served_name!r} is no model name: use letters, digits, '.', '_', '-' and '/'")
+        return served_name
+
+    @field_validator("admin_root_path")
+    @classmethod
+    def _is_a_path(cls, root_path: str) -> str:
+        root_path = root_path.rstrip("/")
+        if root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", root_path):
+            raise ValueError(f"{root_path!r} is no path: use one such as /loramux")
+        return root_path
+
+    @field_validator("admin_key", "metrics_token")
+    @classmethod
+    def _is_plain(cls, secret: SecretStr | None) -> SecretStr | None:
+        # A variable that was read from a file often ends with the file's line break.
+        text = "" if secret is None else secret.get_secret_value().strip()
+        if not (text.isascii() and text.isprintable()):
+            raise ValueError("it may have printable ASCII characters only, since it travels in a header")
+        return None if secret is None else SecretStr(text)
+
+    @field_validator("admin_key")
+    @classmethod
+    def _is_long_enough(cls, admin_key: SecretStr | None) -> SecretStr | None:
+        if admin_key is not None and len(admin_key.get_secret_value()) < 32:
+            raise ValueError("a key has 32 characters or more")
+        return admin_key
+
+    @field_validator("metrics_token")
+    @classmethod
+    def _is_no_toy(cls, metrics_token: SecretStr | None) -> SecretStr | None:
+        if metrics_token is not None and len(metrics_token.get_secret_value()) < 16:
+            raise ValueError("a token has 16 characters or more")
+        return metrics_token
+
+    @field_validator("blob_url")
+    @classmethod
+    def _is_a_blob_url(cls, blob_url: str | None) -> str | None:
+        if blob_url is not None and not re.fullmatch(r"(file|s3)://.+", blob_url):
+            raise ValueError(f"{blob_url!r} is no blob store: use file://DIRECTORY or s3://BUCKET/PREFIX")
+        return blob_url
+
+    @field_validator("oidc_roles")
+    @classmethod
+    def _are_roles(cls, rules: tuple[str, ...]) -> tuple[str, ...]:
+        for rule in rules:
+            parse_rule(rule)
+        return rules
+
+    @field_validator("oidc_issuer", "oidc_redirect_url")
+    @classmethod
+    def _is_trusted(cls, url: str | None) -> str | None:
+        if url is not None and not is_trusted_url(url):
+            raise ValueError(f"{url!r} is no https URL, nor one of this machine")
+        return url
+
+    @field_validator("oidc_client_id")
+    @classmethod
+    def _has_a_provider(cls, client_id: str | None, info: ValidationInfo) -> str | None:
+        if client_id is not None and info.data.get("oidc_issuer") is None:
+            raise ValueError("single sign-on needs oidc_issuer too")
+        return client_id
+
+    @field_validator("adapter_sources", "oidc_roles", "trusted_proxies", mode="before")
+    @classmethod
+    def _split(cls, sources: Any) -> Any:
+        """A variable holds them separated by commas, a file as a list."""
+        if not isinstance(sources, str):
+            return sources
+        return [source.strip() for source in sources.split(",") if source.strip()]
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, proxies: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            TrustedProxies(proxies)
+        except ValueError as error:
+            raise ValueError(f"{error}; use addresses and networks such as 127.0.0.1 and 10.0.0.0/8") from None
+        return proxies
+
+    @field_validator("adapter_sources")
+    @classmethod
+    def _are_buckets(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
+        for source in sources:
+            if not is_source_url(source):
+                raise ValueError(f"{source!r} is no place to take adapters from: use s3://BUCKET or s3://BUCKET/PREFIX")
+        return sources
+
+    @property
+    def resolved_served_name(self) -> str:
+        return self.served_name or self.model.name
+
+    @property
+    def oidc(self) -> OidcSettings | None:
+        if self.oidc_issuer is None or self.oidc_client_id is None:
+            return None
+        secret = self.oidc_client_secret
+        return OidcSettings(
+            issuer=self.oidc_issuer,
+            client_id=self.oidc_client_id,
+            client_secret=None if secret is None else secret.get_secret_value(),
+            scopes=self.oidc_scopes,
+            roles_claim=self.oidc_roles_claim,
+            rules=tuple(parse_rule(rule) for rule in self.oidc_roles),
+            redirect_url=self.oidc_redirect_url,
+        )
+
+    @property
+    def trace_config(self) -> TraceConfig | None:
+        if self.traces == "off":
+            return None
+        default = str(self.data_dir.absolute() / "traces.jsonl") if self.traces == "file" else None
+        return TraceConfig(exporter=self.traces, target=self.traces_target or default)
+
+    @property
+    def resolved_blob_url(self) -> str:
+        return self.blob_url or f"file://{self.data_dir.absolute() / 'blobs'}"
+
+
+def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> SettingsT:
+    """Read the settings once; raises SettingsError with all faults. An override of None was not given."""
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if "config" not in given and os.environ.get("LORAMUX_CONFIG"):
+        given["config"] = Path(os.environ["LORAMUX_CONFIG"])
+    _check_config_file(given.get("config"))
+    faults = list(_unknown_variables(os.environ)) if kind is Settings else []
+    try:
+        settings = kind(**given)
+    except ValidationError as error:
+        faults += [_sentence(fault) for fault in error.errors(include_url=False)]
+    if faults:
+        raise SettingsError("\n".join(faults))
+    return settings
+
+
+def _check_config_file(config: Path | None) -> None:
+    if config is None:
+        return
+    try:
+        tomllib.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"the configuration file {config} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the configuration file {config} is not TOML: {error}") from None
+
+
+def _unknown_variables(variables: Iterable[str]) -> Iterable[str]:
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | CLIENT_VARIABLES
+    for variable in sorted(variables):
+        if variable.startswith(PREFIX) and variable not in known:
+            yield f"the variable {variable} is no setting{did_you_mean(variable, known)}"
+
+
+def _sentence(fault: Any) -> str:
+    name = ".".join(str(part) for part in fault["loc"])
+    flag = f"--{name.replace('_', '-')}, " if name in FLAGS else ""
+    places = f"{flag}{PREFIX}{name.upper()} or {name} in the configuration file"
+    if fault["type"] == "missing":
+        return f"the setting {name} is missing: give {places}"
+    if fault["type"] == "extra_forbidden":
+        return f"the configuration file has an unknown setting {name}{did_you_mean(name, Settings.model_fields)}"
+    if fault["type"] == "value_error":
+        reason = fault["msg"].removeprefix("Value error, ")
+    else:
+        shown = "" if name in SECRETS else f", not {fault['input']!r}"
+        reason = f"it should be {fault['msg'].removeprefix('Input should be ')}{shown}"
+    return f"the setting {name} is wrong: {reason}; change {places}"

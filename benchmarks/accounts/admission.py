@@ -1,0 +1,286 @@
+"""How many requests a second can a gateway reserve quota for and settle, and how long does each wait?
+
+Every request reserves under three policies of its tenant and settles; the next of its client follows at once. Compared
+in one run, on SQLite and PostgreSQL, for one tenant that all clients share and for a thousand tenants:
+
+    one by one      each operation a transaction of its own, on as many threads as a gateway has
+    group commit    what a gateway does: its threads commit what has gathered
+
+On PostgreSQL also by the group commits of several processes at once, among which the clients are divided: where all
+share one tenant, these wait for each other's locks.
+
+Afterwards the ledger must hold every token exactly once, and nothing may still be reserved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from sqlalchemy import func, select
+
+from benchmarks.accounts.databases import KINDS, open_database_at
+from benchmarks.gpu.bench import CheckError
+from benchmarks.machine import add_allow_busy, describe, require_idle
+from benchmarks.tables import open_console
+from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import quota_counters, reservations, usage_events
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.group_commit import GroupCommit
+from loramux.platform.admission.records import Closing, Operation, ReservationRequest
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.quotas.metrics import CONCURRENT_REQUESTS, REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE
+from loramux.platform.quotas.policies import QuotaPolicies
+
+ONE_BY_ONE, GROUP = WAYS = ("one by one", "group commit")
+GATEWAY_THREADS = 16
+AMPLE = 10**9
+METRICS = (REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, CONCURRENT_REQUESTS)
+PROMPT, MOST, USED = 20, 100, 50
+
+Commit = Callable[[Operation], Awaitable[Any]]
+
+WARM_UP_S = 1.5
+
+_start: Any = None
+"""In a process of several gateways: the barrier at which all begin."""
+
+
+def main() -> None:
+    arguments = _arguments()
+    require_idle(arguments.allow_busy)
+    # As every gateway does when it starts.
+    keep_for_good()
+    cases = []
+    for kind in KINDS:
+        for num_tenants in (1, arguments.tenants):
+            with open_database_at(kind) as (database, url):
+                accounts = _accounts(database, num_tenants)
+                for clients in arguments.clients:
+                    # What a tenant's first request reads is kept for the next ones.
+                    asyncio.run(_measure(database, accounts, GROUP, clients, WARM_UP_S))
+                    # The ways take turns, so that no moment of the machine is one way's alone.
+                    rounds = [
+                        asyncio.run(_measure(database, accounts, way, clients, arguments.seconds))
+                        for _ in range(arguments.repeats)
+                        for way in WAYS
+                    ]
+                    setting = {"database": kind, "tenants": num_tenants, "clients": clients}
+                    for index, way in enumerate(WAYS):
+                        cases.append({**setting, "way": way, "gateways": 1, **_pooled(rounds[index::2])})
+                        _tell(cases[-1])
+                    if not database.is_sqlite and arguments.gateways > 1:
+                        together = _measure_together(database, url, accounts, clients, arguments)
+                        cases.append({**setting, "way": GROUP, "gateways": arguments.gateways, **_pooled(together)})
+                        _tell(cases[-1])
+    document = {"machine": describe(), "seconds": arguments.seconds, "cases": cases}
+    _print(cases)
+    if arguments.out is not None:
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tenants", type=int, default=1000, help="tenants of the second setting")
+    parser.add_argument("--clients", type=int, nargs="+", default=[64, 256], help="requests in flight")
+    parser.add_argument("--gateways", type=int, default=4, help="processes of several gateways; 1: none")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    add_allow_busy(parser)
+    return parser.parse_args()
+
+
+def _accounts(database: Database, num_tenants: int) -> list[tuple[str, str]]:
+    """Tenants with a key and ample policies, by identifier."""
+    tenants, keys, policies = Tenants(database), ApiKeys(database, None), QuotaPolicies(database)
+    accounts = []
+    for number in range(num_tenants):
+        tenant = tenants.create(f"tenant-{number}")
+        accounts.append((tenant.id, keys.create(tenant.id, "key").key.id))
+        for metric in METRICS:
+            policies.set(tenant.id, metric, AMPLE)
+    return accounts
+
+
+async def _measure(
+    database: Database, accounts: Sequence[tuple[str, str]], way: str, clients: int, seconds: float
+) -> dict[str, Any]:
+    admission = Admission(database)
+    before = _ledger_tokens(database)
+    if way == GROUP:
+        committer = GroupCommit(admission, num_threads=admission.num_writers)
+        try:
+            figures = await _run(accounts, committer.submit, range(clients), clients, seconds)
+        finally:
+            committer.close()
+    else:
+        loop = asyncio.get_running_loop()
+
+        def only(operation: Operation) -> Any:
+            (outcome,) = admission.commit([operation])
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        with ThreadPoolExecutor(GATEWAY_THREADS) as threads:
+            commit: Commit = lambda operation: loop.run_in_executor(threads, only, operation)  # noqa: E731
+            figures = await _run(accounts, commit, range(clients), clients, seconds)
+    _check(database, before, figures["num_pairs"])
+    return figures
+
+
+def _measure_together(
+    database: Database,
+    url: str,
+    accounts: Sequence[tuple[str, str]],
+    clients: int,
+    arguments: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Rounds of several processes, each with its part of the clients."""
+    num_gateways: int = arguments.gateways
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(num_gateways)
+    rounds = []
+    with ProcessPoolExecutor(num_gateways, context, initializer=_take_barrier, initargs=(start,)) as processes:
+        for _ in range(arguments.repeats):
+            before = _ledger_tokens(database)
+            parts = [
+                processes.submit(_gateway, url, accounts, range(number, clients, num_gateways), clients, arguments)
+                for number in range(num_gateways)
+            ]
+            figures = [part.result() for part in parts]
+            num_pairs = sum(one["num_pairs"] for one in figures)
+            _check(database, before, num_pairs + sum(one["num_warm"] for one in figures))
+            rounds.append(
+                {
+                    "num_pairs": num_pairs,
+                    "seconds": max(one["seconds"] for one in figures),
+                    "reserved": [each for one in figures for each in one["reserved"]],
+                    "settled": [each for one in figures for each in one["settled"]],
+                }
+            )
+    return rounds
+
+
+def _take_barrier(start: Any) -> None:
+    global _start
+    _start = start
+
+
+def _gateway(
+    url: str, accounts: Sequence[tuple[str, str]], mine: range, clients: int, arguments: argparse.Namespace
+) -> Any:
+    """One process of several, with clients of its own: it warms up, and begins when all have."""
+    keep_for_good()
+    database = Database(url)
+    admission = Admission(database)
+    committer = GroupCommit(admission, num_threads=admission.num_writers)
+    try:
+        warm = asyncio.run(_run(accounts, committer.submit, mine, clients, WARM_UP_S))
+        _start.wait(60)
+        figures = asyncio.run(_run(accounts, committer.submit, mine, clients, arguments.seconds))
+    finally:
+        committer.close()
+        database.close()
+    return {**figures, "num_warm": warm["num_pairs"]}
+
+
+async def _run(
+    accounts: Sequence[tuple[str, str]], commit: Commit, clients: range, num_clients: int, most_s: float
+) -> dict[str, Any]:
+    """What these of all clients did. Each has the tenants in turn, and no two the same one where there are enough."""
+    reserved: list[float] = []
+    settled: list[float] = []
+    deadline = time.perf_counter() + most_s
+
+    async def client(number: int) -> None:
+        sent = number
+        while (started := time.perf_counter()) < deadline:
+            tenant_id, key_id = accounts[sent % len(accounts)]
+            sent += num_clients
+            request = ReservationRequest(
+                request_id=new_id("req"),
+                tenant_id=tenant_id,
+                api_key_id=key_id,
+                model="base",
+                adapter_version_id=None,
+                endpoint="completions",
+                prompt_tokens=PROMPT,
+                reserved_tokens=MOST,
+            )
+            await commit(request)
+            reserved.append(time.perf_counter() - started)
+            settlement = Settlement(status="completed", prompt_tokens=PROMPT, completion_tokens=USED - PROMPT)
+            started = time.perf_counter()
+            if await commit(Closing(request_id=request.request_id, settlement=settlement)) is not True:
+                raise CheckError("a request could not be settled")
+            settled.append(time.perf_counter() - started)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client(number) for number in clients))
+    seconds = time.perf_counter() - started
+    return {"num_pairs": len(settled), "seconds": seconds, "reserved": reserved, "settled": settled}
+
+
+def _ledger_tokens(database: Database) -> int:
+    tokens = func.sum(usage_events.c.prompt_tokens + usage_events.c.completion_tokens)
+    with database.read() as connection:
+        return int(connection.execute(select(tokens)).scalar() or 0)
+
+
+def _check(database: Database, before: int, num_pairs: int) -> None:
+    charged = _ledger_tokens(database) - before
+    if charged != num_pairs * USED:
+        raise CheckError(f"the ledger gained {charged} tokens, {num_pairs} requests used {num_pairs * USED}")
+    is_open = select(func.count()).select_from(reservations).where(reservations.c.state == "open")
+    with database.read() as connection:
+        held = int(connection.execute(select(func.sum(quota_counters.c.reserved))).scalar() or 0)
+        num_open = int(connection.execute(is_open).scalar() or 0)
+    if held or num_open:
+        raise CheckError(f"{held} tokens and {num_open} reservations are still held")
+
+
+def _pooled(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "pairs_s": round(sum(one["num_pairs"] for one in rounds) / sum(one["seconds"] for one in rounds), 1)
+    }
+    for name in ("reserved", "settled"):
+        p50, p99 = np.percentile(np.concatenate([one[name] for one in rounds]) * 1e3, [50, 99])
+        figures[f"{name}_p50_ms"], figures[f"{name}_p99_ms"] = round(float(p50), 2), round(float(p99), 2)
+    return figures
+
+
+def _tell(case: dict[str, Any]) -> None:
+    named = f"{case['database']}, {case['tenants']} tenants, {case['clients']} clients, {case['way']}"
+    Console(stderr=True).print(f"{named}, {case['gateways']} gateways: {case['pairs_s']:.0f}/s")
+
+
+def _print(cases: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="reserve and settle")
+    columns = ("pairs_s", "reserved_p50_ms", "reserved_p99_ms", "settled_p50_ms", "settled_p99_ms")
+    for column in ("database", "tenants", "clients", "way", "gateways", *columns):
+        table.add_column(column, justify="left" if column in ("database", "way") else "right")
+    for case in cases:
+        table.add_row(
+            *(str(case[column]) for column in ("database", "tenants", "clients", "way", "gateways", *columns))
+        )
+    open_console().print(table)
+
+
+if __name__ == "__main__":
+    main()

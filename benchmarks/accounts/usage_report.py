@@ -1,0 +1,290 @@
+"""How long does a report over a ledger of ten million requests take?
+
+A month of settled requests of a thousand tenants (usage_world.py) is asked what a console and an operator ask. Before
+anything is measured the reports must be equal, to the token and the nano, to sums over the events themselves. How fast
+a gateway folds settlements into the rollups is measured over a smaller ledger, and its sums must be those that the
+database makes of the same ledger by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.progress import Progress
+from rich.table import Table
+from sqlalchemy import func, select, text
+
+from benchmarks.accounts.databases import KINDS, open_database
+from benchmarks.accounts.registry_world import World
+from benchmarks.accounts.usage_world import (
+    MONTH_US,
+    PER_BATCH,
+    UsageWorld,
+    add_folder,
+    make_usage_world,
+    open_usage_world,
+)
+from benchmarks.gpu.bench import CheckError
+from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.tables import open_console
+from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.migrations.model_spans import all_rollups_anew
+from loramux.platform.ledger.events import Ledger
+from loramux.platform.ledger.grains import AMOUNTS, DAY_US, HOUR_US
+from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.report import UsageRow, answer, largest
+from loramux.platform.ledger.rollups import UsageRollups
+
+TARGET_MS = 200.0
+TOP = 200
+"""Twice as many groups as the console shows."""
+ASKED_US = MONTH_US - 17 * HOUR_US
+"""What is called a month: nearly all that is there, begun and ended in the middle of a day."""
+FOLDED_WORLD = World(50, 4, 2)
+
+
+def main() -> None:
+    arguments = _arguments()
+    before = require_idle(arguments.allow_busy)
+    world = World(arguments.tenants, arguments.adapters_each, 10)
+    results = []
+    with Progress() as progress:
+        for kind in arguments.databases:
+            with open_usage_world(kind, arguments.folder, arguments.events, world, progress) as (database, made):
+                figures = _measure(kind, database, made, arguments.repeats, progress)
+            with open_database(kind) as database:
+                figures["folded_events_s"] = _fold(kind, database, arguments.fold, progress)
+            results.append({"database": kind, **figures})
+    document = {
+        "machine": describe(),
+        "busy_share_before": round(before, 2),
+        "load_1m_after": round(os.getloadavg()[0], 1),
+        "events": arguments.events,
+        "tenants": arguments.tenants,
+        "adapters": world.num_adapters,
+        "results": results,
+    }
+    for result in results:
+        _print(result)
+    if arguments.out is not None:
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    slow = [
+        f"{result['database']}: {name}, {figures['p95_ms']} ms"
+        for result in results
+        for name, figures in result["reports"].items()
+        if figures["p95_ms"] > TARGET_MS
+    ]
+    if slow:
+        raise SystemExit(f"slower than {TARGET_MS:g} ms at p95: " + "; ".join(slow))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=10_000_000)
+    parser.add_argument("--tenants", type=int, default=1000)
+    parser.add_argument("--adapters-each", type=int, default=10)
+    parser.add_argument("--databases", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--repeats", type=int, default=20, help="of each report")
+    parser.add_argument("--fold", type=int, default=50_000, help="events of the ledger that a gateway's fold sums up")
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    add_folder(parser)
+    add_allow_busy(parser)
+    return parser.parse_args()
+
+
+def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, progress: Progress) -> dict[str, Any]:
+    with database.read() as connection:
+        num_rollups = int(connection.execute(select(func.count()).select_from(schema.usage_rollups)).scalar_one())
+    _check(database, made)
+    keep_for_good()
+
+    def timed(asked: dict[str, Callable[[], Any]], what: str) -> dict[str, dict[str, float]]:
+        tracked = progress.track(asked.items(), description=f"{kind}: {what}")
+        return {name: _timed(ask, repeats) for name, ask in tracked}
+
+    reports, lists = timed(_reports(database, made), "reports"), timed(_whole_lists(database, made), "whole lists")
+    return {
+        "made_s": made.made_s,
+        "rollup_rows": num_rollups,
+        "database_bytes": _size(kind, database),
+        "busy_share": round(busy_share(), 2),
+        "reports": reports,
+        "whole_lists": lists,
+    }
+
+
+def _fold(kind: str, database: Database, num_events: int, progress: Progress) -> int:
+    """How many events a second a gateway adds to the rollups; raises CheckError unless they are the ledger's sums."""
+    make_usage_world(kind, database, num_events, FOLDED_WORLD, progress, is_folded=False)
+    rollups, started = UsageRollups(database), time.perf_counter()
+    with_bar = progress.add_task(f"{kind}: fold", total=num_events)
+    while folded := rollups.fold():
+        progress.advance(with_bar, folded * PER_BATCH)
+    took_s = time.perf_counter() - started
+    by_gateway = _all_rollups(database)
+    with database.write() as connection:
+        for statement in all_rollups_anew():
+            connection.execute(text(statement))
+    if by_gateway != _all_rollups(database):
+        raise CheckError("the fold is not what the database sums up by itself")
+    return round(num_events / took_s)
+
+
+def _all_rollups(database: Database) -> set[tuple[Any, ...]]:
+    rollups, series = schema.usage_rollups.c, schema.usage_series.c
+    columns = [column for column in (*rollups, *series) if column.name not in ("id", "series_id")]
+    with database.read() as connection:
+        return {tuple(row) for row in connection.execute(select(*columns).where(series.id == rollups.series_id))}
+
+
+def _check(database: Database, made: UsageWorld) -> None:
+    """Reports must equal what the events sum up to."""
+    events, tenants = schema.usage_events, schema.tenants
+    sums = [func.count(), *(func.sum(events.c[name]) for name in AMOUNTS[1:])]
+    first_us, end_us = made.first_us, made.end_us
+    day = (events.c.finished_us - events.c.finished_us % DAY_US).label("day")
+    cut = (first_us + 3 * HOUR_US + 17, end_us - 5 * DAY_US - 1_234_567)
+    in_cut = (events.c.finished_us >= cut[0]) & (events.c.finished_us < cut[1])
+    cases = [
+        (("tenant", "status"), None, (first_us, end_us), select(tenants.c.slug, events.c.status, *sums)
+         .join(tenants, tenants.c.id == events.c.tenant_id).group_by(tenants.c.slug, events.c.status)),
+        ((), "1d", (first_us, end_us), select(day, *sums).group_by(day)),
+        (("model",), None, cut, select(events.c.model, *sums).where(in_cut).group_by(events.c.model)),
+    ]  # fmt: skip
+    for group_by, bucket, (start_us, end), direct in cases:
+        asked = UsageQuestion(tenant_id=None, start_us=start_us, end_us=end, bucket=bucket, group_by=group_by)
+        rows = answer(database, asked)
+        if bucket is None:
+            _check_largest(database, asked, rows)
+        reported = {
+            (*((row.start_us,) if bucket else ()), *(getattr(row, name) for name in group_by)): tuple(
+                getattr(row, name) for name in AMOUNTS
+            )
+            for row in rows
+        }
+        with database.read() as connection:
+            num_keys = len(group_by) + bool(bucket)
+            expected = {tuple(row[:num_keys]): tuple(map(int, row[num_keys:])) for row in connection.execute(direct)}
+        if reported != expected:
+            raise CheckError(f"the report by {group_by or bucket} is not the sum of the events")
+
+
+def _check_largest(database: Database, asked: UsageQuestion, rows: Sequence[UsageRow]) -> None:
+    found = largest(database, asked, TOP)
+    by_tokens = sorted((row.prompt_tokens + row.completion_tokens for row in rows), reverse=True)
+    if [row.prompt_tokens + row.completion_tokens for row in found.rows] != by_tokens[:TOP]:
+        raise CheckError(f"the largest by {asked.group_by} are not those of all")
+    if found.num_groups != len(rows) or found.total.requests != sum(row.requests for row in rows):
+        raise CheckError(f"the largest by {asked.group_by} do not know the rest")
+
+
+def _now_us(made: UsageWorld) -> int:
+    """In the middle of a day and of an hour."""
+    return made.end_us - 11 * HOUR_US - 1_234_567_890
+
+
+def _question(made: UsageWorld, length_us: int, **more: Any) -> UsageQuestion:
+    now_us = _now_us(made)
+    return UsageQuestion(**{"tenant_id": None, "start_us": now_us - length_us, "end_us": now_us + 1, **more})
+
+
+def _whole_lists(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
+    """A row for each of thousands, which somebody takes away rather than reads: they have no target."""
+
+    def ask(group_by: tuple[str, ...]) -> Callable[[], Any]:
+        return lambda: answer(database, _question(made, ASKED_US, group_by=group_by))
+
+    return {
+        f"all tenants, a month by {' and '.join(group_by)}, every one": ask(group_by)
+        for group_by in (("key",), ("adapter",), ("tenant", "model"))
+    }
+
+
+def _reports(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
+    """What is asked, in words."""
+    ledger, of_tenant, now_us = Ledger(database), made.tenant_ids[0], _now_us(made)
+
+    def ask(length_us: int, **more: Any) -> Callable[[], Any]:
+        question = _question(made, length_us, **more)
+        return lambda: answer(database, question)
+
+    def ask_largest(length_us: int, *group_by: str) -> Callable[[], Any]:
+        question = _question(made, length_us, group_by=group_by)
+        return lambda: largest(database, question, TOP)
+
+    return {
+        "all tenants, a month": ask(ASKED_US),
+        "all tenants, a month by day": ask(ASKED_US, bucket="1d"),
+        "all tenants, a month by day in Berlin": ask(ASKED_US, bucket="1d", timezone="Europe/Berlin"),
+        "all tenants, a month by day in Kolkata": ask(ASKED_US, bucket="1d", timezone="Asia/Kolkata"),
+        "all tenants, a month by tenant": ask(ASKED_US, group_by=("tenant",)),
+        "all tenants, a month by tenant and status": ask(ASKED_US, group_by=("tenant", "status")),
+        f"all tenants, a month by key, {TOP} largest": ask_largest(ASKED_US, "key"),
+        f"all tenants, a month by tenant and model, {TOP} largest": ask_largest(ASKED_US, "tenant", "model"),
+        f"all tenants, a month by adapter, {TOP} largest": ask_largest(ASKED_US, "adapter"),
+        f"all tenants, 7 days by model, {TOP} largest": ask_largest(7 * DAY_US, "model"),
+        f"all tenants, 24 hours by model, {TOP} largest": ask_largest(DAY_US, "model"),
+        "all tenants, 7 days by hour": ask(7 * DAY_US, bucket="1h"),
+        "all tenants, 24 hours by status": ask(DAY_US, group_by=("status",)),
+        "all tenants, 24 hours by tenant": ask(DAY_US, group_by=("tenant",)),
+        "all tenants, an hour by minute": ask(HOUR_US, bucket="1m"),
+        "all tenants, a day by minute": ask(DAY_US, bucket="1m"),
+        "a tenant, a month by day and model": ask(ASKED_US, tenant_id=of_tenant, bucket="1d", group_by=("model",)),
+        "a tenant, a month by day in Berlin": ask(ASKED_US, tenant_id=of_tenant, bucket="1d", timezone="Europe/Berlin"),
+        "a tenant, a month by day in Kolkata": ask(ASKED_US, tenant_id=of_tenant, bucket="1d", timezone="Asia/Kolkata"),
+        "a tenant, 7 days by hour": ask(7 * DAY_US, tenant_id=of_tenant, bucket="1h"),
+        "a tenant, a month by key, version and status": ask(
+            MONTH_US, tenant_id=of_tenant, group_by=("key", "version", "status")
+        ),
+        "a tenant, a month by end user": ask(ASKED_US, tenant_id=of_tenant, group_by=("end_user",)),
+        "a tenant, 24 hours by end user": ask(DAY_US, tenant_id=of_tenant, group_by=("end_user",)),
+        "a tenant, 24 hours by minute": ask(DAY_US, tenant_id=of_tenant, bucket="1m"),
+        "a page of all events": lambda: ledger.events(None, 100),
+        "a page of a tenant's events": lambda: ledger.events(of_tenant, 100),
+        "a part of a tenant's export": lambda: ledger.export(of_tenant, made.first_us + 9 * DAY_US, now_us),
+    }
+
+
+def _timed(ask: Callable[[], Any], repeats: int) -> dict[str, float]:
+    times = []
+    # One more than is counted, which finds statements not yet compiled and pages not yet read.
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        ask()
+        times.append((time.perf_counter() - started) * 1e3)
+    p50, p95 = np.percentile(times[1:], [50, 95])
+    return {"p50_ms": round(float(p50), 1), "p95_ms": round(float(p95), 1), "first_ms": round(times[0], 1)}
+
+
+def _size(kind: str, database: Database) -> int:
+    with database.read() as connection:
+        if kind == "postgresql":
+            return int(connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        return int(pages) * int(connection.exec_driver_sql("PRAGMA page_size").scalar_one())
+
+
+def _print(result: dict[str, Any]) -> None:
+    title = f"{result['database']}: {result['database_bytes'] / 1e9:.1f} GB, {result['rollup_rows']} rollup rows"
+    table = Table(title=title)
+    columns: Sequence[str] = ("p50_ms", "p95_ms", "first_ms")
+    for column in ("report", *columns):
+        table.add_column(column, justify="left" if column == "report" else "right")
+    for name, figures in {**result["reports"], **result["whole_lists"]}.items():
+        table.add_row(name, *(str(figures[column]) for column in columns))
+    console = open_console()
+    console.print(table)
+    console.print(f"made in {result['made_s']} s; a gateway folds {result['folded_events_s']} events/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Measure loramux on one GPU: kernels and whole engine. Answers are checked first; what is wrong is not timed.
+
+Run it from the repository root: `PYTHONPATH=.src python -m benchmarks.gpu --out FILE.json`. It needs torch >= 2.11,
+triton >= 3.6, numba, numpy, safetensors and msgspec, ends within nine minutes, writes each row to one JSON file as it
+is measured, and prints one Markdown table per part. A part that runs alone (`--only lora`) has all of that time, and
+its rows join those of other parts in the file. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the
+answers on a small model, and `--dry-run` lists what each case would need of a card. The exit code is 1 if a part
+failed, gave a wrong answer, was cut short or would not fit, and 2 if the benchmark cannot run here. `README.md` says
+what each part shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from benchmarks.gpu import attention as gpu_attention
+from benchmarks.gpu import ceilings as gpu_ceilings
+from benchmarks.gpu import dry_engine as gpu_dry_engine
+from benchmarks.gpu import dry_kernels as gpu_dry_kernels
+from benchmarks.gpu import lora as gpu_lora
+from benchmarks.gpu import prefill as gpu_prefill
+from benchmarks.gpu import s_lora as gpu_s_lora
+from benchmarks.gpu import step as gpu_step
+from benchmarks.gpu.bench import MAX_WARMERS, Bench, Row
+from benchmarks.gpu.cards import PLANNED
+from benchmarks.gpu.dry_run import Limits, dry_run
+from benchmarks.gpu.machine import describe
+from benchmarks.gpu.model import Model, model_of
+from benchmarks.gpu.needs import Need
+from benchmarks.gpu.report import store, stored, table
+from benchmarks.gpu.table_step import META
+
+PEERS = Path(__file__).parents[1] / "scratch" / "peers"
+TOTAL_S = 460
+WARM_S = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the benchmark. It looks at `bench.seconds_left` between cases and reports those it leaves out.
+
+    `needs` lists what its cases take, for a dry run. `warm(bench, shard, num_shards)` compiles a share of what `run`
+    launches, in a process of its own.
+    """
+
+    name: str
+    budget_s: float
+    run: Callable[[Bench], Iterator[Row]]
+    needs: Callable[[Bench], Iterator[Need]]
+    warm: Callable[[Bench, int, int], None] | None = None
+    model: Callable[[Bench], Model] = model_of
+
+
+PARTS = (
+    # The others state their floors against the ceilings, so that this one always runs.
+    Part("ceilings", 15, gpu_ceilings.run, gpu_dry_kernels.ceilings),
+    Part("lora", 55, gpu_lora.run, gpu_dry_kernels.lora, gpu_lora.warm),
+    Part("step", 70, gpu_step.run, gpu_dry_engine.step, gpu_step.warm),
+    Part("s_lora", 215, gpu_s_lora.run, gpu_dry_engine.s_lora, gpu_s_lora.warm, gpu_s_lora.model_of),
+    Part("prefill", 25, gpu_prefill.run, gpu_dry_engine.prefill, gpu_prefill.warm),
+    Part("attention", 40, gpu_attention.run, gpu_dry_kernels.attention, gpu_attention.warm),
+)
+
+
+def run_part(
+    part: Part, bench: Bench, deadline: float, keep: Callable[[dict[str, Any]], None] = lambda result: None
+) -> dict[str, Any]:
+    """One part's rows and seconds, given to `keep` after each row too, so that a run that is killed loses none.
+
+    Cases begin before `deadline`, on the monotonic clock. What the part raises becomes its error, and the run goes on.
+    """
+    started = time.monotonic()
+    bench.deadline = deadline if bench.is_timed and not bench.is_full else float("inf")
+    rows: list[Row] = []
+    error = ""
+    try:
+        for row in part.run(bench):
+            rows.append(row)
+            keep(_result(part, bench, rows, time.monotonic() - started, "not finished"))
+    except Exception as problem:
+        traceback.print_exc()
+        error = f"{type(problem).__name__}: {problem}"
+    # Also after an error: nothing of this part's may stay on the card.
+    with contextlib.suppress(RuntimeError):
+        bench.drop()
+    result = _result(part, bench, rows, time.monotonic() - started, error)
+    bench.say(f"{part.name}: {result['seconds']} s" + (", FAILED" if result["is_failed"] else ""))
+    return result
+
+
+def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: str) -> dict[str, Any]:
+    """What is written of a part."""
+    is_failed = bool(error) or any(row.is_failure for row in rows)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv[1:],
+        "seconds": round(seconds, 1),
+        "is_failed": is_failed,
+        "error": error,
+        "model": dataclasses.asdict(part.model(bench)),
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        # Floors are stated against these.
+        "ceilings": None if bench.ceilings is None else dataclasses.asdict(bench.ceilings),
+        "rows": [
+            dataclasses.asdict(row)
+            # JSON has no word for what is not finite.
+            | {"figures": {name: value if math.isfinite(value) else None for name, value in row.figures.items()}}
+            | {"goals": [{"goal": str(goal), "is_met": goal.is_met(row.figures)} for goal in row.goals]}
+            for row in rows
+        ],
+    }
+
+
+def go_on_afresh(left: list[Part], arguments: argparse.Namespace, seconds: float) -> NoReturn:
+    """Replace this process, which has lost its device, by one that runs the parts that are left."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--peers", str(arguments.peers), "--no-warm", "--has-failed"]
+    command += ["--seconds", str(round(seconds)), "--only", *(part.name for part in left)]
+    command += [flag for flag in ("--quick", "--full", "--check-only") if getattr(arguments, as_name(flag))]
+    command += ["--out", str(arguments.out)] if arguments.out else []
+    sys.stdout.flush()
+    # The driver keeps the card's memory for as long as one of its files is open.
+    os.closerange(3, 1 << 16)
+    os.execv(sys.executable, command)
+
+
+def as_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compile what the parts will launch, in many processes that share Triton's cache: one alone would take minutes."""
+    if not any(part.warm for part in parts):
+        return {"seconds": 0.0, "failed": []}
+    started = time.monotonic()
+    count = max(1, min(MAX_WARMERS, len(os.sched_getaffinity(0)) - 2))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--peers", str(arguments.peers)]
+    command += ["--only", *(part.name for part in parts)]
+    command += [flag for flag in ("--quick", "--full") if getattr(arguments, as_name(flag))]
+    processes = [
+        subprocess.Popen(
+            [*command, "--warm", f"{shard}/{count}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for shard in range(count)
+    ]
+    failed = []
+    for shard, process in enumerate(processes):
+        try:
+            _, errors = process.communicate(timeout=max(1.0, started + WARM_S - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, errors = process.communicate()
+            errors += f"stopped after {WARM_S} s"
+        if process.returncode:
+            # What was not compiled here is compiled when it is first launched, before it is timed.
+            failed.append(f"{shard}/{count}: {errors.strip().splitlines()[-1] if errors.strip() else 'no message'}")
+    seconds = time.monotonic() - started
+    print(f"compiling in {count} processes: {seconds:.1f} s, {len(failed)} failed", flush=True)
+    return {"seconds": round(seconds, 1), "failed": failed}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write JSON; parts in the file from the same commit and card stay")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--quick", action="store_true", help="few cases")
+    amount.add_argument("--full", action="store_true", help="all cases, however long they take")
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL_S, help="cases that begin later are left out (%(default)s)"
+    )
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    parser.add_argument("--peers", type=Path, default=PEERS, help="where peers' kernels are; see gpu_peers.py")
+    parser.add_argument("--check-only", action="store_true", help="check the answers and time nothing")
+    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, with --check-only")
+    parser.add_argument("--dry-run", action="store_true", help="list what each case needs of a card; needs none")
+    parser.add_argument("--card", choices=PLANNED, default="h200", help="of the dry run (%(default)s)")
+    parser.add_argument("--no-warm", action="store_true", help="compile as launches come, in this process")
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
+    parser.add_argument("--has-failed", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def why_not(arguments: argparse.Namespace) -> str:
+    """Why these arguments cannot run on this machine; empty if they can."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if arguments.tiny:
+        if not arguments.check_only:
+            return "--tiny times nothing: give --check-only with it"
+        return "" if is_interpreted else "--tiny runs in Triton's interpreter: set TRITON_INTERPRET=1"
+    if is_interpreted:
+        return "TRITON_INTERPRET is set: kernels would be interpreted; unset it, or give --check-only --tiny"
+    return "" if torch.cuda.is_available() else "there is no CUDA device here; --check-only --tiny needs none"
+
+
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    if arguments.dry_run:
+        return list_needs(arguments)
+    problem = why_not(arguments)
+    if problem:
+        print(f"benchmarks.gpu: {problem}", file=sys.stderr)
+        return 2
+    ends_at = time.monotonic() + arguments.seconds
+    bench = Bench(
+        device=torch.device("cpu" if arguments.tiny else "cuda"),
+        is_tiny=arguments.tiny,
+        is_quick=arguments.quick,
+        is_full=arguments.full,
+        is_timed=not arguments.check_only and not arguments.warm,
+        is_warming=bool(arguments.warm),
+        peers=arguments.peers,
+    )
+    parts = [part for part in PARTS if part.name in arguments.only or part is PARTS[0]]
+    torch.manual_seed(0)
+    if arguments.warm:
+        return run_warmer(bench, parts, arguments.warm)
+    machine = describe()
+    try:
+        results = stored(arguments.out, machine)
+    except (ValueError, KeyError) as error:
+        print(f"benchmarks.gpu: {error}", file=sys.stderr)
+        return 2
+    print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    warmed = warm_up(parts, arguments) if bench.is_timed and not arguments.no_warm else None
+    has_failed = arguments.has_failed
+    is_alone = len(arguments.only) == 1
+
+    def keep(part: Part, result: dict[str, Any]) -> None:
+        results[part.name] = result | {"warm_up": warmed}
+        if arguments.out:
+            store(arguments.out, machine, results)
+
+    for number, part in enumerate(parts):
+        deadline = ends_at if is_alone else min(ends_at, time.monotonic() + part.budget_s)
+        with torch.inference_mode():
+            result = run_part(part, bench, deadline, partial(keep, part))
+        keep(part, result)
+        has_failed |= result["is_failed"]
+        print(table(part.name, result), flush=True)
+        left = parts[number + 1 :]
+        if result["error"] and left and bench.is_broken():
+            go_on_afresh(left, arguments, ends_at - time.monotonic())
+    return 1 if has_failed else 0
+
+
+def list_needs(arguments: argparse.Namespace) -> int:
+    """The dry run: 1 where a part does not fit the card's memory or its time."""
+    bench = Bench(
+        device=META,
+        is_tiny=False,
+        is_quick=arguments.quick,
+        is_full=arguments.full,
+        is_timed=True,
+        is_warming=False,
+        peers=arguments.peers,
+        planned=PLANNED[arguments.card],
+    )
+    parts = [part for part in PARTS if part.name in arguments.only or part is PARTS[0]]
+    return dry_run(bench, parts, Limits(total_s=arguments.seconds, warm_s=WARM_S), arguments.out)
+
+
+def run_warmer(bench: Bench, parts: list[Part], share: str) -> int:
+    """One of the processes that compile: `share` is which one of how many."""
+    shard, num_shards = (int(number) for number in share.split("/"))
+    has_failed = False
+    for part in parts:
+        if part.warm is None:
+            continue
+        try:
+            with torch.inference_mode():
+                part.warm(bench, shard, num_shards)
+        except Exception:
+            # The other parts' kernels are compiled all the same.
+            traceback.print_exc()
+            has_failed = True
+        bench.drop()
+    return 1 if has_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Random adapters in the shuffled pages of a pool, the same adapters dense, and the batches that use them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.model import Model
+from loramux.kernels.layout import AdapterLayout, B, adapter_layout, row_layout
+from loramux.kernels.segments import SEGMENT_ROWS, build_segments, max_segments
+from loramux.kernels.tables import AdapterTables, PoolViews, Segments
+
+SCALE = 2.0
+"""`alpha / r` of every adapter: peers take one number for all."""
+
+MAX_RANK = 64
+"""Of any case: the page tables have the same width in all of them, so that they share compiled kernels."""
+
+POISON = 1 << 30
+"""No row and no segment has this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraCase:
+    """`num_rows` rows, in equal runs, for adapters of `ranks`; `num_sequences` bounds the segments of a graph."""
+
+    num_rows: int
+    num_sequences: int
+    ranks: tuple[int, ...]
+    label: str
+
+    @property
+    def num_adapters(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rows_each(self) -> int:
+        return self.num_rows // self.num_adapters
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The adapter of each row."""
+        return np.repeat(np.arange(self.num_adapters, dtype=np.int32), self.rows_each)
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(self.ranks)) == 1
+
+    def __str__(self) -> str:
+        return f"T={self.num_rows} N={self.num_adapters} r={self.label}"
+
+
+class ResidentAdapters:
+    """Adapters of the given ranks on all seven linears, rank-true and in shuffled pages.
+
+    The pool's elements are random all over: an adapter is whatever its pages hold. Where `shares_pages`, a few pages
+    serve all adapters, which is enough to compile the kernels and for nothing else.
+    """
+
+    def __init__(self, bench: Bench, model: Model, pool: PoolViews, ranks: tuple[int, ...], shares_pages: bool) -> None:
+        geometry, device = pool.geometry, bench.device
+        self.model, self.pool, self.ranks = model, pool, ranks
+        self._layouts = {rank: self._layout(rank) for rank in {*ranks, MAX_RANK}}
+        counts = [self._layouts[rank].num_pages for rank in ranks]
+        num_pages = pool.raw.shape[0]
+        if sum(counts) > num_pages and not shares_pages:
+            raise MemoryError(
+                f"the adapters take {sum(counts) * geometry.total_page_bytes / 1e9:.1f} GB, "
+                f"the pool has {num_pages * geometry.total_page_bytes / 1e9:.1f} GB"
+            )
+        shuffled = torch.from_numpy(np.random.default_rng(2).permutation(max(num_pages, sum(counts))) % num_pages)
+        # Unused entries name the first page; nothing reads them.
+        page_table = torch.zeros(len(ranks), self._layouts[MAX_RANK].num_pages, dtype=torch.int32)
+        begin = 0
+        for slot, count in enumerate(counts):
+            page_table[slot, :count] = shuffled[begin : begin + count]
+            begin += count
+        off = np.stack([self._layouts[rank].offsets for rank in ranks])
+        rank = np.stack([self._layouts[rank].ranks for rank in ranks])
+        self.tables = AdapterTables(
+            page_table=page_table.to(device),
+            off=torch.from_numpy(off).to(device),
+            rank=torch.from_numpy(rank).to(device),
+            scale=torch.full(rank.shape, SCALE, device=device),
+        )
+
+    def _layout(self, rank: int) -> AdapterLayout:
+        model = self.model
+        ranks = np.full((model.num_layers, len(model.modules)), rank, np.int32)
+        return adapter_layout(self.pool.geometry, model.modules, ranks)
+
+    @property
+    def max_rank(self) -> int:
+        return max(self.ranks)
+
+    def rows(self, layer: int, module: int, half: int, slots: torch.Tensor, rank: int) -> torch.Tensor:
+        """A `[num_slots, rank, in]`, or B transposed `[num_slots, rank, out]`, of slots that all have this rank.
+
+        Only these adapters' pages are read, by a path of its own: the answers of the kernels are compared with this.
+        """
+        shape = self.model.modules[module]
+        layout = row_layout(shape.out_features if half == B else shape.in_features, self.pool.geometry.adapter_elements)
+        E, begin = self.pool.geometry.adapter_elements, int(self._layouts[rank].offsets[layer, module, half])
+        length = rank * layout.padded_len
+        first, last = begin // E, -(-(begin + length) // E)
+        pages = self.tables.page_table[slots, first:last].long()
+        stream = self.pool.adapter[pages, layer].flatten(1)[:, begin - first * E :][:, :length]
+        return stream.unflatten(1, (rank, layout.padded_len))[:, :, : layout.row_len]
+
+    def slots_by_rank(self) -> dict[int, torch.Tensor]:
+        device = self.tables.rank.device
+        return {
+            rank: torch.tensor([slot for slot, own in enumerate(self.ranks) if own == rank], device=device)
+            for rank in sorted(set(self.ranks))
+        }
+
+    def weight_bytes(self) -> int:
+        """Bytes of A and B of all adapters in all layers, each once and without padding."""
+        elements = sum(module.in_features + module.out_features for module in self.model.modules)
+        return sum(self.ranks) * elements * self.model.num_layers * self.pool.adapter.element_size()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraBatch:
+    """A case's rows on the device: `xs[g]` `[T, in]` is the input of group `g`, the same in all layers."""
+
+    case: LoraCase
+    model: Model
+    xs: tuple[torch.Tensor, ...]
+    segments: Segments
+
+    def outputs(self) -> list[torch.Tensor]:
+        """Fresh rows `[T, total_out]` of each group, as the base's linears would leave them."""
+        device = self.xs[0].device
+        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(3)
+        return [
+            torch.randn(
+                self.case.num_rows, group.total_out, generator=generator, device=x.device, dtype=torch.float32
+            ).mul_(0.1).to(x.dtype)
+            for group, x in zip(self.model.groups, self.xs, strict=True)
+        ]  # fmt: skip
+
+    def activation_bytes(self) -> int:
+        """Bytes of x read once, y read once and y written once, in all groups and layers."""
+        elements = sum(group.in_features + 2 * group.total_out for group in self.model.groups)
+        return self.case.num_rows * elements * self.model.num_layers * self.xs[0].element_size()
+
+
+def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
+    """The case's rows and segments; the segments are padded to the bound that a captured graph has."""
+    generator = bench.generator(4)
+    xs = tuple(
+        torch.randn(case.num_rows, group.in_features, generator=generator, device=bench.device).to(bench.dtype)
+        for group in model.groups
+    )
+    listed = build_segments(case.slots, SEGMENT_ROWS)
+    missing = max_segments(case.num_rows, case.num_sequences) - listed.num_segments
+    tail = torch.full((missing,), POISON, dtype=torch.int32)
+    segments = Segments(
+        rows=listed.rows.to(bench.device),
+        starts=torch.cat([listed.starts, tail]).to(bench.device),
+        slots=torch.cat([listed.slots, torch.full_like(tail, -1)]).to(bench.device),
+        max_rank=max(case.ranks),
+    )
+    return LoraBatch(case, model, xs, segments)
+
+
+def expected_change(adapters: ResidentAdapters, batch: LoraBatch, layer: int) -> list[torch.Tensor]:
+    """What each group's output gains in this layer, float64 `[T, total_out]`, from dense matrices."""
+    case, model = batch.case, batch.model
+    changes = []
+    for group, x in zip(model.groups, batch.xs, strict=True):
+        change = torch.zeros(case.num_rows, group.total_out, dtype=torch.float64, device=x.device)
+        for rank, slots in adapters.slots_by_rank().items():
+            for i, module in enumerate(group.modules):
+                a, b = (adapters.rows(layer, module, half, slots, rank) for half in (0, 1))
+                columns = slice(group.out_offsets[i], group.out_offsets[i] + group.out_features[i])
+                for n, slot in enumerate(slots.tolist()):
+                    rows = slice(slot * case.rows_each, (slot + 1) * case.rows_each)
+                    change[rows, columns] = SCALE * (x[rows].double() @ a[n].double().T @ b[n].double())
+        changes.append(change)
+    return changes

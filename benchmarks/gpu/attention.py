@@ -1,0 +1,289 @@
+"""Paged attention in decode over its bytes' floor and in prefill over the card's matrix rate, beside torch's SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+
+from benchmarks.gpu.bench import POOL_STD, Bench, CheckError, Row, require_close
+from benchmarks.gpu.model import Model, model_of
+from loramux.kernels.gpu.attention import PAGE_TOKENS, attention_plan, paged_attention
+from loramux.kernels.tables import AttentionBatch, PoolViews
+
+MAX_KV_BYTES = 72 << 30
+"""Of the pages of a case: where all layers do not fit, fewer are stored, and the row says how many."""
+
+MAX_DENSE_BYTES = 9 << 30
+"""Of the contiguous keys and values that SDPA reads; one layer at least."""
+
+KEPT_FREE = 24 << 30
+WARM_POOL_BYTES = 1 << 30
+SAMPLED_ROWS = 64
+"""Of a prefill's query rows: the rest are compared with nothing, but must be finite."""
+
+QUERY_STD = 2 / POOL_STD
+"""Scores then have a spread of 2: neither all keys alike nor one alone."""
+
+OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
+
+LayerLaunch = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Sequences of one context length with `num_queries` rows each, 1 in decode and all of them in prefill."""
+
+    num_sequences: int
+    context: int
+    num_queries: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_queries == 1
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_sequences * self.num_queries
+
+    @property
+    def pages_each(self) -> int:
+        return -(-self.context // PAGE_TOKENS)
+
+    def kv_bytes(self, model: Model, itemsize: int) -> int:
+        """K and V of one layer."""
+        return self.num_sequences * self.context * 2 * model.num_kv_heads * model.head_dim * itemsize
+
+    def operations(self, model: Model) -> int:
+        """Multiplications and additions of one layer's two products, of visible keys alone."""
+        visible = self.num_queries * self.context - self.num_queries * (self.num_queries - 1) // 2
+        return 4 * self.num_sequences * model.num_heads * model.head_dim * visible
+
+    def __str__(self) -> str:
+        return f"decode b={self.num_sequences} ctx={self.context}" if self.is_decode else f"prefill {self.context}"
+
+
+def cases(bench: Bench) -> list[AttentionCase]:
+    if bench.is_tiny:
+        return [AttentionCase(3, 37, 1), AttentionCase(1, 21, 21)]
+    batches = (1, 64) if bench.is_quick else (1, 16, 64, 256)
+    contexts = (1024,) if bench.is_quick else (512, 1024, 8192)
+    prefills = (2048,) if bench.is_quick else (512, 2048, 8192)
+    prefill = [AttentionCase(1, length, length) for length in prefills]
+    decode = [AttentionCase(batch, context, 1) for context in contexts for batch in batches]
+    if not bench.is_full:
+        # What a context of 1,024 shows, others show again; of the longest, one sequence and many.
+        kept = {(batch, 1024) for batch in batches} | {(1, 8192), (64, 8192)}
+        decode = [case for case in decode if (case.num_sequences, case.context) in kept]
+    return [*prefill, *decode]
+
+
+def run(bench: Bench) -> Iterator[Row]:
+    model = model_of(bench)
+    wanted = cases(bench)
+    itemsize = bench.dtype.itemsize
+    allowed = allowed_bytes(bench)
+    # The largest first: the pool's memory is then made once.
+    bench.pool(model.geometry(itemsize), max(pool_bytes_of(model, case, itemsize, allowed) for case in wanted))
+    for number, case in enumerate(wanted):
+        if bench.seconds_left <= 0:
+            yield from bench.left_out(wanted[number:], OURS)
+            return
+        yield from bench.guarded(str(case), OURS, _run_case(bench, model, case, allowed))
+
+
+def warm(bench: Bench, shard: int, num_shards: int) -> None:
+    """Compile what this shard's cases launch, with all sequences in the same pages."""
+    model = model_of(bench)
+    for case in cases(bench)[shard::num_shards]:
+        num_layers = num_stored(model, case, bench.dtype.itemsize, MAX_KV_BYTES)
+        pool = bench.pool(model.geometry(bench.dtype.itemsize, num_layers), WARM_POOL_BYTES)
+        Attention(bench, model, case, pool).launch(0)
+
+
+def allowed_bytes(bench: Bench) -> int:
+    """The most that a case's pages may take."""
+    return min(MAX_KV_BYTES, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
+
+
+def num_stored(model: Model, case: AttentionCase, itemsize: int, allowed: int) -> int:
+    page_bytes = model.geometry(itemsize, 1).total_page_bytes
+    return min(model.num_layers, allowed // (case.num_sequences * case.pages_each * page_bytes))
+
+
+def pool_bytes_of(model: Model, case: AttentionCase, itemsize: int, allowed: int) -> int:
+    page_bytes = model.geometry(itemsize, 1).total_page_bytes
+    return num_stored(model, case, itemsize, allowed) * case.num_sequences * case.pages_each * page_bytes
+
+
+class Attention:
+    """One case's pages, rows and launches; where the pool is too small for it, sequences share pages."""
+
+    def __init__(self, bench: Bench, model: Model, case: AttentionCase, pool: PoolViews) -> None:
+        self.model, self.case, self.pool = model, case, pool
+        num_pages, listed = pool.raw.shape[0], case.num_sequences * case.pages_each
+        pages = np.random.default_rng(5).permutation(max(num_pages, listed))[:listed] % num_pages
+        self.pages = torch.from_numpy(pages).view(case.num_sequences, case.pages_each).to(bench.device)
+
+        def numbers(values: range, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=bench.device)
+
+        self.batch = AttentionBatch(
+            cu_q=numbers(range(0, case.num_rows + 1, case.num_queries)),
+            seq_lens=torch.full((case.num_sequences,), case.context, dtype=torch.int32, device=bench.device),
+            pages=self.pages.flatten().to(torch.int32),
+            page_starts=numbers(range(0, listed, case.pages_each)),
+            # Nothing is written here.
+            kv_slots=torch.full((case.num_rows,), -1, dtype=torch.int64, device=bench.device),
+            max_q=case.num_queries,
+        )
+        generator = bench.generator(6)
+        shape = (case.num_rows, model.num_heads, model.head_dim)
+        self.q = torch.randn(shape, generator=generator, device=bench.device).mul_(QUERY_STD).to(bench.dtype)
+        self.out = torch.full_like(self.q, torch.nan)
+        self._plan = attention_plan(
+            case.num_rows, case.num_sequences, model.attention, bench.dtype.itemsize,
+            all_short=case.is_decode, num_processors=bench.num_processors,
+        )  # fmt: skip
+        elements = self._plan.workspace_elements(case.num_rows, case.num_sequences, model.attention)
+        self._workspace = torch.full((elements,), torch.nan, device=bench.device)
+
+    @property
+    def num_layers(self) -> int:
+        return self.pool.geometry.num_layers
+
+    def launch(self, layer: int) -> None:
+        paged_attention(
+            self.q, self.pool, layer % self.num_layers, self.batch, self.model.attention, self._plan, self._workspace,
+            self.out,
+        )  # fmt: skip
+
+    def dense(self, layer: int, sequences: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V `[num_sequences, num_kv_heads, context, head_dim]`, gathered from pages as the engine fills them."""
+        heads, width = self.model.num_kv_heads, self.model.head_dim
+        kv = self.pool.kv[self.pages[sequences], layer].unflatten(2, (2, heads, PAGE_TOKENS, width))
+        k, v = kv.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self.case.context]
+        return k, v
+
+    def check(self, launch: LayerLaunch, layer: int) -> float:
+        """The worst sequence's error in one layer, against float64."""
+        case = self.case
+        self.out.fill_(torch.nan)
+        launch(layer)
+        if not bool(self.out.isfinite().all()):
+            raise CheckError("some elements were not written, or are not finite")
+        chosen = torch.randperm(case.num_queries, generator=torch.Generator().manual_seed(7))[:SAMPLED_ROWS]
+        chosen = torch.cat([chosen, torch.tensor([0, case.num_queries - 1])]).unique().to(self.q.device)
+        position = chosen + case.context - case.num_queries
+        is_hidden = torch.arange(case.context, device=self.q.device)[None, :] > position[:, None]
+        worst = 0.0
+        for i in range(case.num_sequences):
+            k, v = (one[0].double() for one in self.dense(layer, slice(i, i + 1)))
+            q = self.q[i * case.num_queries + chosen].double().unflatten(1, (self.model.num_kv_heads, -1))
+            scores = torch.einsum("thgd,hsd->hgts", q, k) * self.model.attention.scale
+            weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+            expected = torch.einsum("hgts,hsd->thgd", weights, v).flatten(1, 2)
+            worst = max(worst, require_close(self.out[i * case.num_queries + chosen], expected))
+        return worst
+
+
+def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
+    """torch's attention over contiguous copies of as many layers as fit; in decode the group is the query's length."""
+    case, model = attention.case, attention.model
+    layer_bytes = case.kv_bytes(model, bench.dtype.itemsize)
+    num_layers = min(attention.num_layers, max(1, MAX_DENSE_BYTES // layer_bytes))
+    stored = []
+    for layer in range(num_layers):
+        dense = [
+            torch.empty(case.num_sequences, model.num_kv_heads, case.context, model.head_dim, device=bench.device,
+                        dtype=bench.dtype)
+            for _ in range(2)
+        ]  # fmt: skip
+        # In parts, so that the gathered pages take no more memory than a few sequences'.
+        for begin in range(0, case.num_sequences, 16):
+            sequences = slice(begin, begin + 16)
+            for target, source in zip(dense, attention.dense(layer, sequences), strict=True):
+                target[sequences] = source
+        stored.append(dense)
+    q, out = attention.q, attention.out
+    scale = model.attention.scale
+
+    def decode(layer: int) -> None:
+        k, v = stored[layer % num_layers]
+        grouped = q.unflatten(1, (model.num_kv_heads, -1))
+        out.view_as(grouped).copy_(functional.scaled_dot_product_attention(grouped, k, v, scale=scale))
+
+    def prefill(layer: int) -> None:
+        k, v = stored[layer % num_layers]
+        found = functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k, v, is_causal=True, scale=scale, enable_gqa=True
+        )
+        out.copy_(found[0].transpose(0, 1))
+
+    return (decode if case.is_decode else prefill), num_layers
+
+
+def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> Iterator[Row]:
+    itemsize = bench.dtype.itemsize
+    num_layers = num_stored(model, case, itemsize, allowed)
+    if num_layers < 1:
+        raise MemoryError(f"one layer takes {case.kv_bytes(model, itemsize) / 1e9:.1f} GB")
+    geometry = model.geometry(itemsize, num_layers)
+    pool = bench.pool(geometry, pool_bytes_of(model, case, itemsize, allowed))
+    attention = Attention(bench, model, case, pool)
+    errors = {OURS: max(attention.check(attention.launch, layer) for layer in sorted({0, num_layers - 1}))}
+    launches: dict[str, LayerLaunch] = {OURS: attention.launch}
+    stored = {OURS: num_layers}
+    try:
+        launch, stored[SDPA] = sdpa_way(bench, attention)
+        errors[SDPA] = max(attention.check(launch, layer) for layer in sorted({0, stored[SDPA] - 1}))
+        launches[SDPA] = launch
+    # Without it the figures of loramux still stand.
+    except (CheckError, RuntimeError) as error:
+        if bench.is_broken():
+            raise
+        yield Row(str(case), SDPA, problem=f"{type(error).__name__}: {error}")
+    if not bench.is_timed:
+        yield from (Row(str(case), name, {"error": errors[name]}) for name in launches)
+        return
+
+    assert bench.ceilings is not None
+    replays = {}
+    for name, launch in launches.items():
+        replays[name] = bench.capture(_repeated(launch, model.num_layers))
+        replays[f"{name}, alone"] = bench.capture(_repeated(launch, 1))
+    seconds = bench.time(replays)
+    # Queries are read and answers are written once.
+    read = case.kv_bytes(model, itemsize) + 2 * attention.q.nbytes
+    by_bytes = read / bench.ceilings.bandwidth
+    by_operations = case.operations(model) / bench.ceilings.matmul
+    floor = max(by_bytes, by_operations)
+    for name in launches:
+        one = seconds[name] / model.num_layers
+        figures = {
+            "layer_us": one * 1e6,
+            "alone_us": seconds[f"{name}, alone"] * 1e6,
+            "floor_us": floor * 1e6,
+            "over_floor": one / floor,
+        }
+        if by_bytes >= by_operations:
+            figures["tb_s"] = read / one / 1e12
+        else:
+            figures["tflop_s"] = case.operations(model) / one / 1e12
+        if name == OURS and SDPA in seconds:
+            figures["over_sdpa"] = seconds[OURS] / seconds[SDPA]
+        if stored[name] < model.num_layers:
+            figures["stored_layers"] = stored[name]
+        yield Row(str(case), name, figures | {"error": errors[name]})
+    bench.say(f"  {case}: " + ", ".join(f"{name} {seconds[name] / model.num_layers * 1e6:.1f} us" for name in launches))
+
+
+def _repeated(launch: LayerLaunch, num_layers: int) -> Callable[[], None]:
+    def step() -> None:
+        for layer in range(num_layers):
+            launch(layer)
+
+    return step

@@ -1,0 +1,212 @@
+"""The engine's answers on the device against plain PyTorch's on the CPU: nothing of the engine is timed before."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.bench import Bench, CheckError, Goal, Row
+from benchmarks.gpu.engine import Answer, RunningEngine, device_backend, open_engine
+from benchmarks.gpu.model import Model
+from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, RandomWeights, random_prompt
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.backend import Backend, DenseLinear
+from loramux.engine.messages import Add, SamplingParams
+from loramux.kernels.reference.kernels import ReferenceKernels
+
+SMALL = Model(4, 512, 1024, 8, 2, 64, 2048)
+TINY = Model(1, 64, 64, 2, 1, 16, 64)
+
+WEIGHTS = RandomWeights(torch.device("cpu"), torch.float32)
+"""Made on the CPU for both sides: another device would draw other numbers."""
+
+TOLERANCE = 1e-3
+"""Of a log-probability in float32. Tokens may differ where the two likeliest are as close."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A prompt of so many tokens, for the base or for an adapter of this rank on these modules of later layers."""
+
+    rank: int
+    num_prompt: int
+    modules: tuple[int, ...] = ALL_MODULES
+    first_layer: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"r{self.rank}-{self.num_prompt}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPlan:
+    model: Model
+    requests: tuple[CheckedRequest, ...]
+    num_tokens: int
+    max_batch_tokens: int
+
+
+# The base's requests come first: their rows then have the same places in a batch without adapters.
+PLAN = CheckPlan(
+    SMALL,
+    (
+        CheckedRequest(0, 5),
+        CheckedRequest(0, 200),
+        CheckedRequest(1, 17),
+        CheckedRequest(3, 1, modules=(0, 2, 6)),
+        CheckedRequest(8, 33, modules=(0, 1, 2, 3)),
+        CheckedRequest(16, 300),
+        CheckedRequest(31, 64, modules=(1, 3, 5), first_layer=2),
+        CheckedRequest(64, 129),
+    ),
+    num_tokens=32,
+    max_batch_tokens=128,
+)
+TINY_PLAN = CheckPlan(
+    TINY,
+    (CheckedRequest(0, 3), CheckedRequest(3, 18), CheckedRequest(20, 1, modules=(0, 3, 6))),
+    2,
+    max_batch_tokens=16,
+)
+
+
+def require_right_engine(bench: Bench) -> Row:
+    """What the check found; raises CheckError where the engine's answers are wrong. It runs once in a process."""
+    if bench.engine_check is None:
+        try:
+            bench.engine_check = _check(bench)
+        except CheckError as error:
+            bench.engine_check = error
+    if isinstance(bench.engine_check, CheckError):
+        raise bench.engine_check
+    return bench.engine_check
+
+
+def warm(bench: Bench) -> None:
+    """Compile what the check launches on the device."""
+    plan = TINY_PLAN if bench.is_tiny else PLAN
+    adapters, digests = _adapters(bench, plan)
+    with _open(bench, plan, adapters, device_backend(bench)) as engine:
+        engine.load(digest for digest in digests.values() if digest)
+        engine.answer(_adds(plan, digests))
+        engine.answer(_adds(plan, dict.fromkeys(digests)))
+
+
+def _check(bench: Bench) -> Row:
+    plan = TINY_PLAN if bench.is_tiny else PLAN
+    adapters, digests = _adapters(bench, plan)
+    loaded = [digest for digest in digests.values() if digest]
+    with _open(bench, plan, adapters, reference_backend()) as engine:
+        engine.load(loaded)
+        expected = engine.answer(_adds(plan, digests))
+    with _open(bench, plan, adapters, device_backend(bench)) as engine:
+        engine.load(loaded)
+        mixed = engine.answer(_adds(plan, digests))
+        worst, num_compared = compare(mixed, expected)
+        plain = engine.answer(_adds(plan, dict.fromkeys(digests)))
+        # A neighbour changes nothing: the last request answers the same alone.
+        compare(engine.answer(_adds(plan, digests)[-1:]), expected)
+    changes = {request: changed_by(mixed[request.name], plain[request.name]) for request in plan.requests}
+    base_change = max(change for request, change in changes.items() if not request.rank)
+    if base_change > TOLERANCE:
+        raise CheckError(f"the adapters of a mixed batch changed the base's answers by {base_change:.2e}")
+    for request, change in changes.items():
+        if request.rank and change <= TOLERANCE:
+            raise CheckError(f"the adapter of {request.name} changed its answer by {change:.2e} only")
+    figures = {"error": worst, "compared_tokens": float(num_compared), "base_change": base_change}
+    case = f"float32, {len(plan.requests)} requests, base and ranks to {max(one.rank for one in plan.requests)}"
+    # Its rows promise to be the same to the bit; a change below the tolerance is reported, and measuring goes on.
+    return Row(case, "engine against plain PyTorch", figures, (Goal("base_change", 0.0),))
+
+
+def _adapters(bench: Bench, plan: CheckPlan) -> tuple[RandomAdapters, dict[str, str | None]]:
+    adapters = RandomAdapters(bench, plan.model, "float32")
+    digests: dict[str, str | None] = {}
+    for request in plan.requests:
+        digests[request.name] = request.name if request.rank else None
+        if request.rank:
+            adapters.make([request.name], request.rank, request.modules, request.first_layer)
+    return adapters, digests
+
+
+def _adds(plan: CheckPlan, digests: dict[str, str | None]) -> list[Add]:
+    # The two likeliest tokens tell whether a different choice is an error.
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=2)
+    return [
+        Add(
+            sequence_id=request.name,
+            prompt=random_prompt(plan.model, request.num_prompt, seed),
+            max_tokens=plan.num_tokens,
+            sampling=sampling,
+            digest=digests[request.name],
+        )
+        for seed, request in enumerate(plan.requests)
+    ]
+
+
+def reference_backend() -> Backend:
+    """The CPU's executor and the kernels' specification: another path from the pages to the tokens."""
+    return Backend(
+        accelerator=HostAccelerator(),
+        make_kernels=lambda pool, shapes: ReferenceKernels(pool),
+        make_linear=DenseLinear,
+        activation_dtype=torch.float32,
+    )
+
+
+def _open(
+    bench: Bench, plan: CheckPlan, adapters: RandomAdapters, backend: Backend
+) -> AbstractContextManager[RunningEngine]:
+    return open_engine(
+        bench,
+        plan.model,
+        adapters,
+        backend,
+        WEIGHTS,
+        dtype="float32",
+        max_len=512,
+        pool_bytes=64 << 20,
+        max_batch_tokens=plan.max_batch_tokens,
+        max_sequences=len(plan.requests),
+        max_resident_adapters=len(plan.requests),
+    )
+
+
+def changed_by(answer: Answer, plain: Answer) -> float:
+    """The largest difference of a token's log-probability, infinity where the tokens differ."""
+    if answer.tokens != plain.tokens:
+        return math.inf
+    pairs = zip(answer.logprobs, plain.logprobs, strict=True)
+    return max(abs(ours.logprob - theirs.logprob) for ours, theirs in pairs)
+
+
+def compare(found: dict[str, Answer], expected: dict[str, Answer]) -> tuple[float, int]:
+    """The worst difference of a log-probability, and how many tokens were compared.
+
+    Where the two likeliest tokens are close, a different choice is none of anybody's fault, and what follows it is not
+    compared. Raises CheckError where tokens or log-probabilities differ otherwise.
+    """
+    worst, num_compared, num_tokens = 0.0, 0, 0
+    for name, answer in found.items():
+        num_tokens += len(expected[name].tokens)
+        if len(answer.tokens) != len(expected[name].tokens):
+            raise CheckError(f"{name} has {len(answer.tokens)} tokens instead of {len(expected[name].tokens)}")
+        for position, (ours, theirs) in enumerate(zip(answer.logprobs, expected[name].logprobs, strict=True)):
+            if ours.token_id != theirs.token_id:
+                (_, best), (_, second) = theirs.top[:2]
+                if best - second > TOLERANCE:
+                    raise CheckError(f"token {position} of {name} is {ours.token_id} instead of {theirs.token_id}")
+                break
+            difference = abs(ours.logprob - theirs.logprob)
+            if not difference <= TOLERANCE:
+                raise CheckError(
+                    f"the log-probability of token {position} of {name} is {ours.logprob:.5f} instead of "
+                    f"{theirs.logprob:.5f}"
+                )
+            worst, num_compared = max(worst, difference), num_compared + 1
+    if num_compared < num_tokens / 2:
+        raise CheckError(f"choices are so close that only {num_compared} of {num_tokens} tokens could be compared")
+    return worst, num_compared

@@ -1,0 +1,237 @@
+"""What the cases of `step`, `prefill` and `s_lora` need of a card, from the engine's own steps and settings."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.gpu import prefill as gpu_prefill
+from benchmarks.gpu import s_lora as gpu_s_lora
+from benchmarks.gpu import step as gpu_step
+from benchmarks.gpu.bench import CONTEXT_BYTES, Bench
+from benchmarks.gpu.model import Model, model_of
+from benchmarks.gpu.needs import (
+    CAPTURE_S,
+    ENGINE_S,
+    HOST_OP_S,
+    HOST_STEP_S,
+    NUM_SHAPES,
+    OVER_FLOOR,
+    Listed,
+    MetaMemory,
+    Need,
+    check,
+    compiling,
+    floor_s,
+    planned,
+    random_s,
+    shape_of,
+)
+from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters
+from benchmarks.gpu.table_bytes import bytes_of
+from benchmarks.gpu.table_step import Launch, MetaEngine, RecordedStep, TableCase
+
+LORA_KERNELS = ("shrink_kernel", "expand_kernel")
+
+
+class PlannedEngine:
+    """An engine over tensors without memory, and the bytes that it holds."""
+
+    def __init__(self, bench: Bench, model: Model, settings: dict[str, Any], num_pages: int) -> None:
+        card = planned(bench).card
+        self.bench, self.model, self.memory = bench, model, MetaMemory()
+        self.num_pages, self.most_activations = num_pages, 0
+        with self.memory:
+            whole = MetaEngine(model, card, num_pages=num_pages, **settings)
+            pool = whole.pool.raw
+            self.held = {
+                "weights": model.all_bytes(bench.dtype.itemsize),
+                "pool": pool.nbytes,
+                "tables": self.memory.restart() - pool.nbytes - model.all_bytes(bench.dtype.itemsize),
+            }
+        self.shapes = {"a page": shape_of(pool[0]), "page table": shape_of(whole.tables.device.page_table)}
+        # All layers are alike: steps of one layer and of two tell those of all.
+        self._few = [
+            MetaEngine(replace(model, num_layers=count), card, num_pages=num_pages, **settings) for count in (1, 2)
+        ]
+        self.start_s = ENGINE_S + random_s(bench, self.held["weights"])
+
+    def record(self, case: TableCase) -> PlannedStep:
+        one, found = PlannedStep(case.num_tokens), PlannedStep(case.num_tokens)
+        self._few[0].record(case, one.note_step)
+        with self.memory:
+            before = self.memory.restart()
+            self._few[1].record(case, found.note_step)
+        found.activations = self.memory.peak - before
+        further = self.model.num_layers - 2
+        found.num_launches += further * (found.num_launches - one.num_launches)
+        found.moved += further * (found.moved - one.moved)
+        self.most_activations = max(self.most_activations, found.activations)
+        return found
+
+    def compiling(self) -> Need:
+        """Of processes that compile: each has a context, the ends, one linear of each size, and the largest step."""
+        itemsize = self.bench.dtype.itemsize
+        ends = 2 * self.model.vocab_size * self.model.hidden_size * itemsize
+        each = CONTEXT_BYTES + ends + self.model.linear_elements * itemsize + self.held["tables"]
+        return compiling(each + self.most_activations)
+
+
+class PlannedStep(Listed):
+    """What a step launches, the least bytes that it moves, and the most that it holds beside what the engine does."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.num_tokens, self.moved, self.activations = num_tokens, 0.0, 0
+
+    def note_step(self, launch: Launch, step: RecordedStep) -> None:
+        self.note(launch)
+        self.moved += bytes_of(launch, step).least
+
+    def seconds(self, bench: Bench, operations: float = 0.0) -> float:
+        return OVER_FLOOR * floor_s(bench, self.moved, operations, self.num_launches)
+
+    @property
+    def shapes(self) -> dict[str, str]:
+        return {"tokens": str(self.num_tokens), "widest grid": self.widest}
+
+
+def step(bench: Bench) -> Iterator[Need]:
+    model, wanted = model_of(bench), gpu_step.cases(bench)
+    settings = gpu_step.settings_of(bench, wanted)
+    adapter_pages = RandomAdapters(bench, model, "bfloat16").layout(gpu_step.RANK).num_pages
+    engine = PlannedEngine(bench, model, settings, gpu_step.num_pages_of(settings, adapter_pages))
+    start_s = engine.start_s + random_s(bench, engine.held["pool"])
+    yield check()
+    # A row says that adapters change answers at full size.
+    yield Need("every case", engine.shapes | {"pages": str(engine.num_pages)}, 1, engine.held, start_s)
+    needs = [_step_case(bench, engine, case) for case in wanted]
+    yield from needs
+    if bench.has_pdl:
+        # The first case again, on an engine whose launches may overlap and whose pool is no larger.
+        again = needs[0]
+        programs = frozenset(f"pdl {one}" for one in again.programs if one.startswith(LORA_KERNELS))
+        yield replace(again, case=f"{again.case}, pdl", seconds=start_s + again.seconds, programs=programs)
+    yield engine.compiling()
+
+
+def _step_case(bench: Bench, engine: PlannedEngine, case: gpu_step.StepCase) -> Need:
+    counts = (0, *gpu_step.adapter_counts(bench, case))
+    num_skipped, num_run = case.num_skipped + 2, gpu_step.NUM_WARM + gpu_step.NUM_MEASURED
+    steps = [
+        engine.record(
+            TableCase(str(case), case.batch, case.context - 1, 1, count, ALL_MODULES if count else (), gpu_step.RANK)
+        )
+        for count in counts
+    ]
+    seconds = sum(num_run * one.seconds(bench) + CAPTURE_S for one in steps)
+    # Two runs of each before and while it is captured, and the steps that are skipped.
+    seconds += sum(2 * HOST_OP_S * one.num_launches + HOST_STEP_S * num_skipped for one in steps)
+    held = engine.held | {"activations": sum(one.activations for one in steps)}
+    programs = frozenset[str]().union(*(one.programs for one in steps))
+    name = f"{case}: base, {', '.join(map(str, counts[1:]))} adapters"
+    return Need(name, steps[-1].shapes, len(counts), held, seconds, programs)
+
+
+def prefill(bench: Bench) -> Iterator[Need]:
+    model, wanted = model_of(bench), gpu_prefill.cases(bench)
+    settings = gpu_prefill.settings_of(wanted)
+    adapter_pages = RandomAdapters(bench, model, "bfloat16").layout(gpu_prefill.RANK).num_pages
+    engine = PlannedEngine(bench, model, settings, gpu_prefill.num_pages_of(wanted, adapter_pages))
+    yield check()
+    yield Need("every case", engine.shapes | {"pages": str(engine.num_pages)}, 0, engine.held, engine.start_s)
+    for case in wanted:
+        counts = (0, case.num_prompts)
+        steps = [
+            engine.record(
+                TableCase(str(case), case.num_prompts, 0, case.num_tokens, count, ALL_MODULES if count else (),
+                          gpu_prefill.RANK)
+            )
+            for count in counts
+        ]  # fmt: skip
+        seconds = 2 * CAPTURE_S
+        for count, one in zip(counts, steps, strict=True):
+            operations = case.operations(model, gpu_prefill.RANK if count else 0)
+            # Steps of this size are submitted launch by launch; the host and the card work at the same time.
+            run = max(one.seconds(bench, operations), HOST_OP_S * one.num_launches)
+            seconds += (gpu_prefill.NUM_WARM + gpu_prefill.NUM_MEASURED) * (run + HOST_STEP_S)
+        held = engine.held | {"activations": max(one.activations for one in steps)}
+        programs = frozenset[str]().union(*(one.programs for one in steps))
+        yield Need(f"{case}: base, {counts[1]} adapters", steps[-1].shapes, len(counts), held, seconds, programs)
+    yield engine.compiling()
+
+
+def s_lora(bench: Bench) -> Iterator[Need]:
+    model, workload = gpu_s_lora.model_of(bench), gpu_s_lora.workload_of(bench)
+    settings = gpu_s_lora.settings_of(workload)
+    adapters = RandomAdapters(bench, model, "bfloat16")
+    yield check()
+    # A row says what the workload is.
+    yield Need("every case", {"workload": str(workload)}, 1, {}, 0.0)
+    num_steps, num_prompt_tokens = scheduled_steps(workload)
+    most = max(workload.num_adapters)
+    whole = gpu_s_lora.whole_pool_bytes(bench) // adapters.page_bytes
+    engine = PlannedEngine(bench, model, settings, whole)
+    for name in gpu_s_lora.settings_to_run(bench):
+        turns = gpu_s_lora.SETTINGS[name]
+        pages = [adapters.layout(rank, gpu_s_lora.ATTENTION_MODULES).num_pages for rank in turns]
+        capped = workload.kv_pages + sum(pages[number % len(turns)] for number in range(gpu_s_lora.CAPPED_ADAPTERS))
+        payload = sum(pages) * adapters.page_bytes
+        compiled = frozenset[str]()
+        for step in gpu_s_lora.steps_to_warm(workload, name):
+            case = TableCase(name, step.num_sequences, 0, step.num_rows, 1, gpu_s_lora.ATTENTION_MODULES, step.rank)
+            compiled |= engine.record(case).programs
+        # A step takes as long as one of all sequences at the mean of full lengths, with as many adapters as rows.
+        context, count = workload.shortest + workload.longest, min(most, workload.max_sequences)
+        full = engine.record(
+            TableCase(name, workload.max_sequences, context - 1, 1, count, gpu_s_lora.ATTENTION_MODULES, max(turns))
+        )
+        prompts = 2 * num_prompt_tokens * model.num_layers * model.linear_elements
+        run = num_steps * full.seconds(bench) + OVER_FLOOR * floor_s(bench, operations=prompts)
+        for way, num_pages, counts in (("whole pool", whole, workload.num_adapters), ("capped pool", capped, (most,))):
+            problem = f"{num_pages} pages, the sequences alone need {workload.kv_pages}"
+            # The fewest adapters come once for nothing. Payloads are made on the card and pinned on the host.
+            seconds = engine.start_s + (len(counts) + 1) * run + random_s(bench, payload) + _captures_s(full)
+            pool = num_pages * adapters.page_bytes
+            yield Need(
+                f"{name}, {way}: {', '.join(map(str, counts))} adapters",
+                engine.shapes | {"pages": str(num_pages)},
+                len(counts),
+                engine.held | {"pool": pool, "activations": 2 * full.activations},
+                seconds,
+                compiled | full.programs,
+                problem if num_pages < workload.kv_pages else "",
+            )
+    yield engine.compiling()
+
+
+def _captures_s(full: PlannedStep) -> float:
+    """While the batch fills and empties, steps of many sizes are run and captured once each."""
+    return NUM_SHAPES * (CAPTURE_S + 2 * HOST_OP_S * full.num_launches)
+
+
+def scheduled_steps(workload: gpu_s_lora.Workload) -> tuple[int, int]:
+    """Steps until enough requests are answered, and the prompt tokens that they compute.
+
+    Decodes come first in each step, prompts fill the rest, as the engine's scheduler has it.
+    """
+    waiting = deque((one.num_prompt, one.num_output) for one in gpu_s_lora.drawn_of(workload))
+    decoding: list[int] = []
+    left, num_output = 0, 0
+    num_steps = num_prompt_tokens = num_answered = 0
+    while num_answered < workload.num_answered:
+        num_steps += 1
+        room = workload.max_batch_tokens - len(decoding)
+        decoding = [one - 1 for one in decoding]
+        while room and (left or (waiting and len(decoding) < workload.max_sequences)):
+            if not left:
+                left, num_output = waiting.popleft()
+            taken = min(left, room)
+            left, room, num_prompt_tokens = left - taken, room - taken, num_prompt_tokens + taken
+            if not left:
+                decoding.append(num_output - 1)
+        num_answered += sum(one <= 0 for one in decoding)
+        decoding = [one for one in decoding if one > 0]
+    return num_steps, num_prompt_tokens

@@ -1,0 +1,86 @@
+"""The sizes of the model whose steps the GPU benchmark measures, and of the small one on which it is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.gpu.bench import Bench
+from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.tables import AttentionSpec, ModuleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder's sizes."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @property
+    def modules(self) -> tuple[LinearShape, ...]:
+        """Its seven linear layers, in the order of the tables."""
+        hidden, wide, kv = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_dim
+        sizes = {
+            "q": (hidden, hidden), "k": (hidden, kv), "v": (hidden, kv), "o": (hidden, hidden),
+            "gate": (hidden, wide), "up": (hidden, wide), "down": (wide, hidden),
+        }  # fmt: skip
+        return tuple(LinearShape(name, *size) for name, size in sizes.items())
+
+    @property
+    def groups(self) -> tuple[ModuleGroup, ...]:
+        """q/k/v, o, gate/up and down: those that share an input, a shrink and an expand."""
+        return tuple(self._group(indices) for indices in ((0, 1, 2), (3,), (4, 5), (6,)))
+
+    def _group(self, indices: tuple[int, ...]) -> ModuleGroup:
+        widths = tuple(self.modules[i].out_features for i in indices)
+        offsets = tuple(sum(widths[:i]) for i in range(len(widths)))
+        return ModuleGroup(indices, self.modules[indices[0]].in_features, widths, offsets)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+
+    @property
+    def linear_elements(self) -> int:
+        """Weights of a layer's linears."""
+        return sum(module.in_features * module.out_features for module in self.modules)
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Bytes of weights that a decode step reads: all linears and the head."""
+        return (self.num_layers * self.linear_elements + self.vocab_size * self.hidden_size) * itemsize
+
+    def all_bytes(self, itemsize: int) -> int:
+        """Bytes of all weights, the embedding's too."""
+        return self.weight_bytes(itemsize) + self.vocab_size * self.hidden_size * itemsize
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Bytes of K and V of one token in all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
+
+    def adapter_bytes(self, rank: int, itemsize: int) -> int:
+        """Bytes of A and B of one adapter on all seven linears."""
+        elements = sum(module.in_features + module.out_features for module in self.modules)
+        return self.num_layers * rank * elements * itemsize
+
+    def geometry(self, itemsize: int, num_layers: int | None = None) -> PageGeometry:
+        """Its pages, of all its layers or of fewer."""
+        return PageGeometry(num_layers or self.num_layers, self.num_kv_heads, self.head_dim, itemsize, itemsize)
+
+
+LLAMA_8B = Model(32, 4096, 14336, 32, 8, 128, 128256)
+"""Llama-3.1-8B."""
+
+LLAMA_7B = Model(32, 4096, 11008, 32, 32, 128, 32000)
+"""Llama-7B, the base of S-LoRA's settings S1 and S2."""
+
+TINY = Model(2, 64, 96, 4, 2, 16, 96)
+"""What Triton's interpreter can do in seconds; pages of 1,024 elements a layer."""
+
+
+def model_of(bench: Bench) -> Model:
+    return TINY if bench.is_tiny else LLAMA_8B

@@ -1,0 +1,149 @@
+"""Prompts of the engine against the card's matrix rate: one long prompt, and several with an adapter each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu.bench import Bench, CheckError, Row
+from benchmarks.gpu.engine import GREEDY, RunningEngine, device_backend, device_weights, engine_dtype, open_engine
+from benchmarks.gpu.model import Model, model_of
+from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
+from benchmarks.gpu.warm import WarmStep, warm_steps
+from loramux.engine.messages import Add
+
+RANK = 16
+PAGE_TOKENS = 16
+NUM_WARM, NUM_MEASURED = 3, 7
+TINY_WARM, TINY_MEASURED = 0, 1
+"""Runs before those that are measured, and those: small steps are captured in the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCase:
+    """Prompts of one length, computed in one step."""
+
+    num_prompts: int
+    num_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_prompts * self.num_tokens
+
+    def operations(self, model: Model, rank: int) -> int:
+        """Multiplications and additions: linears, visible keys, adapters, and the head for each prompt's last token."""
+        visible = self.num_tokens * (self.num_tokens + 1) // 2
+        attention = 4 * model.num_heads * model.head_dim * visible * self.num_prompts
+        adapters = model.adapter_bytes(rank, itemsize=1)
+        head = 2 * self.num_prompts * model.vocab_size * model.hidden_size
+        linears = 2 * self.num_rows * (model.num_layers * model.linear_elements + adapters)
+        return linears + model.num_layers * attention + head
+
+    def __str__(self) -> str:
+        return f"prefill {self.num_prompts} x {self.num_tokens}"
+
+
+def cases(bench: Bench) -> list[PrefillCase]:
+    if bench.is_tiny:
+        return [PrefillCase(2, 3)]
+    if bench.is_quick:
+        return [PrefillCase(1, 2048)]
+    return [PrefillCase(1, 512), PrefillCase(1, 2048), PrefillCase(1, 8192), PrefillCase(8, 1024)]
+
+
+def run(bench: Bench) -> Iterator[Row]:
+    yield gpu_check.require_right_engine(bench)
+    if not bench.is_timed:
+        return
+    model, wanted, dtype = model_of(bench), cases(bench), engine_dtype(bench)
+    adapters = RandomAdapters(bench, model, dtype)
+    digests = adapters.make([f"a{index}" for index in range(max(case.num_prompts for case in wanted))], RANK)
+    num_pages = num_pages_of(wanted, adapters.num_pages(digests[0]))
+    with open_engine(
+        bench, model, adapters, device_backend(bench), device_weights(bench), dtype=dtype,
+        pool_bytes=num_pages * adapters.page_bytes, **settings_of(wanted),
+    ) as engine:  # fmt: skip
+        engine.load(digests)
+        for number, case in enumerate(wanted):
+            if bench.seconds_left <= 0:
+                yield from bench.left_out(wanted[number:], "engine")
+                return
+            yield from bench.guarded(str(case), "engine", _run_case(bench, model, engine, case, digests))
+
+
+def warm(bench: Bench, shard: int, num_shards: int) -> None:
+    """Compile a share of the steps, from the second process on: the first compiles what the check launches."""
+    steps = [WarmStep(case.num_prompts, case.num_tokens, rank) for case in cases(bench) for rank in (0, RANK)]
+    own = steps[(shard - 1) % num_shards :: num_shards]
+    warm_steps(bench, model_of(bench), ALL_MODULES, own, **settings_of(cases(bench)))
+
+
+def settings_of(wanted: list[PrefillCase]) -> dict[str, Any]:
+    return {
+        "max_len": max(case.num_tokens for case in wanted) + 1,
+        "max_batch_tokens": max(case.num_rows for case in wanted),
+        "max_sequences": max(case.num_prompts for case in wanted),
+        "max_resident_adapters": max(case.num_prompts for case in wanted),
+    }
+
+
+def num_pages_of(wanted: list[PrefillCase], adapter_pages: int) -> int:
+    """The engine's pages: of the largest case's prompts, of all adapters with so many each, and one more."""
+    prompts = max(case.num_prompts * (case.num_tokens // PAGE_TOKENS + 2) for case in wanted)
+    return prompts + max(case.num_prompts for case in wanted) * adapter_pages + 1
+
+
+def _run_case(
+    bench: Bench, model: Model, engine: RunningEngine, case: PrefillCase, digests: list[str]
+) -> Iterator[Row]:
+    assert bench.ceilings is not None
+    base = 0.0
+    for count in (0, case.num_prompts):
+        seconds = _measure(bench, model, engine, case, digests[:count])
+        floor = case.operations(model, RANK if count else 0) / bench.ceilings.matmul
+        figures = {
+            "time_ms": seconds * 1e3,
+            "tokens_s": case.num_rows / seconds,
+            "tflop_s": floor * bench.ceilings.matmul / seconds / 1e12,
+            "floor_ms": floor * 1e3,
+            "over_floor": seconds / floor,
+        }
+        if count:
+            figures["over_base"] = seconds / base
+        else:
+            base = seconds
+        way = f"{count} adapters, rank {RANK}" if count else "base only"
+        bench.say(f"  {case}: {way} {seconds * 1e3:.1f} ms")
+        yield Row(str(case), way, figures)
+
+
+def _measure(bench: Bench, model: Model, engine: RunningEngine, case: PrefillCase, digests: list[str]) -> float:
+    """Median seconds of the step that computes the case's prompts and chooses their next tokens."""
+    num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
+    seconds = []
+    # An earlier case may have failed in the middle of its sequences.
+    engine.abort()
+    for number in range(num_warm + num_measured):
+        # Adapters that were evicted meanwhile are loaded outside the timed section.
+        engine.load(digests)
+        engine.observed.clear()
+        engine.answer(
+            Add(
+                sequence_id=str(row),
+                prompt=random_prompt(model, case.num_tokens, seed=row),
+                max_tokens=1,
+                sampling=GREEDY,
+                digest=digests[row] if digests else None,
+            )
+            for row in range(case.num_prompts)
+        )
+        bench.synchronize()
+        steps = engine.observed.steps
+        if [step.num_tokens for step in steps] != [case.num_rows]:
+            raise CheckError(f"{case}: the prompts were not computed in one step")
+        if number >= num_warm:
+            seconds.append(steps[0].seconds)
+    return statistics.median(seconds)

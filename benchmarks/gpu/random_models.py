@@ -1,0 +1,144 @@
+"""Random models on the card, random adapters in host memory, and random prompts, for engines that are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.model import Model
+from loramux.adapter_store.cancellation import Cancellation
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.engine.assembly import DTYPES
+from loramux.engine.config import pack_target
+from loramux.engine.model.model_config import ModelConfig
+from loramux.kernels.layout import A, AdapterLayout, B, adapter_layout, row_layout
+
+EFFECT = 0.5
+"""What an adapter adds to a linear's output, over what the base's output is."""
+
+ALL_MODULES = tuple(range(7))
+
+
+def config_of(model: Model, max_len: int) -> dict[str, Any]:
+    """The model's `config.json`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": max_len,
+        "rms_norm_eps": 1e-5,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """Weights that keep the size of what passes through them; equal for equal names, shapes, dtypes and devices."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+        spread = 1.0 if "embed_tokens" in name else shape[1] ** -0.5
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, spread, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    packed: PackedAdapter
+
+    def release(self) -> None:
+        """Held for the whole run."""
+
+
+class RandomAdapters:
+    """Adapters by digest; those made together hold the same random numbers in one place of host memory.
+
+    Thousands of them then fit a small host, and each is still copied to pages of its own. The memory is pinned where
+    there is a GPU, as the host tier's is.
+    """
+
+    def __init__(self, bench: Bench, model: Model, dtype: str) -> None:
+        self._bench = bench
+        with model_directory(model, 1) as directory:
+            self._target = pack_target(ModelConfig.load(directory), dtype)
+        self._packed: dict[str, PackedAdapter] = {}
+
+    def make(
+        self, digests: Iterable[str], rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0
+    ) -> list[str]:
+        """Add an adapter of `rank` on these modules of the layers from `first_layer` on, under each digest."""
+        layout = self.layout(rank, modules, first_layer)
+        ranks = layout.ranks
+        made = PackedAdapter(
+            "", layout, (ranks > 0).astype(np.float32), _random_payload(self._bench, self._target, ranks)
+        )
+        listed = list(digests)
+        self._packed |= {digest: dataclasses.replace(made, digest=digest) for digest in listed}
+        return listed
+
+    def layout(self, rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0) -> AdapterLayout:
+        """Where such an adapter lies in its pages."""
+        ranks = np.zeros((self._target.geometry.num_layers, len(self._target.modules)), np.int32)
+        ranks[first_layer:, list(modules)] = rank
+        return adapter_layout(self._target.geometry, self._target.modules, ranks)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page over all layers."""
+        return self._target.geometry.total_page_bytes
+
+    def num_pages(self, digest: str) -> int:
+        return self._packed[digest].num_pages
+
+    def lease(self, digest: str, cancel: Cancellation | None = None) -> HeldLease:
+        return HeldLease(self._packed[digest])
+
+
+def _random_payload(bench: Bench, target: PackTarget, ranks: np.ndarray) -> np.ndarray:
+    """uint8 `[num_pages, num_layers, page_bytes]`; elements that belong to no row are zero."""
+    geometry, E = target.geometry, target.geometry.adapter_elements
+    layout = adapter_layout(geometry, target.modules, ranks)
+    size = (geometry.num_layers, layout.num_pages * E)
+    streams = torch.zeros(size, dtype=DTYPES[target.dtype], device=bench.device)
+    generator = torch.Generator(bench.device).manual_seed(int(ranks.sum()))
+    for layer, m in zip(*np.nonzero(ranks), strict=True):
+        rank, module = int(ranks[layer, m]), target.modules[m]
+        spreads = {A: (module.in_features, module.in_features**-0.5), B: (module.out_features, EFFECT * rank**-0.5)}
+        for half, (row_len, spread) in spreads.items():
+            padded_len, offset = row_layout(row_len, E).padded_len, int(layout.offsets[layer, m, half])
+            rows = streams[layer, offset : offset + rank * padded_len].view(rank, padded_len)
+            rows[:, :row_len].normal_(0.0, spread, generator=generator)
+    pages = streams.view(geometry.num_layers, layout.num_pages, E).transpose(0, 1).contiguous().view(torch.uint8)
+    host = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
+    return host.copy_(pages).numpy()
+
+
+@contextmanager
+def model_directory(model: Model, max_len: int) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(config_of(model, max_len)))
+        yield Path(name)
+
+
+def random_prompt(model: Model, num_tokens: int, seed: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(model.vocab_size, size=num_tokens).tolist())

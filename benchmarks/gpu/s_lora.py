@@ -1,0 +1,290 @@
+"""The S-LoRA workloads S1 and S2: does throughput hold when the same requests name ever more adapters?
+
+After "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv 2311.03285), section 7, and the
+settings of its repository (`benchmarks/exp_suite.py`, the suite of its table, and `benchmarks/trace.py`): Llama-7B with
+adapters on q, k, v and o, of rank 8 in S1 and of ranks 64, 32, 16 and 8 in turns in S2; input and output lengths drawn
+uniformly from [8, 512); adapters drawn by `numpy.random.power(alpha)`, which for its alpha of 1 is uniform and so the
+hardest on a pool. There, 1,200 requests arrive at 10 a second; here all are queued at once, so that the card is never
+short of work, and what is measured ends when so many are answered that none waits any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu.bench import Bench, CheckError, Goal, Row
+from benchmarks.gpu.engine import GREEDY, RunningEngine, device_backend, device_weights, engine_dtype, open_engine
+from benchmarks.gpu.model import LLAMA_7B, TINY, Model
+from benchmarks.gpu.random_models import RandomAdapters
+from benchmarks.gpu.warm import WarmStep, warm_steps
+from benchmarks.s_lora.workload import DrawnRequest, Lengths, draw_requests
+from loramux.engine.messages import Add, Finished, StepOutput
+
+ATTENTION_MODULES = (0, 1, 2, 3)
+SETTINGS = {"S1": (8,), "S2": (64, 32, 16, 8)}
+PAGE_TOKENS = 16
+CAPPED_ADAPTERS = 200
+RESERVED = 12 << 30
+"""Device memory that the largest pool leaves to activations and graphs."""
+
+MAX_SECONDS = 120
+"""Several times what a run takes: one that is stuck must not use up the machine's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """How many requests of which lengths, run so many at once, on how many adapters."""
+
+    num_requests: int
+    max_sequences: int
+    shortest: int
+    longest: int
+    max_batch_tokens: int
+    num_adapters: tuple[int, ...]
+
+    @property
+    def num_answered(self) -> int:
+        """Requests whose end closes the measurement: one waiting request less for each, until none is left."""
+        return self.num_requests - self.max_sequences
+
+    @property
+    def kv_pages(self) -> int:
+        """Pages of all sequences that run at once, each at the mean of full lengths."""
+        return self.max_sequences * -(-(self.shortest + self.longest) // PAGE_TOKENS)
+
+
+TINY_WORKLOAD = Workload(3, 2, 2, 4, 16, (1, 3))
+PAPER = Workload(1200, 256, 8, 512, 2048, (5, 2000, 100, 1000))
+USUAL = Workload(512, 256, 8, 512, 2048, (5, 2000))
+SMALL_CARD_BYTES = 100 * 10**9
+SMALL_CARD_SEQUENCES = 128
+"""On a card with less memory, so many run at once, of half as many requests: the pages of 256 alone take 71 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """What was answered in so many seconds, and what became of adapters and sequences meanwhile."""
+
+    seconds: float
+    num_tokens: int
+    num_requests: int
+    num_loads: int
+    num_evictions: int
+    num_preemptions: int
+
+    @property
+    def tokens_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def figures(self, fewest: Throughput) -> dict[str, float]:
+        return {
+            "tokens_s": self.tokens_s,
+            "requests_s": self.num_requests / self.seconds,
+            "over_fewest": self.tokens_s / fewest.tokens_s,
+            "seconds": self.seconds,
+            "loads": self.num_loads,
+            "evictions": self.num_evictions,
+            "preemptions": self.num_preemptions,
+        }
+
+
+def workload_of(bench: Bench) -> Workload:
+    if bench.is_tiny:
+        return TINY_WORKLOAD
+    workload = PAPER if bench.is_full else USUAL
+    if bench.total_bytes < SMALL_CARD_BYTES:
+        return replace(workload, num_requests=workload.num_requests // 2, max_sequences=SMALL_CARD_SEQUENCES)
+    return workload
+
+
+def model_of(bench: Bench) -> Model:
+    return TINY if bench.is_tiny else LLAMA_7B
+
+
+def run(bench: Bench) -> Iterator[Row]:
+    yield gpu_check.require_right_engine(bench)
+    if not bench.is_timed:
+        return
+    workload = workload_of(bench)
+    yield Row("every case", "workload", problem=str(workload))
+    for name in settings_to_run(bench):
+        yield from bench.guarded(name, "engine", _run_setting(bench, name, workload))
+
+
+def settings_to_run(bench: Bench) -> list[str]:
+    return ["S1"] if bench.is_tiny or bench.is_quick else list(SETTINGS)
+
+
+def _run_setting(bench: Bench, name: str, workload: Workload) -> Iterator[Row]:
+    fewest = yield from _run_whole(bench, name, workload)
+    if fewest is not None:
+        yield from _run_capped(bench, name, workload, fewest)
+
+
+def warm(bench: Bench, shard: int, num_shards: int) -> None:
+    """Compile a share of the steps that prompts and answers of all lengths mix to, from the second process on."""
+    workload = workload_of(bench)
+    steps = [step for name in SETTINGS for step in steps_to_warm(workload, name)]
+    warm_steps(
+        bench,
+        model_of(bench),
+        ATTENTION_MODULES,
+        steps[(shard - 1) % num_shards :: num_shards],
+        **settings_of(workload),
+    )
+
+
+def steps_to_warm(workload: Workload, name: str) -> list[WarmStep]:
+    """While the batch fills, and then when one or a few prompts come to many decodes."""
+    most, num_rows = workload.max_sequences, workload.max_batch_tokens
+    counts = {(count, num_rows // count) for count in (8, 32, 128) if count < most}
+    counts |= {(most, rows) for rows in (1, 2, 3, 4, num_rows // most)}
+    return [WarmStep(count, rows, max(SETTINGS[name])) for count, rows in sorted(counts)]
+
+
+def settings_of(workload: Workload) -> dict[str, Any]:
+    return {
+        "max_len": 2 * workload.longest,
+        "max_batch_tokens": workload.max_batch_tokens,
+        "max_sequences": workload.max_sequences,
+        # A slot for whichever adapter is asked for; pages are what is scarce.
+        "max_resident_adapters": min(max(workload.num_adapters), workload.num_requests),
+    }
+
+
+def whole_pool_bytes(bench: Bench) -> int:
+    """Of a pool that is all that the card has beside the model."""
+    if bench.is_tiny:
+        return 64 << 20
+    bench.drop()
+    return bench.free_bytes() - model_of(bench).all_bytes(bench.dtype.itemsize) - RESERVED
+
+
+def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, None, Throughput | None]:
+    """Every number of adapters on one engine whose pool is all that the card has; returns what the fewest made."""
+    adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
+    digests = _make(adapters, name, max(workload.num_adapters))
+    pool_bytes = whole_pool_bytes(bench)
+    fewest = None
+    with open_engine(
+        bench, model_of(bench), adapters, device_backend(bench), device_weights(bench), dtype=engine_dtype(bench),
+        pool_bytes=pool_bytes, **settings_of(workload),
+    ) as engine:  # fmt: skip
+        pages = engine.stats().num_pages
+        if pages < workload.kv_pages:
+            raise MemoryError(f"the pool has {pages} pages, the sequences alone need {workload.kv_pages}")
+        # Once for nothing: what was not compiled before is compiled now, and steps are captured.
+        few = digests[: workload.num_adapters[0]]
+        saturate(bench, engine, workload, few)
+        for number, count in enumerate(workload.num_adapters):
+            if bench.seconds_left <= 0:
+                left = [_case(name, other, pages) for other in workload.num_adapters[number:]]
+                yield from bench.left_out(left, "engine")
+                break
+            found = saturate(bench, engine, workload, digests[:count])
+            fewest = fewest or found
+            goals = (Goal("over_fewest", 0.98, is_upper=False),) if (name, count) == ("S1", 2000) else ()
+            case = _case(name, count, pages)
+            bench.say(f"  {case}: {found.tokens_s:.0f} tokens/s, {found.num_loads} loads")
+            yield Row(case, "whole pool", found.figures(fewest), goals)
+    return fewest
+
+
+def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput) -> Iterator[Row]:
+    """The most adapters in a pool with room for `CAPPED_ADAPTERS` of them beside the sequences."""
+    count = max(workload.num_adapters)
+    adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
+    digests = _make(adapters, name, count)
+    capped = 2 if bench.is_tiny else CAPPED_ADAPTERS
+    num_pages = workload.kv_pages + sum(adapters.num_pages(digest) for digest in digests[:capped])
+    if bench.seconds_left <= 0:
+        yield from bench.left_out([_case(name, count, num_pages)], "capped pool")
+        return
+    with open_engine(
+        bench, model_of(bench), adapters, device_backend(bench), device_weights(bench), dtype=engine_dtype(bench),
+        pool_bytes=num_pages * adapters.page_bytes, **settings_of(workload),
+    ) as engine:  # fmt: skip
+        saturate(bench, engine, workload, digests[: workload.num_adapters[0]])
+        found = saturate(bench, engine, workload, digests)
+    goals = (Goal("over_fewest", 0.95, is_upper=False),) if (name, count) == ("S1", 2000) else ()
+    way = f"pool capped at {capped} adapters and {workload.kv_pages} pages of K and V"
+    row = Row(_case(name, count, num_pages), way, found.figures(fewest), goals)
+    bench.say(f"  {row.case}, capped: {found.tokens_s:.0f} tokens/s, {found.num_loads} loads")
+    yield row
+
+
+def _case(name: str, count: int, num_pages: int) -> str:
+    return f"{name} n={count}, {num_pages} pages"
+
+
+def _make(adapters: RandomAdapters, name: str, count: int) -> list[str]:
+    """Adapters whose ranks take turns, in the order of their numbers."""
+    digests = [f"{name}-{number}" for number in range(count)]
+    ranks = SETTINGS[name]
+    for turn, rank in enumerate(ranks):
+        adapters.make(digests[turn :: len(ranks)], rank, ATTENTION_MODULES)
+    return digests
+
+
+def drawn_of(workload: Workload, num_adapters: int = 1) -> list[DrawnRequest]:
+    lengths = Lengths(workload.shortest, workload.longest)
+    return draw_requests(workload.num_requests, num_adapters, lengths, lengths)
+
+
+def requests_of(workload: Workload, model: Model, digests: list[str]) -> list[Add]:
+    """The same prompts and lengths however many adapters there are."""
+    tokens = np.random.default_rng(44).integers(model.vocab_size, size=workload.longest).tolist()
+    return [
+        Add(
+            sequence_id=str(number),
+            prompt=tuple(tokens[: drawn.num_prompt]),
+            max_tokens=drawn.num_output,
+            sampling=GREEDY,
+            digest=digests[drawn.adapter],
+        )
+        for number, drawn in enumerate(drawn_of(workload, len(digests)))
+    ]
+
+
+def saturate(bench: Bench, engine: RunningEngine, workload: Workload, digests: list[str]) -> Throughput:
+    """Queue all requests, step until `workload.num_answered` of them are answered, and drop the rest.
+
+    No adapter is resident when it begins, nor when it is through.
+    """
+    requests = requests_of(workload, model_of(bench), digests)
+    engine.observed.clear()
+    before = engine.stats()
+    started = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    num_tokens = num_answered = 0
+    while num_answered < workload.num_answered:
+        if time.perf_counter() - started > MAX_SECONDS:
+            raise CheckError(f"only {num_answered} requests were answered in {MAX_SECONDS} s")
+        engine.step()
+        for outbound in engine.assembled.engine.take_outbox():
+            match outbound.message:
+                case StepOutput(outputs=outputs):
+                    num_tokens += sum(len(output.token_ids) for output in outputs)
+                case Finished(reason="length"):
+                    num_answered += 1
+                case Finished(sequence_id=sequence_id, reason=reason, message=message):
+                    raise CheckError(f"the request {sequence_id} ended by {reason}: {message}")
+    seconds = time.perf_counter() - started
+    after = engine.stats()
+    engine.abort()
+    engine.unload(dict.fromkeys(request.digest for request in requests if request.digest))
+    return Throughput(
+        seconds=seconds,
+        num_tokens=num_tokens,
+        num_requests=num_answered,
+        num_loads=after.num_adapter_loads - before.num_adapter_loads,
+        num_evictions=after.num_adapter_evictions - before.num_adapter_evictions,
+        num_preemptions=after.num_preemptions - before.num_preemptions,
+    )

@@ -1,0 +1,256 @@
+"""A whole decode step of the engine: the base alone, and with many adapters in one batch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu.bench import POOL_STD, Bench, CheckError, Goal, Row
+from benchmarks.gpu.engine import GREEDY, RunningEngine, device_backend, device_weights, engine_dtype, open_engine
+from benchmarks.gpu.model import Model, model_of
+from benchmarks.gpu.random_models import ALL_MODULES, RandomAdapters, random_prompt
+from benchmarks.gpu.warm import WarmStep, warm_steps
+from loramux.engine.messages import Add, SamplingParams
+
+RANK = 16
+PAGE_TOKENS = 16
+BATCH_TOKENS = 2048
+"""Most tokens of a step: what a server would use, so that activations take no more memory than a server's."""
+
+NUM_WARM, NUM_MEASURED = 12, 40
+TINY_WARM, TINY_MEASURED = 1, 2
+"""Steps before those that are measured, and those: the first run of a shape compiles, the second is captured."""
+
+BASE = "base only"
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """Sequences that each decode at about this context."""
+
+    batch: int
+    context: int
+
+    @property
+    def num_skipped(self) -> int:
+        """Most steps until all prompts are taken in, while those that came first decode already."""
+        return -(-self.batch * self.context // (BATCH_TOKENS - self.batch)) + 1
+
+    def __str__(self) -> str:
+        return f"decode b={self.batch} ctx={self.context}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Steady decode steps: the median between a step's marks, the mean of the wall clock, and what both say of waiting.
+
+    `idle` is the share of the device's time that lies between steps. It means what it says only where the host is
+    ahead, that is, where `host_waits`, the share of the wall clock in which the host waits for tokens, is above 0.
+    """
+
+    step_s: float
+    wall_s: float
+    idle: float
+    host_waits: float
+    mean_context: float
+
+
+def cases(bench: Bench) -> list[StepCase]:
+    """The case with a goal comes first."""
+    if bench.is_tiny:
+        return [StepCase(2, 20)]
+    if bench.is_quick:
+        return [StepCase(64, 1024), StepCase(1, 1024)]
+    pairs = [(64, 1024), (16, 1024), (1, 1024), (256, 1024), (64, 512), (16, 512), (1, 512), (256, 512)]
+    return [StepCase(*pair) for pair in pairs]
+
+
+def adapter_counts(bench: Bench, case: StepCase) -> list[int]:
+    """How many distinct adapters a case is measured with, the goal's number first."""
+    counts = (2,) if bench.is_tiny else (16,) if bench.is_quick else (16, 64, 1)
+    return [count for count in counts if count <= case.batch] or [case.batch]
+
+
+def run(bench: Bench) -> Iterator[Row]:
+    yield gpu_check.require_right_engine(bench)
+    if bench.is_tiny and not bench.is_timed:
+        return
+    yield from _run_cases(bench, cases(bench), pdl=False)
+    if bench.has_pdl and bench.is_timed and bench.seconds_left > 0:
+        yield from _run_cases(bench, cases(bench)[:1], pdl=True)
+
+
+def warm(bench: Bench, shard: int, num_shards: int) -> None:
+    """Compile a share of the steps, from the last process on: the first compiles what the check launches."""
+    if shard == 0:
+        gpu_check.warm(bench)
+    # Contexts share what is compiled.
+    steps = list(dict.fromkeys(WarmStep(case.batch, 1, rank) for case in cases(bench) for rank in (0, RANK)))
+    own = steps[num_shards - 1 - shard :: num_shards]
+    settings = settings_of(bench, cases(bench))
+    warm_steps(bench, model_of(bench), ALL_MODULES, own, **settings)
+    if bench.has_pdl:
+        first = [WarmStep(cases(bench)[0].batch, 1, RANK)]
+        warm_steps(bench, model_of(bench), ALL_MODULES, first if shard == num_shards - 1 else [], pdl=True, **settings)
+
+
+def settings_of(bench: Bench, wanted: list[StepCase]) -> dict[str, Any]:
+    num_tokens = max(case.context + case.num_skipped for case in wanted) + PAGE_TOKENS + NUM_WARM + NUM_MEASURED
+    return {
+        "max_len": num_tokens,
+        "max_batch_tokens": BATCH_TOKENS,
+        "max_sequences": max(case.batch for case in wanted),
+        "max_resident_adapters": max(max(adapter_counts(bench, case)) for case in wanted),
+    }
+
+
+def num_pages_of(settings: dict[str, Any], adapter_pages: int) -> int:
+    """The engine's pages: of full sequences, of all adapters with so many each, and one more."""
+    pages_each = -(-settings["max_len"] // PAGE_TOKENS)
+    return int(settings["max_sequences"] * pages_each + settings["max_resident_adapters"] * adapter_pages + 1)
+
+
+def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]:
+    """All of them on one engine."""
+    model = model_of(bench)
+    dtype = engine_dtype(bench)
+    settings = settings_of(bench, wanted)
+    adapters = RandomAdapters(bench, model, dtype)
+    digests = adapters.make([f"a{index}" for index in range(settings["max_resident_adapters"])], RANK)
+    num_pages = num_pages_of(settings, adapters.num_pages(digests[0]))
+    with open_engine(
+        bench, model, adapters, device_backend(bench, pdl), device_weights(bench), dtype=dtype,
+        pool_bytes=num_pages * adapters.page_bytes, **settings,
+    ) as engine:  # fmt: skip
+        # Prompts are not computed: as in the other parts, the keys and values that steps read are random numbers.
+        for part in engine.assembled.views.kv.view(-1).split(1 << 29):
+            part.normal_(0.0, POOL_STD)
+        engine.load(digests)
+        if not pdl:
+            yield _check_full_size(model, engine, digests)
+        if not bench.is_timed:
+            return
+        for number, case in enumerate(wanted):
+            if bench.seconds_left <= 0:
+                yield from bench.left_out(wanted[number:], "engine")
+                return
+            yield from bench.guarded(str(case), "engine", _run_case(bench, model, engine, case, digests, pdl))
+
+
+def _run_case(
+    bench: Bench, model: Model, engine: RunningEngine, case: StepCase, digests: list[str], pdl: bool
+) -> Iterator[Row]:
+    assert bench.ceilings is not None
+    itemsize = engine.assembled.views.kv.element_size()
+    base = 0.0
+    for count in (0, *adapter_counts(bench, case)):
+        measured = _measure(bench, engine, case, digests[:count])
+        num_bytes = model.weight_bytes(itemsize) + case.batch * measured.mean_context * model.kv_bytes(itemsize)
+        num_bytes += count * model.adapter_bytes(RANK, itemsize)
+        floor = num_bytes / bench.ceilings.bandwidth
+        figures = {
+            "step_ms": measured.step_s * 1e3,
+            "wall_ms": measured.wall_s * 1e3,
+            "tokens_s": case.batch / measured.wall_s,
+            "floor_ms": floor * 1e3,
+            "over_floor": measured.step_s / floor,
+            "idle": measured.idle,
+            "host_waits": measured.host_waits,
+            "context": measured.mean_context,
+        }
+        goals = [Goal("idle", 0.05)]
+        if count:
+            figures["over_base"] = measured.wall_s / base
+        else:
+            base = measured.wall_s
+            goals.append(Goal("over_floor", 1.25))
+        if (case.batch, case.context, count) == (64, 1024, 16):
+            goals.append(Goal("over_base", 1.15))
+        way = (f"{count} adapters, rank {RANK}" if count else BASE) + (", pdl" if pdl else "")
+        bench.say(f"  {case}: {way} {measured.wall_s * 1e3:.2f} ms")
+        yield Row(str(case), way, figures, tuple(goals))
+
+
+def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[str]) -> Measured:
+    """Steady decode steps of sequences that use these adapters in turns, or none."""
+    num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
+    # Half of the measured steps, and of the sequences, lie on either side of the case's context.
+    num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
+    # An earlier case may have failed in the middle of its sequences.
+    engine.abort()
+    # Adapters that were evicted meanwhile are loaded outside the timed section.
+    engine.load(digests)
+    for row in range(case.batch):
+        engine.add(
+            Add(
+                sequence_id=str(row),
+                prompt=(0,) * num_prompt,
+                max_tokens=case.num_skipped + num_warm + num_measured + 4,
+                sampling=GREEDY,
+                digest=digests[row % len(digests)] if digests else None,
+            )
+        )
+    observed = engine.observed
+    observed.skips, observed.num_decoding = True, 0
+    for _ in range(case.num_skipped + 2):
+        if observed.num_decoding == case.batch:
+            break
+        engine.step()
+    observed.skips = False
+    for _ in range(num_warm):
+        engine.step()
+    observed.clear()
+    started = time.perf_counter()
+    for _ in range(num_measured):
+        engine.step()
+        # As the engine's own process does after each step.
+        engine.assembled.engine.take_outbox()
+    wall_s = time.perf_counter() - started
+    waited_s, steps = observed.waited_s, observed.steps
+    engine.abort()
+    bench.synchronize()
+    if any(step.num_tokens != case.batch for step in steps) or len(steps) != num_measured:
+        raise CheckError(f"{case}: the steps that were measured are not all decodes of {case.batch} rows")
+    spans = [step.seconds for step in steps]
+    whole = steps[0].begin.elapsed_time(steps[-1].end) / 1e3
+    return Measured(
+        step_s=statistics.median(spans),
+        wall_s=wall_s / num_measured,
+        idle=1.0 - sum(spans) / whole,
+        host_waits=waited_s / wall_s,
+        mean_context=statistics.mean(step.num_context for step in steps) / case.batch,
+    )
+
+
+def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) -> Row:
+    """Finite answers of the model that is timed, and adapters that change each of their rows.
+
+    That an answer does not depend on its batch is checked in float32 on the small model only: a copy of this one in
+    float32 would take as long to load as the steps take to measure, and bfloat16 rounds differently by batch.
+    """
+    prompts = [random_prompt(model, 24, seed) for seed in range(4)]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=0)
+    answers = []
+    for count in (0, len(digests)):
+        adds = [
+            Add(
+                sequence_id=str(row),
+                prompt=prompt,
+                max_tokens=2,
+                sampling=sampling,
+                digest=digests[row % count] if count else None,
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+        answers.append(engine.answer(adds))
+    plain, adapted = answers
+    change = min(gpu_check.changed_by(adapted[name], plain[name]) for name in plain)
+    if change <= gpu_check.TOLERANCE:
+        raise CheckError(f"an adapter changed its row's log-probabilities by {change:.2e} only")
+    case = f"{len(prompts)} prompts of the timed model, {model.num_layers} layers"
+    return Row(case, "adapters against base", {"least_change": change} if math.isfinite(change) else {})

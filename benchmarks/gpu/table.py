@@ -1,0 +1,230 @@
+"""Launches, bytes and programs of whole steps, counted without a GPU: `python -m benchmarks.gpu.table`.
+
+A step of the engine runs over tensors without memory, its kernels are compiled for the card, and the table says what
+the step launches, how many bytes that moves, what each program needs of a multiprocessor, and the time that bytes and
+launches take at least. Nothing is measured: a measurement can be laid beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.gpu.cards import CARDS, Card
+from benchmarks.gpu.model import LLAMA_7B, LLAMA_8B, TINY
+from benchmarks.gpu.random_models import ALL_MODULES
+from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text
+from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch, record_step
+
+MODELS = {"llama-3.1-8b": LLAMA_8B, "llama-7b": LLAMA_7B, "tiny": TINY}
+MAX_ADAPTERS = 16
+CONTEXT = 1024
+Q_AND_V = (0, 2)
+"""PEFT's default targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one program of a compiled kernel needs; `registers` are a thread's, `spilled_bytes` its local memory."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    num_warps: int
+    resident: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """All launches of one kernel with one grid in a step; bytes are those of all of them together."""
+
+    kernel: str
+    work: str
+    launches: int
+    least_mb: float
+    asked_mb: float
+    floor_us: float
+    program: Program | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    case: str
+    launches: int
+    least_mb: float
+    asked_mb: float
+    floor_us: float
+    rows: tuple[TableRow, ...]
+
+
+def cases() -> Iterator[TableCase]:
+    for batch in (1, 16, 64, 256):
+        count = min(batch, MAX_ADAPTERS)
+        adapters = f"{count} adapter{'s' if count > 1 else ''}, rank 16"
+        decode = f"decode, batch {batch}, context {CONTEXT}"
+        base = TableCase(f"{decode}: base only", batch, CONTEXT - 1)
+        yield base
+        yield replace(base, name=f"{decode}: {adapters}", num_adapters=count, modules=ALL_MODULES)
+        if batch == 64:
+            yield replace(base, name=f"{decode}: {adapters}, q and v alone", num_adapters=count, modules=Q_AND_V)
+    prefill = TableCase("prefill, 16 prompts of 128: base only", 16, 0, 128)
+    yield prefill
+    yield replace(
+        prefill, name="prefill, 16 prompts of 128: 16 adapters, rank 16", num_adapters=16, modules=ALL_MODULES
+    )
+
+
+def table_of(step: RecordedStep, card: Card) -> StepTable:
+    """A step's launches, those of one kernel with one grid together, in the order in which they first occur."""
+    grouped: dict[tuple[Any, ...], list[TritonLaunch | TorchLaunch]] = {}
+    for launch in step.launches:
+        grouped.setdefault(_key(launch), []).append(launch)
+    rows, total = [], once(0)
+    for launches in grouped.values():
+        moved = once(0)
+        for launch in launches:
+            moved += bytes_of(launch, step)
+        total += moved
+        first = launches[0]
+        is_triton = isinstance(first, TritonLaunch)
+        rows.append(
+            TableRow(
+                kernel=first.name,
+                work="x".join(map(str, first.grid)) if isinstance(first, TritonLaunch) else shape_text(first),
+                launches=len(launches),
+                **_figures(moved, len(launches), card),
+                program=program_of(first, card) if is_triton else None,
+            )
+        )
+    count = len(step.launches)
+    return StepTable(case=step.case.name, launches=count, **_figures(total, count, card), rows=tuple(rows))
+
+
+def _key(launch: TritonLaunch | TorchLaunch) -> tuple[Any, ...]:
+    if isinstance(launch, TorchLaunch):
+        return (launch.name, shape_text(launch))
+    return (launch.name, launch.grid, launch.program.hash)
+
+
+def _figures(moved: Bytes, launches: int, card: Card) -> dict[str, float]:
+    return {
+        "least_mb": round(moved.least / 1e6, 3),
+        "asked_mb": round(moved.asked / 1e6, 3),
+        "floor_us": round((moved.least / card.bandwidth + launches * card.node_s) * 1e6, 1),
+    }
+
+
+def program_of(launch: TritonLaunch, card: Card) -> Program:
+    """What the assembler says of a compiled kernel."""
+    compiled = launch.program
+    registers, spilled = _usage(compiled.asm["cubin"])
+    metadata = compiled.metadata
+    return Program(
+        registers=registers,
+        spilled_bytes=spilled,
+        shared_bytes=metadata.shared,
+        num_warps=metadata.num_warps,
+        resident=card.resident_programs(registers, metadata.shared, metadata.num_warps),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of local memory that hold what did not fit them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (
+        int(re.search(rf"\b{name}:(\d+)", told).group(1))
+        for name in ("REG", "STACK", "LOCAL")  # type: ignore[union-attr]
+    )
+    return registers, stack + local
+
+
+def markdown(tables: list[StepTable], model: str, card: Card) -> str:
+    lines = [
+        f"# {model} on {card.name}, counted",
+        "",
+        f"Counted from shapes and compiled programs by `benchmarks/gpu/table.py`, not measured. A floor is the time "
+        f"for the least bytes at {card.bandwidth / 1e12:g} TB/s plus {card.node_s * 1e6:g} us per launch; arithmetic, "
+        "which bounds the linears of a prefill, is not in it. `least` counts each byte of a launch once, `asked` what "
+        "all its programs load and store. `per SM` is how many programs fit one multiprocessor.",
+        "",
+        "| step | launches | least MB | asked MB | floor us |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {one.case} | {one.launches} | {one.least_mb:,.1f} | {one.asked_mb:,.1f} | {one.floor_us:,.1f} |"
+        for one in tables
+    ]
+    for one in tables:
+        lines += [
+            "",
+            f"## {one.case}",
+            "",
+            "| kernel | grid or shapes | launches | least MB | asked MB | floor us | registers | spilled B | "
+            "shared B | warps | per SM |",
+            "|---|---|" + "---:|" * 9,
+        ]
+        for row in one.rows:
+            program = row.program
+            needs = "| | | | " if program is None else (
+                f"{program.registers} | {program.spilled_bytes} | {program.shared_bytes} | {program.num_warps} | "
+                f"{program.resident}"
+            )  # fmt: skip
+            lines.append(
+                f"| {row.kernel} | {row.work} | {row.launches} | {row.least_mb:,.2f} | {row.asked_mb:,.2f} | "
+                f"{row.floor_us:,.1f} | {needs} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    parser.add_argument("--card", choices=CARDS, default="h200")
+    parser.add_argument("--node-us", type=float, help="microseconds that a launch adds to a graph")
+    parser.add_argument("--out", type=Path, help="write JSON here, and the same tables beside it as Markdown")
+    arguments = parser.parse_args()
+    card = CARDS[arguments.card]
+    if arguments.node_us is not None:
+        card = replace(card, node_s=arguments.node_us / 1e6)
+    if triton.knobs.runtime.interpret:
+        print("unset TRITON_INTERPRET: the interpreter compiles nothing", file=sys.stderr)
+        return 2
+    tables = []
+    for case in cases():
+        table = table_of(record_step(MODELS[arguments.model], card, case), card)
+        print(f"{table.case}: {table.launches} launches, floor {table.floor_us:,.0f} us", file=sys.stderr, flush=True)
+        tables.append(table)
+    text = markdown(tables, arguments.model, card)
+    print(text)
+    if arguments.out is not None:
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        document = {
+            "model": arguments.model,
+            "card": asdict(card),
+            **versions,
+            "steps": [asdict(one) for one in tables],
+        }
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""How many bytes a launch moves, from its arguments and from what its tensors would hold.
+
+Two numbers each: `least` counts every byte once, as if all that programs share came from a cache; `asked` is what the
+programs load and store together. Look-ups of tables and page lists, a few bytes a program, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch
+from loramux.kernels.segments import group_rows
+
+FLOAT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes read and written: each once, and all that programs ask for."""
+
+    least: float
+    asked: float
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.least + other.least, self.asked + other.asked)
+
+
+def once(num_bytes: float) -> Bytes:
+    return Bytes(num_bytes, num_bytes)
+
+
+def bytes_of(launch: TritonLaunch | TorchLaunch, step: RecordedStep) -> Bytes:
+    if isinstance(launch, TorchLaunch):
+        return _torch_bytes(launch)
+    return _FORMULAS[launch.name](launch, step)
+
+
+def _torch_bytes(launch: TorchLaunch) -> Bytes:
+    written = sum(one.nbytes for one in launch.outputs)
+    if launch.name in ("index", "embedding"):
+        # Of the table only the picked rows are read.
+        return once(2 * written + launch.inputs[1].nbytes)
+    if launch.name == "copy_":
+        return once(2 * written)
+    return once(written + sum(one.nbytes for one in launch.inputs))
+
+
+def _norm(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    row = a["SIZE"] * (a["x_ptr"].itemsize + a["out_ptr"].itemsize)
+    if a["HAS_RESIDUAL"]:
+        row += 2 * a["SIZE"] * a["residual_ptr"].itemsize
+    rows, weight = a["num_rows"] * row, a["weight_ptr"].nbytes
+    return Bytes(rows + weight, rows + weight * launch.grid[0])
+
+
+def _rotate_and_store(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    q = a["NUM_Q"] * 2 * a["HALF"] * 2 * a["q_ptr"].itemsize
+    kv = 2 * a["NUM_KV"] * a["HEAD_DIM"] * (a["k_ptr"].itemsize + a["kv_ptr"].itemsize)
+    return once(step.batch.num_tokens * (q + kv + 2 * a["HALF"] * FLOAT))
+
+
+def _gate(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    return once(launch.grid[0] * a["SIZE"] * (2 * a["gate_up_ptr"].itemsize + a["out_ptr"].itemsize))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lora:
+    """What a shrink or an expand works on: rows with an adapter, tiles of up to ROWS such rows, distinct adapters."""
+
+    num_rows: int
+    num_tiles: int
+    num_slots: int
+
+    @staticmethod
+    def of(launch: TritonLaunch, step: RecordedStep) -> _Lora:
+        rows, _, slots = group_rows(step.batch.slots, launch.arguments["ROWS"])
+        return _Lora(len(rows), len(slots), len(set(slots.tolist())))
+
+
+def _ranks(launch: TritonLaunch, case: TableCase) -> list[int]:
+    return [case.rank if module in case.modules else 0 for module in launch.arguments["MODULES"]]
+
+
+def _shrink(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a, ranks = launch.arguments, _ranks(launch, step.case)
+    lora = _Lora.of(launch, step)
+    weights = sum(ranks) * a["IN"] * a["pool"].itemsize
+    x = lora.num_rows * a["IN"] * a["x"].itemsize
+    passes = sum(math.ceil(rank / a["BLOCK_R"]) for rank in ranks)
+    planes = lora.num_rows * sum(ranks) * a["NUM_SPLITS"] * FLOAT
+    return Bytes(
+        lora.num_slots * weights + (x if passes else 0) + planes, lora.num_tiles * weights + passes * x + planes
+    )
+
+
+def _expand(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a, ranks = launch.arguments, _ranks(launch, step.case)
+    lora = _Lora.of(launch, step)
+    pairs = list(zip(ranks, a["OUT"], strict=True))
+    weights = sum(rank * out for rank, out in pairs) * a["pool"].itemsize
+    y = lora.num_rows * sum(out for rank, out in pairs if rank) * 2 * a["y"].itemsize
+    planes = lora.num_rows * a["NUM_SPLITS"] * FLOAT
+    blocks = sum(rank * math.ceil(out / a["BLOCK_N"]) for rank, out in pairs)
+    return Bytes(lora.num_slots * weights + y + planes * sum(ranks), lora.num_tiles * weights + y + planes * blocks)
+
+
+def _tiles(arguments: dict[str, Any], step: RecordedStep) -> Iterator[tuple[int, int]]:
+    """Query rows and visible keys of each tile of an attention launch that has work."""
+    block_q, window = arguments["BLOCK_Q"], arguments["WINDOW"]
+    cu_q = step.batch.cu_q.tolist()
+    for begin, end, length in zip(cu_q, cu_q[1:], step.batch.seq_lens.tolist(), strict=False):
+        num_rows = end - begin
+        if not arguments["MIN_ROWS"] <= num_rows <= arguments["MAX_ROWS"]:
+            continue
+        for first in range(0, num_rows, block_q):
+            rows = min(block_q, num_rows - first)
+            position = length - num_rows + first
+            first_key = max(position - window + 1, 0) if window else 0
+            yield rows, position + rows - first_key
+
+
+def _splits_used(arguments: dict[str, Any], num_keys: int, num_splits: int) -> int:
+    tiles = -(-num_keys // arguments["TILE_N"])
+    return -(-tiles // -(-tiles // num_splits))
+
+
+def _partials(arguments: dict[str, Any], step: RecordedStep, num_splits: int, num_heads: int) -> float:
+    """Bytes of partial results, each HEAD_DIM floats and a logarithm."""
+    row = num_heads * (arguments["HEAD_DIM"] + 1) * FLOAT
+    return sum(rows * row * _splits_used(arguments, keys, num_splits) for rows, keys in _tiles(arguments, step))
+
+
+def _attend(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a, num_splits = launch.arguments, launch.grid[2]
+    num_heads = a["NUM_KV_HEADS"] * a["GROUP"]
+    key = 2 * a["NUM_KV_HEADS"] * a["HEAD_DIM"] * a["kv_ptr"].itemsize
+    tiles = list(_tiles(a, step))
+    lengths, cu_q = step.batch.seq_lens.tolist(), step.batch.cu_q.tolist()
+    distinct = 0
+    for length, begin, end in zip(lengths, cu_q, cu_q[1:], strict=False):
+        if a["MIN_ROWS"] <= end - begin <= a["MAX_ROWS"]:
+            seen = a["WINDOW"] + end - begin - 1 if a["WINDOW"] else length
+            distinct += min(length, seen)
+    row = num_heads * a["HEAD_DIM"] * a["q_ptr"].itemsize
+    num_rows = sum(rows for rows, _ in tiles)
+    written = _partials(a, step, num_splits, num_heads) if a["IS_SPLIT"] else num_rows * row
+    rest = num_rows * row + written
+    return Bytes(distinct * key + rest, sum(keys for _, keys in tiles) * key + rest)
+
+
+def _combine(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    num_heads = launch.grid[1] * a["GROUP"]
+    num_rows = sum(rows for rows, _ in _tiles(a, step))
+    out = num_rows * num_heads * a["HEAD_DIM"] * a["out_ptr"].itemsize
+    return once(out + _partials(a, step, a["num_splits"], num_heads))
+
+
+def _group_maxima(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    return once(launch.grid[0] * (a["V"] * a["logits_ptr"].itemsize + a["NUM_GROUPS"] * FLOAT))
+
+
+def _choose_greedily(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    """The maxima of all groups, and the logits of one."""
+    a = launch.arguments
+    assert a["ALL_GREEDY"], "steps are counted with temperature 0"
+    return once(launch.grid[0] * (a["NUM_GROUPS"] * FLOAT + a["GROUP"] * a["logits_ptr"].itemsize))
+
+
+_FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
+    "_norm": _norm,
+    "_rotate_and_store": _rotate_and_store,
+    "_gate": _gate,
+    "shrink_kernel": _shrink,
+    "expand_kernel": _expand,
+    "_attend": _attend,
+    "_combine": _combine,
+    "group_maxima": _group_maxima,
+    "choose_tokens": _choose_greedily,
+}
+
+
+def shape_text(launch: TorchLaunch) -> str:
+    """The shapes of its inputs."""
+    return " ".join("x".join(map(str, one.shape)) for one in launch.inputs)

@@ -1,0 +1,296 @@
+"""One step of the engine over tensors without memory: every launch is recorded, and nothing is computed.
+
+The executor, the decoder and the kernels' launchers are the engine's own, so that what is counted is what a GPU runs.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+from triton.runtime.jit import compute_cache_key
+
+from benchmarks.gpu.cards import Card
+from benchmarks.gpu.model import Model
+from benchmarks.gpu.random_models import config_of
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.engine.adapters.slot_tables import SlotTables
+from loramux.engine.batch import Batch, ScheduledSequence, build_batch
+from loramux.engine.config import pack_target
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.backend import Backend, DenseLinear
+from loramux.engine.execution.device_sampler import DeviceSampler
+from loramux.engine.execution.graph_executor import GraphExecutor
+from loramux.engine.execution.step_buffer import StepBuffer
+from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.model.decoder import Decoder
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.sequence import Sequence as EngineSequence
+from loramux.engine.sequence import page_list
+from loramux.kernels.gpu.kernels import GpuKernels
+from loramux.kernels.gpu.sampling import sample_tokens
+from loramux.kernels.layout import adapter_layout
+from loramux.kernels.tables import PoolViews
+
+META = torch.device("meta")
+PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TableCase:
+    """Sequences of `num_queries` new tokens each behind `context` others, the first of them on `num_adapters`.
+
+    Adapters take turns. `modules` are the indices of the linears that they change, with `rank` each.
+    """
+
+    name: str
+    num_sequences: int
+    context: int
+    num_queries: int = 1
+    num_adapters: int = 0
+    modules: tuple[int, ...] = ()
+    rank: int = 16
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.num_queries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TritonLaunch:
+    """A kernel, its grid, its arguments by name and what the compiler made of it, or an Uncompiled."""
+
+    name: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    program: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Uncompiled:
+    """A program that Triton would compile: the `hash` of what it is compiled from and for."""
+
+    hash: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchLaunch:
+    """A torch operator that runs a kernel: `inputs` and `outputs` are the tensors that it reads and writes."""
+
+    name: str
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+
+Launch = TritonLaunch | TorchLaunch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedStep:
+    """What a step launched, in order, and the batch that it ran."""
+
+    case: TableCase
+    batch: Batch
+    launches: tuple[Launch, ...]
+
+
+class UncomputingAccelerator(HostAccelerator):
+    """A device whose tensors have shapes and no content."""
+
+    device = META
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MetaWeights:
+    """Weights of the wanted shapes."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+
+class MetaEngine:
+    """The parts of an engine that run steps, as `card` would have them, over tensors without memory.
+
+    The settings are those of EngineConfig.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        card: Card,
+        *,
+        max_len: int,
+        max_batch_tokens: int,
+        max_sequences: int,
+        max_resident_adapters: int,
+        num_pages: int,
+    ) -> None:
+        self.card = card
+        config = _config(model, max_len)
+        self.target = pack_target(config, "bfloat16")
+        accelerator = UncomputingAccelerator()
+        backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens)
+        self.decoder = Decoder(config, MetaWeights(), torch.bfloat16, config.max_model_len, backend)
+        geometry = self.target.geometry
+        raw = torch.empty((num_pages, geometry.num_layers, geometry.page_bytes), dtype=torch.uint8, device=META)
+        self.pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)
+        kernels = GpuKernels(self.pool, num_processors=card.multiprocessors)
+        self.tables = SlotTables(self.target, max_resident_adapters, accelerator, self.decoder.outer_factors)
+        max_listed_pages = max_sequences * -(-max_len // PAGE_TOKENS)
+        buffer = StepBuffer(accelerator, max_batch_tokens, max_sequences, max_listed_pages)
+        sampler = DeviceSampler(accelerator, sample_tokens, max_sequences, ())
+        self._executor = GraphExecutor(self.decoder, kernels, self.tables, accelerator, buffer, sampler, max_sequences)
+
+    def record(self, case: TableCase, note: Callable[[Launch, RecordedStep], None] | None = None) -> RecordedStep:
+        """List what the case's step launches; or give each launch to `note`, whose programs are an Uncompiled then.
+
+        What is listed keeps its tensors alive; what is noted does not.
+        """
+        geometry = self.target.geometry
+        ranks = np.zeros((geometry.num_layers, len(self.target.modules)), np.int32)
+        ranks[:, list(case.modules)] = case.rank
+        layout = adapter_layout(geometry, self.target.modules, ranks)
+        packed = PackedAdapter("", layout, np.ones(ranks.shape, np.float32), np.zeros(0, np.uint8))
+        for slot in range(case.num_adapters):
+            self.tables.write(slot, [0] * layout.num_pages, packed)
+        batch = _batch(case, -(-(case.context + case.num_queries) // PAGE_TOKENS))
+        if note is not None:
+            step = RecordedStep(case, batch, ())
+            with recording(self.card.capability, lambda launch: note(launch, step)):
+                self._executor.submit(batch)
+            return step
+        with recording(self.card.capability) as launches:
+            self._executor.submit(batch)
+        return RecordedStep(case, batch, tuple(launches))
+
+
+def record_step(model: Model, card: Card, case: TableCase) -> RecordedStep:
+    """Run the case's step on `model` as `card` would, and note what it launches."""
+    max_len = case.context + case.num_queries
+    engine = MetaEngine(
+        model, card, max_len=max_len, max_batch_tokens=case.num_tokens, max_sequences=case.num_sequences,
+        max_resident_adapters=max(1, case.num_adapters), num_pages=case.num_sequences * -(-max_len // PAGE_TOKENS),
+    )  # fmt: skip
+    return engine.record(case)
+
+
+def _config(model: Model, max_len: int) -> ModelConfig:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config_of(model, max_len)))
+        return ModelConfig.load(Path(directory))
+
+
+def _batch(case: TableCase, pages_each: int) -> Batch:
+    scheduled = []
+    for index in range(case.num_sequences):
+        num_tokens = case.context + case.num_queries
+        add = Add(
+            sequence_id=str(index), prompt=(0,) * num_tokens, max_tokens=1, sampling=SamplingParams(temperature=0.0)
+        )
+        slot = index * case.num_adapters // case.num_sequences if case.num_adapters else -1
+        pages = page_list(list(range(index * pages_each, (index + 1) * pages_each)))
+        sequence = EngineSequence(
+            add=add, owner=b"", arrival=index, seed=0, slot=slot, num_computed=case.context, pages=pages
+        )
+        scheduled.append(ScheduledSequence(sequence, case.num_queries))
+    return build_batch(scheduled, PAGE_TOKENS)
+
+
+@contextmanager
+def recording(capability: int, note: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
+    """Compile what is launched for `capability` instead of running it, and list it in order.
+
+    With `note`, which is given each launch in the place of the list, programs are told apart and not compiled.
+    """
+    launches: list[Launch] = []
+    take = note or launches.append
+    run: Callable[..., Any] = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
+        if note is None:
+            program = run(self, *arguments, grid=grid, warmup=True, **options)
+        else:
+            program = _uncompiled(self, arguments, options)
+        named = {name: value for name, value in options.items() if name in self.arg_names}
+        bound = dict(self.signature.bind(*arguments, **named).arguments)
+        take(TritonLaunch(self.fn.__name__, tuple(grid), bound, program))
+        return program
+
+    previous = driver._active
+    driver.set_active(_NoDevice(GPUTarget("cuda", capability, 32)))
+    JITFunction.run = compile_only
+    try:
+        with _TorchRecorder(take):
+            yield launches
+    finally:
+        JITFunction.run = run
+        driver._active = previous
+
+
+def _uncompiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Uncompiled:
+    """What Triton would look up among its compiled programs before it compiles."""
+    _, known_keys, _, _, bind = kernel.device_caches[driver.active.get_current_device()]
+    _, specialization, bound_options = bind(*arguments, **options)
+    return Uncompiled(compute_cache_key(known_keys, specialization, bound_options))
+
+
+@dataclass(frozen=True, slots=True)
+class _NoDevice:
+    """What Triton asks of a driver before it compiles."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+_ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided")
+
+
+class _TorchRecorder(TorchDispatchMode):
+    """Notes the operators that run a kernel: all but views and allocations."""
+
+    def __init__(self, take: Callable[[Launch], None]) -> None:
+        super().__init__()
+        self._take = take
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        returned = func._schema.returns
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returned)
+        name = str(func).split(".")[1]
+        outputs = _tensors((result,))
+        if not is_view and name not in _ALLOCATIONS and any(one.device == META for one in outputs):
+            self._take(TorchLaunch(name, _tensors((*args, *(kwargs or {}).values())), outputs))
+        return result
+
+
+def _tensors(values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return tuple(found)

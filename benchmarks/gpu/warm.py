@@ -1,0 +1,80 @@
+"""Compiling what an engine will launch, in little memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.engine import GREEDY, device_backend, engine_dtype, open_engine
+from benchmarks.gpu.model import Model
+from benchmarks.gpu.random_models import RandomAdapters
+from loramux.engine.assembly import DTYPES
+from loramux.engine.batch import ScheduledSequence, build_batch
+from loramux.engine.device.backend import DenseLinear
+from loramux.engine.messages import Add
+from loramux.engine.sequence import Sequence, page_list
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroWeights:
+    """Weights that nobody multiplies by."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+class SharedLinears:
+    """One weight for all linears of a size: enough to compile what an engine launches, and for nothing else."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], DenseLinear] = {}
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DenseLinear:
+        return self._made.setdefault(tuple(weight.shape), DenseLinear(weight, bias))
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStep:
+    """A step whose kernels are to be compiled: sequences of so many rows, with an adapter of this rank or without."""
+
+    num_sequences: int
+    num_rows: int
+    rank: int = 0
+
+
+def warm_steps(
+    bench: Bench, model: Model, modules: tuple[int, ...], steps: list[WarmStep], pdl: bool = False, **settings: Any
+) -> None:
+    """Run each step once, all its sequences in the same pages, on an engine that takes little memory."""
+    if not steps:
+        return
+    dtype = engine_dtype(bench)
+    adapters = RandomAdapters(bench, model, dtype)
+    ranks = sorted({step.rank for step in steps if step.rank})
+    for rank in ranks:
+        adapters.make([f"r{rank}"], rank, modules)
+    num_pages = 1 + sum(adapters.num_pages(f"r{rank}") for rank in ranks)
+    backend = dataclasses.replace(device_backend(bench, pdl), make_linear=SharedLinears())
+    weights = ZeroWeights(bench.device, DTYPES[dtype])
+    with open_engine(
+        bench, model, adapters, backend, weights, dtype=dtype,
+        pool_bytes=num_pages * adapters.page_bytes, **settings,
+    ) as engine:  # fmt: skip
+        engine.load(f"r{rank}" for rank in ranks)
+        resident = {one.digest: one.slot for one in engine.stats().adapters}
+        for step in steps:
+            add = Add(sequence_id="", prompt=(0,) * step.num_rows, max_tokens=1, sampling=GREEDY)
+            pages = page_list([0] * -(-step.num_rows // 16))
+            sequences = [
+                Sequence(add=add, owner=b"", arrival=0, seed=0, slot=resident.get(f"r{step.rank}", -1), pages=pages)
+                for _ in range(step.num_sequences)
+            ]
+            batch = build_batch([ScheduledSequence(one, step.num_rows) for one in sequences], 16)
+            engine.observed.executor.submit(batch).tokens()

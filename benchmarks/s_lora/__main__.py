@@ -1,0 +1,287 @@
+"""The S-LoRA workload on a CPU: does throughput hold when requests name ever more adapters than the pool can hold?
+
+An engine in process on a small base, adapters really on disk, a pool that holds some of them beside the K and V of the
+running sequences. Each number of adapters has an engine of its own, all are open at once, and they take turns. Each is
+measured twice: at a rate that the engine cannot keep up with, for throughput, and at about 70 % of what it can, for
+latencies. See `workload.py` for where it comes from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpu.bench import CheckError
+from benchmarks.machine import busy_share, describe, require_idle
+from benchmarks.s_lora.adapters import AdapterFiles
+from benchmarks.s_lora.engine import OpenEngine, PoolPlan, open_engine
+from benchmarks.s_lora.figures import Figures, Goal, latency_figures, throughput_figures
+from benchmarks.s_lora.plot import draw_plot
+from benchmarks.s_lora.report import Case, summaries, tables
+from benchmarks.s_lora.run import Arrival, Drive, drive, drive_in_turns
+from benchmarks.s_lora.setting import add_engine, check_answers, describe_base, lengths, open_files
+from benchmarks.s_lora.traffic import Traffic
+from benchmarks.s_lora.workload import Lengths
+from benchmarks.tables import open_console
+from loramux.engine.pages.eviction import POLICIES
+
+SATURATED = 1.5
+"""The rate for throughput, over capacity."""
+
+CALM = 0.7
+"""The rate for latencies, over capacity."""
+
+WARM_SHARE = 0.25
+"""What runs before a window opens, over the window's length."""
+
+PATIENCE_S = 30.0
+"""How long the requests of a window are waited for once it has closed."""
+
+TURN_S = 0.25
+"""How long a saturated engine has the machine before the next one does: its speed drifts within seconds."""
+
+SEED_STRIDE = 1000
+"""Between the seeds of two rounds: none repeats another one's prompts, which the engine may still have."""
+
+CAPACITY_BATCHES = 64
+"""Full batches that are queued at once to find the capacity."""
+
+CAPACITY_S = 5.0
+"""The longest window to find it in."""
+
+
+class Measurement:
+    """One run's settings, and what is done in each turn."""
+
+    def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
+        self.arguments = arguments
+        self.files = files
+        self.traffic = Traffic(
+            prompts=arguments.input,
+            outputs=arguments.output,
+            alpha=arguments.alpha,
+            cv=arguments.cv,
+            num_prefix=arguments.prefix,
+            is_one_share=arguments.shares == "one",
+            vocab_size=files.model.vocab_size,
+        )
+        self.plan = PoolPlan(
+            arguments.pool_adapters,
+            arguments.max_sequences,
+            arguments.host_adapters,
+            self.traffic.full_prompts,
+            arguments.output,
+        )
+        self.warm_s = WARM_SHARE * arguments.seconds
+
+    def open(self, plan: PoolPlan, dtype: str, policy: str) -> Any:
+        return open_engine(self.arguments.base, self.files, plan, dtype, policy, self.arguments.threads)
+
+    def capacity(self) -> float:
+        """Requests a second that the first policy answers with the fewest adapters when many are queued at once."""
+        requests = self.traffic.requests(
+            CAPACITY_BATCHES * self.plan.num_sequences, self._digests(min(self.arguments.adapters))
+        )
+        arrivals = [Arrival(0.0, add) for add in requests]
+        seconds = min(CAPACITY_S, self.arguments.seconds)
+        while True:
+            with self.open(self.plan, self.arguments.dtype, self.arguments.policy[0]) as engine:
+                window = drive(engine, arrivals, WARM_SHARE * seconds, (1.0 + WARM_SHARE) * seconds, 0.0)
+            if window.fewest_sequences < self.plan.num_sequences:
+                # All came to an end too early, so that the window was not full.
+                seconds /= 2
+            elif window.num_finished:
+                return window.num_finished / window.seconds
+            # Else the machine was busy with others for all of the window.
+
+    def _digests(self, num_adapters: int) -> Sequence[str]:
+        return self.files.digests[:num_adapters]
+
+    def saturate(self, engines: Sequence[tuple[Case, OpenEngine]], rate: float, number: int) -> list[Figures]:
+        """All engines' throughput in that round, where they take turns of a fraction of a second."""
+        end_s = self.warm_s + self.arguments.seconds
+        drives = []
+        for case, engine in engines:
+            digests, num_at_once = self._digests(case.num_adapters), 2 * self.plan.num_sequences
+            # Some more than can run come at once, so that the queue is never short.
+            arrivals = self.traffic.arrivals(digests, rate, end_s, num_at_once, seed=42 + number * SEED_STRIDE)
+            drives.append(Drive(engine, arrivals, self.warm_s, end_s, 0.0))
+        return [{**throughput_figures(window), "rate": rate} for window in drive_in_turns(drives, TURN_S)]
+
+    def calm(self, case: Case, engine: OpenEngine, rate: float, number: int) -> Figures:
+        """One engine's latencies in that round, where it has the machine to itself."""
+        end_s = self.warm_s + self.arguments.seconds
+        arrivals = self.traffic.arrivals(self._digests(case.num_adapters), rate, end_s, seed=142 + number * SEED_STRIDE)
+        figures = latency_figures(drive(engine, arrivals, self.warm_s, end_s, PATIENCE_S), self.arguments.slo)
+        figures["rate"] = rate
+        return figures
+
+
+def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dict[str, float]]:
+    arguments = measurement.arguments
+    capacity = measurement.capacity()
+    calm_rate = CALM * capacity if arguments.rate is None else arguments.rate
+    console.print(
+        f"capacity with {min(arguments.adapters)} adapters: {capacity:.1f} requests/s; "
+        f"{SATURATED * capacity:.1f} arrive for throughput, {calm_rate:.1f} for latencies"
+    )
+    cases = [Case(policy, n, [], []) for policy in arguments.policy for n in sorted(arguments.adapters)]
+    with ExitStack() as stack:
+        engines = [
+            (case, stack.enter_context(measurement.open(measurement.plan, arguments.dtype, case.policy)))
+            for case in cases
+        ]
+        # The first round fills the pools.
+        for number in range(arguments.repeats + 1):
+            saturated = measurement.saturate(engines, SATURATED * capacity, number)
+            for (case, engine), throughput in zip(engines, saturated, strict=True):
+                latency = measurement.calm(case, engine, calm_rate, number)
+                if number == 0:
+                    continue
+                case.throughput.append(throughput)
+                case.latency.append(latency)
+                console.print(f"  {case.policy}, {case.num_adapters} adapters: {throughput['tokens_s']:.0f} tokens/s")
+                if (throughput["fewest_sequences"] or 0) <= arguments.max_sequences:
+                    console.print("  [yellow]the queue ran empty: more could have been answered[/yellow]")
+            # Who was first is last in the next one.
+            engines.append(engines.pop(0))
+    return cases, {
+        "requests_s": capacity,
+        "saturated_rate": SATURATED * capacity,
+        "calm_rate": calm_rate,
+    }
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.s_lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--adapters", type=_numbers, default=[5, 100, 1000, 2000], help="numbers of adapters, 5,100,1000,2000")
+    add("--pool-adapters", type=int, default=50, help="adapters that the pool holds beside K and V")
+    add("--host-adapters", type=int, default=200, help="adapters that host memory holds besides")
+    add("--max-sequences", type=int, default=32, help="sequences that run at once")
+    add("--seconds", type=float, default=20.0, help="length of each window; a quarter more runs before it")
+    add("--repeats", type=int, default=1, help="rounds over all cases; medians count")
+    add("--alpha", type=float, default=1.0, help="popularity: 1 is uniform, less is steeper (numpy.random.power)")
+    add("--cv", type=float, default=1.0, help="coefficient of variation of the time between arrivals")
+    add("--rate", type=_rate, default=None, help="requests/s for latencies; auto: 70 %% of capacity")
+    add("--input", type=lengths, default=Lengths(8, 128), metavar="LO-HI", help="prompt tokens in [LO, HI)")
+    add("--output", type=lengths, default=Lengths(8, 128), metavar="LO-HI", help="new tokens in [LO, HI)")
+    add("--prefix", type=int, default=0, help="further prompt tokens, the same for an adapter's requests")
+    add("--shares", choices=("adapter", "one"), default="adapter", help="an account an adapter, or one for all")
+    add("--policy", type=_policies, default=list(POLICIES), help=",".join(POLICIES))
+    add("--slo", type=_goal, default=Goal(1.0, 0.05), metavar="TTFT,TPOT", help="seconds, for goodput")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--plot", type=Path, help="draw throughput over adapters, FILE.svg")
+    add_engine(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.plot is not None and arguments.plot.suffix != ".svg":
+        parser.error("--plot draws SVG only: name a file that ends in .svg")
+    if min(arguments.alpha, arguments.cv, arguments.seconds) <= 0 or min(arguments.adapters) < 1:
+        parser.error("--alpha, --cv, --seconds and the numbers of adapters must be above 0")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    console = open_console()
+    machine = describe()
+    busy_before = require_idle(arguments.allow_busy)
+    files = open_files(arguments, max(arguments.adapters), console)
+    measurement = Measurement(arguments, files)
+    try:
+        checked = check_answers(arguments, files, measurement.traffic, arguments.policy)
+        for policy, one in checked.items():
+            console.print(
+                f"checked, {policy}: {one['num_tokens']} float32 tokens alone and in an evicting batch are equal, "
+                f"{one['num_evictions']} evictions"
+            )
+        cases, rates = measure(measurement, console)
+    except CheckError as error:
+        console.print(f"[red]nothing was measured: {error}[/red]")
+        return 1
+    found = summaries(cases)
+    workload = _workload(measurement)
+    titles = (f"saturated, {rates['saturated_rate']:.1f} requests/s", f"calm, {rates['calm_rate']:.1f} requests/s")
+    for table in tables(found, *titles):
+        console.print(table)
+    console.print(f"good: TTFT <= {arguments.slo.ttft_s} s and TPOT <= {arguments.slo.tpot_s} s")
+    for name, value in (workload | machine).items():
+        console.print(f"[dim]{name}: {value}[/dim]", highlight=False)
+    if arguments.out is not None:
+        document = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": machine,
+            "busy_share": {"before": round(busy_before, 3), "after": round(busy_share(), 3)},
+            "workload": workload,
+            "check": checked,
+            "capacity": rates,
+            "cases": found,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if arguments.plot is not None:
+        lines: dict[str, list[tuple[int, float]]] = {policy: [] for policy in arguments.policy}
+        for one in found:
+            lines[one["policy"]].append((one["adapters"], one["throughput"]["tokens_s"]))
+        title = f"S-LoRA workload, alpha {arguments.alpha:g}, a pool of {arguments.pool_adapters} adapters"
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+        arguments.plot.write_text(draw_plot(title, lines))
+    return 0
+
+
+def _workload(measurement: Measurement) -> dict[str, Any]:
+    arguments, plan = measurement.arguments, measurement.plan
+    pages = measurement.files.num_pages(arguments.dtype)
+    return {
+        **describe_base(arguments.base),
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "rank": arguments.rank,
+        "pool": f"{plan.num_adapters} adapters of {pages} pages, {plan.kv_pages} pages of K and V",
+        "host_adapters": plan.num_host_adapters,
+        "max_sequences": plan.num_sequences,
+        "alpha": arguments.alpha,
+        "cv": arguments.cv,
+        "prompt_tokens": str(arguments.input),
+        "output_tokens": str(arguments.output),
+        "shared_prefix_tokens": arguments.prefix,
+        "shares": arguments.shares,
+        "slo": asdict(arguments.slo),
+        "seconds": arguments.seconds,
+        "repeats": arguments.repeats,
+    }
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _rate(text: str) -> float | None:
+    return None if text == "auto" else float(text)
+
+
+def _goal(text: str) -> Goal:
+    ttft_s, tpot_s = (float(part) for part in text.split(","))
+    return Goal(ttft_s, tpot_s)
+
+
+def _policies(text: str) -> list[str]:
+    named = text.split(",")
+    if not set(named) <= POLICIES.keys():
+        raise ValueError(text)
+    return named
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

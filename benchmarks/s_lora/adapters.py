@@ -1,0 +1,113 @@
+"""Thousands of random adapters in a blob store on disk, made once for a base and found again by later runs."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from loramux.adapter_store.blobs.blob_url import open_blob_store
+from loramux.adapter_store.blobs.interface import canonical_key
+from loramux.adapter_store.formats.canonical import write_canonical
+from loramux.adapter_store.formats.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX, module_key
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.tiers.tiered_store import TieredStore
+from loramux.engine.config import pack_target
+from loramux.engine.model.model_config import ModelConfig
+
+EFFECT = 0.5
+"""What an adapter adds to a linear's output, over the size of its input: enough to change most answers."""
+
+SAY_EVERY = 500
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """Adapters of one rank on all linears of a base: canonical files in the blob store, packed ones beside them and in
+    the disk tier's directory."""
+
+    directory: Path
+    model: ModelConfig
+    rank: int
+    digests: tuple[str, ...]
+
+    @property
+    def blob_url(self) -> str:
+        return _blob_url(self.directory)
+
+    @property
+    def cache_dir(self) -> Path:
+        return self.directory / "disk_tier"
+
+    def packed_blobs(self, digest: str) -> list[Path]:
+        """The packed files that the blob store has of an adapter."""
+        return [*self.directory.glob(f"blobs/packed/{digest}/*")]
+
+    def page_bytes(self, dtype: str) -> int:
+        """Of a page over all layers."""
+        return pack_target(self.model, dtype).geometry.total_page_bytes
+
+    def num_pages(self, dtype: str) -> int:
+        """Of one adapter; all are alike."""
+        target = pack_target(self.model, dtype)
+        return target.num_pages(np.full((target.geometry.num_layers, len(target.modules)), self.rank, np.int32))
+
+    def pack(self, digests: tuple[str, ...], dtype: str, disk_bytes: int, say: Callable[[str], None]) -> None:
+        """See to it that the packed files lie in the disk tier, the way an engine's own first use would."""
+        store = TieredStore(
+            open_blob_store(self.blob_url), pack_target(self.model, dtype), self.cache_dir, disk_bytes, host_bytes=0
+        )
+        for number, digest in enumerate(digests, 1):
+            store.lease(digest).release()
+            if number % SAY_EVERY == 0:
+                say(f"  {number} of {len(digests)} adapters are packed and on disk")
+
+
+def make_adapters(scratch: Path, base: Path, num_adapters: int, rank: int, say: Callable[[str], None]) -> AdapterFiles:
+    """At least `num_adapters` adapters with contents of their own; those of an earlier run are used again."""
+    model = ModelConfig.load(base)
+    target = pack_target(model, "bfloat16")
+    identity = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()
+    directory = scratch.absolute() / f"{identity[:12]}-rank{rank}"
+    directory.mkdir(parents=True, exist_ok=True)
+    listed = directory / "digests"
+    digests = listed.read_text().split() if listed.exists() else []
+    blobs = open_blob_store(_blob_url(directory))
+    with tempfile.TemporaryDirectory(dir=directory) as folder, listed.open("a") as listing:
+        canonical = Path(folder) / "canonical.safetensors"
+        for number in range(len(digests), num_adapters):
+            if number % SAY_EVERY == 0:
+                say(f"  {number} of {num_adapters} adapters are made")
+            digest = write_canonical(*_random_adapter(target, rank, number), canonical)
+            blobs.put(canonical_key(digest), canonical)
+            # Listed only once it is there, so that a run that was stopped leaves nothing that is missing.
+            listing.write(digest + "\n")
+            listing.flush()
+            digests.append(digest)
+    return AdapterFiles(directory, model, rank, tuple(digests))
+
+
+def _blob_url(directory: Path) -> str:
+    return f"file://{directory / 'blobs'}"
+
+
+def _random_adapter(target: PackTarget, rank: int, number: int) -> tuple[bytes, dict[str, float]]:
+    """A safetensors file in bfloat16, and the scale of each module."""
+    generator = torch.Generator().manual_seed(number)
+    tensors: dict[str, torch.Tensor] = {}
+    scales: dict[str, float] = {}
+    for layer in range(target.geometry.num_layers):
+        for module in target.modules:
+            key = module_key(layer, module)
+            A = torch.randn(rank, module.in_features, generator=generator) * module.in_features**-0.5
+            B = torch.randn(module.out_features, rank, generator=generator) * (EFFECT * rank**-0.5)
+            tensors[TENSOR_PREFIX + key + A_SUFFIX] = A.to(torch.bfloat16)
+            tensors[TENSOR_PREFIX + key + B_SUFFIX] = B.to(torch.bfloat16)
+            scales[key] = 1.0
+    return save(tensors), scales

@@ -1,0 +1,121 @@
+"""Before anything is measured: do adapters answer the same while others come and go around them?
+
+A few (adapter, prompt) pairs are answered in float32, each alone on an engine that has room for all. Then an engine
+with a small pool answers them among many others, at the front of the queue and again at its end, by when their adapters
+have been evicted and come back to other pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from benchmarks.gpu.bench import CheckError
+from benchmarks.gpu.check import compare
+from benchmarks.gpu.engine import Answer
+from benchmarks.s_lora.engine import OpenEngine, PoolPlan
+from benchmarks.s_lora.traffic import Traffic
+from benchmarks.s_lora.workload import Lengths
+from loramux.engine.messages import Add, Finished, SamplingParams, StepOutput
+
+NUM_PAIRS = 6
+POOL_ADAPTERS = 4
+NUM_ADAPTERS = 12
+NUM_OTHERS = 36
+NUM_SEQUENCES = 8
+PROMPTS, OUTPUTS = Lengths(8, 64), Lengths(8, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the check saw: float32 answers were the same in `num_tokens` tokens, `worst` is the largest difference of a
+    log-probability."""
+
+    num_tokens: int
+    worst: float
+    num_evictions: int
+    num_preemptions: int
+
+
+def small_plan() -> PoolPlan:
+    return PoolPlan(POOL_ADAPTERS, NUM_SEQUENCES, POOL_ADAPTERS, PROMPTS, OUTPUTS)
+
+
+def roomy_plan() -> PoolPlan:
+    return replace(small_plan(), num_adapters=NUM_ADAPTERS)
+
+
+def pairs_of(traffic: Traffic, digests: Sequence[str]) -> list[Add]:
+    """Pairs whose prompts are equal two by two, so that adapters are seen to make a difference."""
+    adds = _requests(traffic, NUM_PAIRS, digests, seed=7)
+    return [
+        msgspec.structs.replace(
+            add,
+            sequence_id=f"pair {number}",
+            prompt=adds[number // 2 * 2].prompt,
+            max_tokens=OUTPUTS.end,
+            digest=digests[number],
+            isolation_key=digests[number].encode(),
+        )
+        for number, add in enumerate(adds)
+    ]
+
+
+def answer_alone(engine: OpenEngine, pairs: Sequence[Add]) -> dict[str, Answer]:
+    """Each pair without company; raises CheckError where adapters make no difference."""
+    answers: dict[str, Answer] = {}
+    for pair in pairs:
+        answers |= _answer(engine, [pair])
+        plain = msgspec.structs.replace(pair, digest=None, isolation_key=b"base")
+        if _answer(engine, [plain])[pair.sequence_id].tokens == answers[pair.sequence_id].tokens:
+            raise CheckError(f"the adapter of {pair.sequence_id} changes nothing")
+    for even, odd in zip(pairs[::2], pairs[1::2], strict=True):
+        if answers[even.sequence_id].tokens == answers[odd.sequence_id].tokens:
+            raise CheckError(f"the adapters of {even.sequence_id} and {odd.sequence_id} answer alike")
+    return answers
+
+
+def check_mixed(
+    engine: OpenEngine, traffic: Traffic, digests: Sequence[str], pairs: Sequence[Add], expected: dict[str, Answer]
+) -> Checked:
+    """The pairs among others while adapters are evicted; raises CheckError where an answer differs."""
+    others = _requests(traffic, NUM_OTHERS, digests, seed=8)
+    again = {pair.sequence_id: f"{pair.sequence_id}, again" for pair in pairs}
+    # In a namespace of its own, the second time is computed and not found.
+    repeated = [
+        msgspec.structs.replace(pair, sequence_id=again[pair.sequence_id], isolation_key=b"again " + pair.isolation_key)
+        for pair in pairs
+    ]
+    found = _answer(engine, [*pairs, *others, *repeated])
+    wanted = expected | {again[name]: answer for name, answer in expected.items()}
+    worst, num_tokens = compare({name: found[name] for name in wanted}, wanted)
+    stats = engine.stats()
+    if not stats.num_adapter_evictions:
+        raise CheckError("no adapter was evicted: the check has shown nothing")
+    return Checked(num_tokens, worst, stats.num_adapter_evictions, stats.num_preemptions)
+
+
+def _requests(traffic: Traffic, count: int, digests: Sequence[str], seed: int) -> list[Add]:
+    """Requests that ask for all adapters alike, with what the comparison needs to know about near choices."""
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=2)
+    traffic = replace(traffic, prompts=PROMPTS, outputs=OUTPUTS, alpha=1.0, num_prefix=0)
+    return traffic.requests(count, digests[:NUM_ADAPTERS], sampling, seed)
+
+
+def _answer(engine: OpenEngine, adds: Sequence[Add]) -> dict[str, Answer]:
+    """Run requests to their ends; raises CheckError where one ends otherwise than by its length."""
+    answers = {add.sequence_id: Answer([], []) for add in adds}
+    for add in adds:
+        engine.add(add)
+    while engine.num_sequences:
+        for outbound in engine.step():
+            match outbound.message:
+                case StepOutput(outputs=outputs):
+                    for output in outputs:
+                        answers[output.sequence_id].tokens.extend(output.token_ids)
+                        answers[output.sequence_id].logprobs.extend(output.logprobs)
+                case Finished(sequence_id=sequence_id, reason=reason, message=message) if reason != "length":
+                    raise CheckError(f"the request {sequence_id} ended by {reason}: {message}")
+    return answers

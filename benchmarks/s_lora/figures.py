@@ -1,0 +1,88 @@
+"""What a window of a run says: throughput, latencies, and how hard the pool had to work."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.s_lora.run import Window
+
+PERCENTILES = (50, 90, 99)
+
+Figures = dict[str, float | None]
+"""By name, with units in the names; None: infinite, or nothing to measure it on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a request must keep to count towards goodput, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+def pool_figures(window: Window) -> Figures:
+    loads = window.counted("num_adapter_loads")
+    cached, computed = window.counted("cached_tokens"), window.counted("prompt_tokens")
+    return {
+        "adapter_hit_rate": _share(sum(one.was_resident for one in window.journeys), len(window.journeys)),
+        # Above 1, adapters were evicted before those who waited for them could run.
+        "loads_per_request": _share(loads, window.num_first_tokens),
+        "loads": loads,
+        "evictions": window.counted("num_adapter_evictions"),
+        "preemptions": window.counted("num_preemptions"),
+        "prefix_hit_rate": _share(cached, cached + computed),
+        "steps_s": window.counted("num_steps") / window.seconds,
+    }
+
+
+def throughput_figures(window: Window) -> Figures:
+    return {
+        "tokens_s": window.num_tokens / window.seconds,
+        "tokens_cpu_s": window.num_tokens / window.cpu_s if window.cpu_s else None,
+        "requests_s": window.num_finished / window.seconds,
+        "fewest_sequences": window.fewest_sequences,
+        **pool_figures(window),
+    }
+
+
+def latency_figures(window: Window, goal: Goal) -> Figures:
+    journeys = window.journeys
+    good = sum(one.ttft_s <= goal.ttft_s and one.tpot_s <= goal.tpot_s for one in journeys)
+    return {
+        "requests": len(journeys),
+        "unanswered": sum(one.end_s == math.inf for one in journeys),
+        **_percentiles("ttft_ms", [one.ttft_s * 1e3 for one in journeys]),
+        **_percentiles("tpot_ms", [one.tpot_s * 1e3 for one in journeys]),
+        "goodput_requests_s": good / window.seconds,
+        "good_share": _share(good, len(journeys)),
+        **pool_figures(window),
+    }
+
+
+def median_of(rounds: Sequence[Figures]) -> Figures:
+    """Each figure's median; infinite where it was in half of the rounds."""
+    medians: Figures = {}
+    for name in rounds[0]:
+        values = (one[name] for one in rounds)
+        medians[name] = _finite(statistics.median_high(math.inf if value is None else value for value in values))
+    return medians
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, Any]:
+    # Of two neighbours the higher one: between a number and infinity there is no middle.
+    found = np.percentile(values, PERCENTILES, method="higher").tolist() if values else [math.inf] * len(PERCENTILES)
+    return {f"{name}_p{percent}": _finite(value) for percent, value in zip(PERCENTILES, found, strict=True)}
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,198 @@
+"""Drives an engine by a list of arrivals and keeps what happened to each request, and when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.gpu.bench import CheckError
+from benchmarks.s_lora.engine import WAKE_S, OpenEngine
+from loramux.engine.messages import Add, Finished, FromEngine, Stats, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request and the second at which it arrives."""
+
+    at_s: float
+    add: Add
+
+
+@dataclass(slots=True)
+class Journey:
+    """One request's seconds: when it came, and when its first and its latest token came out."""
+
+    at_s: float
+    was_resident: bool
+    """Whether its adapter was in the pool when it came."""
+    first_s: float = math.inf
+    latest_s: float = math.inf
+    end_s: float = math.inf
+    num_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Counted from when the request came, whether or not the engine had time to take it then."""
+        return self.first_s - self.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        """The mean time of a token after the first; 0 where there is none."""
+        if self.end_s == math.inf:
+            return math.inf
+        return (self.latest_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the engine has counted so far, and this process's processor time."""
+
+    stats: Stats
+    cpu_s: float
+
+    @classmethod
+    def of(cls, engine: OpenEngine) -> Snapshot:
+        return cls(engine.stats(), time.process_time())
+
+
+@dataclass(slots=True)
+class Window:
+    """What happened in [begin_s, end_s) of a run."""
+
+    begin_s: float
+    end_s: float
+    journeys: list[Journey] = field(default_factory=list)
+    """Of the requests that arrived in it, however long they took."""
+    num_tokens: int = 0
+    num_first_tokens: int = 0
+    num_finished: int = 0
+    fewest_sequences: int = 1 << 62
+    """The fewest sequences that waited or ran at any time in it."""
+    before: Snapshot | None = None
+    after: Snapshot | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of all threads."""
+        assert self.before is not None
+        assert self.after is not None
+        return self.after.cpu_s - self.before.cpu_s
+
+    def counted(self, name: str) -> int:
+        """How far a counter of the engine's statistics came."""
+        assert self.before is not None
+        assert self.after is not None
+        return int(getattr(self.after.stats, name)) - int(getattr(self.before.stats, name))
+
+
+class Drive:
+    """One engine and what arrives at it. Its clock runs only while it has the machine, so that some may take turns.
+
+    Nothing arrives once the window has closed, and the requests that came in it have `patience_s` to be answered; the
+    rest are aborted.
+    """
+
+    def __init__(
+        self, engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s: float, patience_s: float
+    ) -> None:
+        self._engine = engine
+        self._left = deque(arrivals)
+        self._patience_s = patience_s
+        self._window = Window(begin_s, end_s)
+        self._journeys: dict[str, Journey] = {}
+        self._num_open = 0
+        self._now_s = 0.0
+        self._cpu_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        end_s = self._window.end_s
+        return self._now_s >= end_s and not (self._num_open and self._now_s < end_s + self._patience_s)
+
+    def run(self, seconds: float) -> None:
+        """Step for so long, or until it is over; raises CheckError where a request ends, but not by its length."""
+        until_s = self._now_s + seconds
+        started, cpu_started = time.perf_counter() - self._now_s, time.process_time() - self._cpu_s
+        while self._now_s < until_s and not self.is_over:
+            self._add()
+            self._look(time.process_time() - cpu_started)
+            outbox = self._engine.step(self._wait_s())
+            self._now_s = time.perf_counter() - started
+            for outbound in outbox:
+                self._take(outbound.message)
+        self._cpu_s = time.process_time() - cpu_started
+
+    def end(self) -> Window:
+        """Abort what still runs; the window."""
+        self._window.before = self._window.before or self._snapshot(self._cpu_s)
+        self._window.after = self._window.after or self._snapshot(self._cpu_s)
+        self._engine.abort()
+        return self._window
+
+    def _add(self) -> None:
+        window = self._window
+        while self._left and self._left[0].at_s <= self._now_s < window.end_s:
+            arrival = self._left.popleft()
+            was_resident = self._engine.is_resident(arrival.add.digest)
+            journey = self._journeys[arrival.add.sequence_id] = Journey(arrival.at_s, was_resident)
+            if window.begin_s <= arrival.at_s < window.end_s:
+                window.journeys.append(journey)
+            self._num_open += 1
+            self._engine.add(arrival.add)
+
+    def _look(self, cpu_s: float) -> None:
+        window = self._window
+        if window.before is None and self._now_s >= window.begin_s:
+            window.before = self._snapshot(cpu_s)
+        if window.after is None and self._now_s >= window.end_s:
+            window.after = self._snapshot(cpu_s)
+        if window.begin_s <= self._now_s < window.end_s:
+            window.fewest_sequences = min(window.fewest_sequences, self._engine.num_sequences)
+
+    def _snapshot(self, cpu_s: float) -> Snapshot:
+        return Snapshot(self._engine.stats(), cpu_s)
+
+    def _wait_s(self) -> float:
+        return max(0.0, min(WAKE_S, self._left[0].at_s - self._now_s)) if self._left else WAKE_S
+
+    def _take(self, message: FromEngine) -> None:
+        window = self._window
+        is_inside = window.begin_s <= self._now_s < window.end_s
+        match message:
+            case StepOutput(outputs=outputs):
+                for output in outputs:
+                    journey = self._journeys[output.sequence_id]
+                    if not journey.num_tokens:
+                        journey.first_s = self._now_s
+                        window.num_first_tokens += is_inside
+                    journey.latest_s = self._now_s
+                    journey.num_tokens += len(output.token_ids)
+                    window.num_tokens += is_inside * len(output.token_ids)
+            case Finished(sequence_id=sequence_id, reason="length"):
+                self._journeys[sequence_id].end_s = self._now_s
+                window.num_finished += is_inside
+                self._num_open -= 1
+            case Finished(sequence_id=sequence_id, reason=reason, message=message):
+                raise CheckError(f"the request {sequence_id} ended by {reason}: {message}")
+
+
+def drive(engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s: float, patience_s: float) -> Window:
+    """All of it at once: see `Drive`."""
+    one = Drive(engine, arrivals, begin_s, end_s, patience_s)
+    one.run(math.inf)
+    return one.end()
+
+
+def drive_in_turns(drives: Sequence[Drive], turn_s: float) -> list[Window]:
+    """Give each the machine for `turn_s` at a time, so that a drift of its speed meets all alike."""
+    while not all(one.is_over for one in drives):
+        for one in drives:
+            one.run(turn_s)
+    return [one.end() for one in drives]

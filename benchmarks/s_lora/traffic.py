@@ -1,0 +1,74 @@
+"""Requests of the S-LoRA workload as an engine takes them, with the times at which they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.s_lora.run import Arrival
+from benchmarks.s_lora.workload import Lengths, draw_arrivals, draw_requests
+from loramux.engine.messages import Add, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What requests are like. Each adapter has a namespace of its own, within which equal prefixes are shared.
+
+    Prompts are random but for their first `num_prefix` tokens, which come on top of the drawn length and are the same
+    for an adapter's requests. With `is_one_share` all adapters belong to one account, else each to its own.
+    """
+
+    prompts: Lengths
+    outputs: Lengths
+    alpha: float
+    cv: float
+    num_prefix: int
+    is_one_share: bool
+    vocab_size: int
+
+    @property
+    def full_prompts(self) -> Lengths:
+        return Lengths(self.prompts.shortest + self.num_prefix, self.prompts.end + self.num_prefix)
+
+    def requests(
+        self, count: int, digests: Sequence[str], sampling: SamplingParams = GREEDY, seed: int = 42
+    ) -> list[Add]:
+        tokens = np.random.default_rng(seed + 2)
+        adds = []
+        for number, drawn in enumerate(
+            draw_requests(count, len(digests), self.prompts, self.outputs, self.alpha, seed)
+        ):
+            digest = digests[drawn.adapter]
+            adds.append(
+                Add(
+                    sequence_id=str(number),
+                    prompt=(
+                        *self._prefix(drawn.adapter),
+                        *tokens.integers(self.vocab_size, size=drawn.num_prompt).tolist(),
+                    ),
+                    max_tokens=drawn.num_output,
+                    sampling=sampling,
+                    digest=digest,
+                    share_key="" if self.is_one_share else digest,
+                    isolation_key=digest.encode(),
+                )
+            )
+        return adds
+
+    def arrivals(
+        self, digests: Sequence[str], rate: float, until_s: float, num_at_once: int = 0, seed: int = 42
+    ) -> list[Arrival]:
+        """`num_at_once` requests at the start, then `rate` a second."""
+        times = [0.0] * num_at_once + list(draw_arrivals(rate, self.cv, until_s, seed))
+        requests = self.requests(len(times), digests, seed=seed)
+        return [Arrival(at_s, add) for at_s, add in zip(times, requests, strict=True)]
+
+    def _prefix(self, adapter: int) -> list[int]:
+        if not self.num_prefix:
+            return []
+        tokens: list[int] = np.random.default_rng(adapter).integers(self.vocab_size, size=self.num_prefix).tolist()
+        return tokens

@@ -1,0 +1,265 @@
+"""Many adapters come for the first time at once: what do tenants notice whose answers are being written?
+
+An engine in process on a small base, and resident streams: requests whose adapters are in the pool, one following the
+other without end. What comes beside them takes turns, in one run:
+
+    quiet   nothing
+    loads   so many adapters are loaded for the first time, by `Load` messages: nothing but the loading
+    warm    so many short requests, for adapters that are in the pool
+    storm   the same requests at the same times, each for an adapter that comes for the first time
+
+Every adapter is read from the disk, or has to come from the blob store first, is verified and copied to the pool, where
+about half take the place of another. What counts is the time between two tokens of a resident stream: `loads` over
+`quiet` and `storm` over `warm` are what loading costs; `storm` over `quiet` has the storm's own requests in it.
+
+The ways take turns every two seconds, at the pace of 200 adapters in 10 s: a machine that drifts by a third within ten
+seconds cannot tell a tenth where each way has ten of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.gpu.bench import CheckError
+from benchmarks.machine import require_idle
+from benchmarks.s_lora.adapters import AdapterFiles
+from benchmarks.s_lora.engine import OpenEngine, PoolPlan, open_engine
+from benchmarks.s_lora.setting import lengths, open_files
+from benchmarks.s_lora.workload import Lengths
+from benchmarks.tables import open_console
+from benchmarks.tenants.figures import Target, compare, pooled, spread, table
+from benchmarks.tenants.plot import draw_tails
+from benchmarks.tenants.run import Drive, Observed, Stream, Timed, keep_only
+from benchmarks.tenants.setting import (
+    Outcome,
+    add_common,
+    check,
+    common_workload,
+    leave,
+    longest,
+    require_sound,
+    say_disturbed,
+    traffic_of,
+)
+from loramux.engine.messages import Load
+
+QUIET, LOADS, WARM, STORM = WAYS = ("quiet", "loads", "warm", "storm")
+COLD_WAYS = (LOADS, STORM)
+TARGETS = (Target(LOADS, QUIET, 1.1), Target(STORM, WARM, 1.1), Target(STORM, QUIET, 1.1))
+PATIENCE_S = 30.0
+
+NUM_REQUESTS = 32
+"""Different requests of one resident stream; they share no prefixes, so that the same one again is computed again."""
+
+
+class Measurement:
+    """One run's settings and requests."""
+
+    def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
+        self.arguments = arguments
+        self.files = files
+        self.traffic = traffic_of(arguments, files)
+        self.resident = files.digests[: arguments.resident_adapters]
+        self.warm = files.digests[arguments.resident_adapters : arguments.pool_adapters - arguments.spare_adapters]
+        # Every adapter that a storm names is new to the engine, also in later rounds.
+        self._fresh: Iterator[str] = iter(files.digests[arguments.pool_adapters :])
+        self.plan = PoolPlan(
+            arguments.pool_adapters,
+            arguments.residents + arguments.seats,
+            arguments.host_adapters,
+            longest(arguments.input),
+            longest(arguments.output),
+        )
+
+    def streams(self) -> list[Stream]:
+        count = self.arguments.residents
+        adds = [
+            msgspec.structs.replace(add, digest=digest, share_key=f"resident {number % count}", isolation_key=b"")
+            for number, (add, digest) in enumerate(
+                zip(self.traffic.requests(count * NUM_REQUESTS, self.resident), itertools.cycle(self.resident))
+            )
+        ]
+        return [Stream(itertools.cycle(adds[place::count])) for place in range(count)]
+
+    def timed(self, way: str, number: int) -> list[Timed]:
+        """What comes in round `number`, at random times, the same for all ways."""
+        if way == QUIET:
+            return []
+        count = self.arguments.loads
+        times = np.sort(np.random.default_rng(number).uniform(0.0, self.arguments.seconds, count)).tolist()
+        if way == WARM:
+            digests = list(itertools.islice(itertools.cycle(self.warm), count))
+        else:
+            digests = list(itertools.islice(self._fresh, count))
+            _forget(self.files, digests, self.arguments.source)
+        if way == LOADS:
+            messages: list[Any] = [Load(call_id=digest, digest=digest) for digest in digests]
+        else:
+            short = replace(self.traffic, outputs=self.arguments.storm_output)
+            messages = [
+                msgspec.structs.replace(add, digest=digest, share_key=digest, isolation_key=b"")
+                for add, digest in zip(short.requests(count, digests, seed=300 + number), digests, strict=True)
+            ]
+        return [Timed(at_s, message) for at_s, message in zip(times, messages, strict=True)]
+
+
+def _forget(files: AdapterFiles, digests: Sequence[str], source: str) -> None:
+    """Have the operating system drop what it keeps of the packed files, so that they come from the disk itself.
+
+    For the blob store's sake they are removed from the disk tier.
+    """
+    for digest in digests:
+        for path in files.cache_dir.glob(f"*/{digest}.packed"):
+            if source == "blobs":
+                path.unlink()
+            else:
+                _drop_cached(path)
+        for path in files.packed_blobs(digest):
+            _drop_cached(path)
+
+
+def _drop_cached(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def measure(measurement: Measurement, console: Console) -> dict[str, list[Observed]]:
+    """What each round of each way saw."""
+    arguments = measurement.arguments
+    found: dict[str, list[Observed]] = {way: [] for way in WAYS}
+    with open_engine(
+        arguments.base, measurement.files, measurement.plan, arguments.dtype, "lru", arguments.threads
+    ) as engine:
+        for number in track(range(arguments.repeats), "Rounds", console=console):
+            # In turns, each first in its round, so that a drift of the machine meets all alike.
+            place = number % len(WAYS)
+            for way in (*WAYS[place:], *WAYS[:place]):
+                observed = _window(engine, measurement, way, number)
+                found[way].append(observed)
+                say_disturbed(observed, console)
+    return found
+
+
+def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int) -> Observed:
+    arguments = measurement.arguments
+    timed = measurement.timed(way, number)
+    keep_only(engine, (*measurement.resident, *measurement.warm))
+    observed = Drive(engine, arguments.settle, arguments.seconds, PATIENCE_S).run(measurement.streams(), timed)
+    if way in COLD_WAYS:
+        # The last few come when the window is over.
+        num_answered = sum(math.isfinite(one) for one in (*observed.loads_s, *observed.first_tokens_s))
+        if num_answered < arguments.loads or (way == STORM and observed.num_cold < arguments.loads):
+            raise CheckError(f"only {num_answered} of {arguments.loads} adapters came, {observed.num_cold} of them new")
+    elif observed.counted("num_adapter_loads") or observed.num_cold:
+        raise CheckError("adapters were loaded where none should have been")
+    return observed
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tenants.cold_storm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--residents", type=int, default=16, help="resident streams")
+    add("--resident-adapters", type=int, default=8, help="adapters of the resident streams")
+    add("--from", dest="source", choices=("disk", "blobs"), default="disk", help="where new adapters are")
+    add("--loads", type=int, default=40, help="adapters that come for the first time in a window")
+    add("--seconds", type=float, default=2.0, help="length of each window")
+    add("--settle", type=float, default=0.4, help="seconds of resident streams alone before each")
+    add("--seats", type=int, default=16, help="sequences beside the resident ones that run at once")
+    add("--pool-adapters", type=int, default=50, help="adapters that the pool holds beside K and V")
+    add("--spare-adapters", type=int, default=4, help="of these, room for what is on its way")
+    add("--host-adapters", type=int, default=50, help="adapters that host memory holds besides")
+    add("--storm-output", type=lengths, default=Lengths(4, 12), metavar="LO-HI", help="their new tokens in [LO, HI)")
+    add_common(parser, repeats=20, outputs=Lengths(64, 128))
+    arguments = parser.parse_args(argv)
+    require_sound(parser, arguments)
+    if not 0 < arguments.resident_adapters < arguments.pool_adapters - arguments.spare_adapters:
+        parser.error("--pool-adapters must be above --resident-adapters and --spare-adapters together")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    console = open_console()
+    busy_before = require_idle(arguments.allow_busy)
+    num_fresh = len(COLD_WAYS) * arguments.loads * arguments.repeats
+    files = open_files(arguments, arguments.pool_adapters + num_fresh, console)
+    measurement = Measurement(arguments, files)
+    try:
+        checked = check(arguments, files)
+        console.print(f"checked: {checked['num_tokens']} float32 tokens alone and in an evicting batch are equal")
+        found = measure(measurement, console)
+    except CheckError as error:
+        console.print(f"[red]nothing was measured: {error}[/red]")
+        return 1
+    gaps = {way: [one.load_gaps_s for one in rounds] for way, rounds in found.items()}
+    first_tokens = {way: [one.first_tokens_s for one in rounds] for way, rounds in found.items()}
+    loads = {way: [one.loads_s for one in rounds] for way, rounds in found.items()}
+    for way, rounds in found.items():
+        num_loaded = sum(one.counted("num_adapter_loads") for one in rounds)
+        num_evicted = sum(one.counted("num_adapter_evictions") for one in rounds)
+        steps_s = statistics.median(one.counted("num_steps") / one.seconds for one in rounds)
+        console.print(f"  {way}: {num_loaded} adapters loaded, {num_evicted} evicted, {steps_s:.0f} steps/s")
+    console.print(table("between a resident stream's tokens", {"gaps": gaps}))
+    console.print(table("what comes beside", {"TTFT": first_tokens, "Load": loads}))
+    outcome = Outcome(
+        busy_before,
+        _workload(measurement),
+        checked,
+        {
+            way: {
+                "between_resident_tokens": spread(gaps[way]),
+                "ttft": spread(first_tokens[way]),
+                "load": spread(loads[way]),
+                "steps_s": [round(one.counted("num_steps") / one.seconds, 1) for one in rounds],
+                "loads": [one.counted("num_adapter_loads") for one in rounds],
+                "evictions": [one.counted("num_adapter_evictions") for one in rounds],
+                "preemptions": [one.counted("num_preemptions") for one in rounds],
+                "processor_share": [round(one.processor_share, 3) for one in rounds],
+            }
+            for way, rounds in found.items()
+        },
+        [compare(gaps, target) for target in TARGETS],
+        draw_tails(
+            f"Resident streams while {arguments.loads / arguments.seconds:g} adapters come a second",
+            "time between tokens",
+            {way: pooled(rounds) for way, rounds in gaps.items()},
+        ),
+    )
+    leave(outcome, arguments, console)
+    return 0
+
+
+def _workload(measurement: Measurement) -> dict[str, Any]:
+    arguments = measurement.arguments
+    pages, page_bytes = measurement.files.num_pages(arguments.dtype), measurement.files.page_bytes(arguments.dtype)
+    return {
+        **common_workload(arguments),
+        "residents": f"{arguments.residents} streams over {arguments.resident_adapters} adapters",
+        "from": arguments.source,
+        "storm": f"{arguments.loads} adapters of {pages * page_bytes / 1e6:.2f} MB in {arguments.seconds:g} s",
+        "storm_output_tokens": str(arguments.storm_output),
+        "pool_adapters": arguments.pool_adapters,
+        "host_adapters": arguments.host_adapters,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,241 @@
+"""One account floods the engine: what do polite accounts see of it?
+
+An engine in process on a small base, some polite accounts whose requests come as a Poisson process, and a load of the
+same requests over the same resident adapters in three ways, which take turns in one run:
+
+    flood         one account's: so many of its requests always run or wait, so that the queue is always full
+    full crowd    many accounts', each with its part of as many requests that always run or wait
+    calm crowd    many accounts', as a Poisson process that comes to a little less than the engine can answer
+
+What counts is the polite accounts' time to the first token beside the flood over that beside either crowd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.gpu.bench import CheckError
+from benchmarks.machine import require_idle
+from benchmarks.s_lora.adapters import AdapterFiles
+from benchmarks.s_lora.engine import OpenEngine, PoolPlan, open_engine
+from benchmarks.s_lora.setting import open_files
+from benchmarks.s_lora.workload import Lengths, draw_arrivals
+from benchmarks.tables import open_console
+from benchmarks.tenants.figures import Target, compare, pooled, spread, table
+from benchmarks.tenants.plot import draw_tails
+from benchmarks.tenants.run import CLOCKS, Drive, Observed, Stream, Timed, preload
+from benchmarks.tenants.setting import (
+    Outcome,
+    add_common,
+    check,
+    common_workload,
+    leave,
+    longest,
+    require_sound,
+    say_disturbed,
+    traffic_of,
+)
+from loramux.engine.messages import Add
+
+FLOOD, FULL, CALM = WAYS = ("flood", "full crowd", "calm crowd")
+LIMIT = 1.25
+CALIBRATION_S = 4.0
+WARM_S = 2.0
+PATIENCE_S = 30.0
+
+NUM_REQUESTS = 1024
+"""Different requests of the standing load; they share no prefixes, so that the same one again is computed again."""
+
+
+class Measurement:
+    """One run's settings and requests."""
+
+    def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
+        self.arguments = arguments
+        self.files = files
+        self.traffic = traffic_of(arguments, files)
+        self.crowd = files.digests[: arguments.crowd]
+        self.polite = files.digests[arguments.crowd : arguments.crowd + arguments.polite]
+        self.plan = PoolPlan(
+            arguments.crowd + arguments.polite,
+            arguments.seats,
+            arguments.crowd + arguments.polite,
+            longest(arguments.input),
+            longest(arguments.output),
+        )
+
+    def streams(self, way: str) -> list[Stream]:
+        """The load that always runs or waits: the same requests in the same order, of one account or of many."""
+        if way == CALM:
+            return []
+        adds = self._load(NUM_REQUESTS, seed=42)
+        shares = 1 if way == FLOOD else len(self.crowd)
+        if way == FLOOD:
+            adds = [msgspec.structs.replace(add, share_key=FLOOD) for add in adds]
+        return [Stream(itertools.cycle(adds[place::shares]), self.arguments.open // shares) for place in range(shares)]
+
+    def timed(self, way: str, capacity: float, number: int) -> list[Timed]:
+        """What comes in round `number`; the polite accounts' requests are the same whatever the way."""
+        timed = self._arrivals(self.arguments.polite_load * capacity, 100 + number, is_counted=True)
+        if way == CALM:
+            rate = (self.arguments.calm_load - self.arguments.polite_load) * capacity
+            timed += self._arrivals(rate, 200 + number, is_counted=False)
+        return sorted(timed, key=lambda one: one.at_s)
+
+    def _arrivals(self, rate: float, seed: int, is_counted: bool) -> list[Timed]:
+        # The load's come before the window, too, so that it finds the engine as it is to be.
+        begin_s = 0.0 if is_counted else -WARM_S
+        times = list(draw_arrivals(rate, 1.0, self.arguments.seconds - begin_s, seed))
+        if is_counted:
+            adds = [_unshared(add) for add in self.traffic.requests(len(times), self.polite, seed=seed)]
+        else:
+            adds = self._load(len(times), seed)
+        return [Timed(begin_s + at_s, add, is_counted) for at_s, add in zip(times, adds, strict=True)]
+
+    def _load(self, count: int, seed: int) -> list[Add]:
+        """Requests of the crowd's accounts in turn, each with an adapter of its own."""
+        adds = self.traffic.requests(count, self.crowd, seed=seed)
+        digests = itertools.cycle(self.crowd)
+        return [
+            msgspec.structs.replace(_unshared(add), digest=digest, share_key=digest)
+            for add, digest in zip(adds, digests, strict=False)
+        ]
+
+
+def _unshared(add: Add) -> Add:
+    """Without a namespace nothing stays in the prefix cache, where it would push adapters out of the pool."""
+    return msgspec.structs.replace(add, isolation_key=b"")
+
+
+def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[Observed]], list[float]]:
+    """What each round of each way saw, and the requests a second that the engine could answer in each."""
+    arguments = measurement.arguments
+    found: dict[str, list[Observed]] = {way: [] for way in WAYS}
+    capacities: list[float] = []
+    with open_engine(
+        arguments.base, measurement.files, measurement.plan, arguments.dtype, "lru", arguments.threads
+    ) as engine:
+        preload(engine, (*measurement.crowd, *measurement.polite))
+        for number in range(arguments.repeats):
+            # Found again each time: on a machine that others use, it is not what it was.
+            calibration = Drive(engine, WARM_S, CALIBRATION_S, 0.0, arguments.clock).run(measurement.streams(FULL), [])
+            capacity = calibration.num_ended / CALIBRATION_S
+            capacities.append(capacity)
+            console.print(f"  round {number + 1}: the engine answers {capacity:.1f} requests/s")
+            # In turns, each first in its round, so that a drift of the machine meets all alike.
+            place = number % len(WAYS)
+            for way in (*WAYS[place:], *WAYS[:place]):
+                observed = _window(engine, measurement, way, measurement.timed(way, capacity, number))
+                found[way].append(observed)
+                console.print(f"  {way}: {observed.num_ended / observed.seconds:.1f} requests/s were answered")
+                if way != CALM and arguments.clock == "wall":
+                    say_disturbed(observed, console)
+    return found, capacities
+
+
+def _window(engine: OpenEngine, measurement: Measurement, way: str, timed: list[Timed]) -> Observed:
+    arguments = measurement.arguments
+    observed = Drive(engine, WARM_S, arguments.seconds, PATIENCE_S, arguments.clock).run(
+        measurement.streams(way), timed
+    )
+    if observed.num_cold or observed.counted("num_adapter_loads"):
+        raise CheckError("an adapter was not resident: the ways would differ by more than their shares")
+    if way != CALM and observed.fewest_sequences <= arguments.seats:
+        raise CheckError("the queue ran empty: --open must be well above --seats")
+    return observed
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tenants.flood",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--seats", type=int, default=32, help="sequences that run at once")
+    add("--open", type=int, default=256, help="requests of the load that run or wait, always")
+    add("--crowd", type=int, default=32, help="accounts among which the load is divided in the one way")
+    add("--polite", type=int, default=8, help="polite accounts, the same in both ways")
+    add("--polite-load", type=float, default=0.12, help="what all polite accounts ask for, over capacity")
+    add("--calm-load", type=float, default=0.95, help="what all ask for where the crowd is calm, over capacity")
+    add("--clock", choices=CLOCKS, default="wall", help="processor: the engine thread's time, for a shared machine")
+    add("--seconds", type=float, default=20.0, help="length of each window")
+    add_common(parser, repeats=6, outputs=Lengths(8, 32))
+    arguments = parser.parse_args(argv)
+    require_sound(parser, arguments)
+    fair = 1.0 / (arguments.crowd + arguments.polite) if min(arguments.crowd, arguments.polite) > 0 else 0.0
+    if arguments.open % max(1, arguments.crowd) or not 0 < arguments.polite_load < fair * arguments.polite:
+        parser.error("--crowd must divide --open, and the polite must ask for less than their fair share")
+    if arguments.clock == "processor" and arguments.threads > 1:
+        parser.error("--clock processor sees one thread only: use it with --threads 1")
+    if not arguments.polite_load < arguments.calm_load < 1:
+        parser.error("--calm-load must lie between --polite-load and 1")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    console = open_console()
+    busy_before = require_idle(arguments.allow_busy)
+    files = open_files(arguments, arguments.crowd + arguments.polite, console)
+    measurement = Measurement(arguments, files)
+    try:
+        checked = check(arguments, files)
+        console.print(f"checked: {checked['num_tokens']} float32 tokens alone and in an evicting batch are equal")
+        found, capacities = measure(measurement, console)
+    except CheckError as error:
+        console.print(f"[red]nothing was measured: {error}[/red]")
+        return 1
+    first_tokens = {way: [one.first_tokens_s for one in rounds] for way, rounds in found.items()}
+    gaps = {way: [one.gaps_s for one in rounds] for way, rounds in found.items()}
+    console.print(table("the polite accounts' requests", {"TTFT": first_tokens, "between tokens": gaps}))
+    picture = draw_tails(
+        "Polite accounts beside one that floods, and beside many with the same load",
+        "time to the first token",
+        {way: pooled(rounds) for way, rounds in first_tokens.items()},
+    )
+    outcome = Outcome(
+        busy_before,
+        _workload(measurement, capacities),
+        checked,
+        {
+            way: {
+                "ttft": spread(first_tokens[way]),
+                "between_tokens": spread(gaps[way]),
+                "tokens_s": [round(one.num_tokens / one.seconds, 1) for one in rounds],
+                "requests_s": [round(one.num_ended / one.seconds, 1) for one in rounds],
+                "fewest_waiting": max(0, min(one.fewest_sequences for one in rounds) - arguments.seats),
+                "preemptions": sum(one.counted("num_preemptions") for one in rounds),
+                "processor_share": [round(one.processor_share, 3) for one in rounds],
+            }
+            for way, rounds in found.items()
+        },
+        [compare(first_tokens, Target(FLOOD, reference, LIMIT)) for reference in (FULL, CALM)],
+        picture,
+    )
+    leave(outcome, arguments, console)
+    return 0
+
+
+def _workload(measurement: Measurement, capacities: Sequence[float]) -> dict[str, Any]:
+    arguments = measurement.arguments
+    return {
+        **common_workload(arguments),
+        "clock": arguments.clock,
+        "seats": arguments.seats,
+        "full_load": f"{arguments.open} requests that run or wait, of 1 account or of {arguments.crowd}",
+        "calm_load": f"{arguments.calm_load:.0%} of capacity, of {arguments.crowd} accounts",
+        "polite": f"{arguments.polite} accounts, together {arguments.polite_load:.0%} of capacity",
+        "capacity_requests_s": [round(capacity, 1) for capacity in capacities],
+        "adapters": f"{arguments.crowd + arguments.polite}, all resident",
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

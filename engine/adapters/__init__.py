@@ -1,0 +1,1 @@
+"""Resident adapters: loading, pinning, their slots in the tables."""

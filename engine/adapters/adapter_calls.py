@@ -1,0 +1,236 @@
+"""What gateways ask of adapters: loads, unloads and pins, each until it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loramux.engine.adapters.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
+from loramux.engine.live_sequences import LiveSequences
+from loramux.engine.messages import AdapterState, Load, Pin, Unload, is_duration
+from loramux.engine.pages.eviction import AFTER_ALL
+from loramux.engine.pages.prefix_cache import PrefixCache
+
+FIRST_CALL_TURN = AFTER_ALL // 2
+"""Calls wait behind all sequences, in the order in which they came."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinLimits:
+    """What pinned adapters may take at most."""
+
+    num_adapters: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingCall:
+    """A load or pin whose adapter is not resident yet."""
+
+    owner: bytes
+    call: Load | Pin
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUnload:
+    """`due` is when those that still want the adapter are ended, on the engine's clock; infinite without a deadline."""
+
+    owner: bytes
+    unload: Unload
+    due: float
+
+
+class AdapterCalls:
+    """Calls that wait, and the pins that were granted.
+
+    An adapter with a pending unload drains: its sequences run to their ends or to the unload's deadline, no others are
+    accepted, and loads and pins that come later wait until it is gone. So every unload comes to its end.
+
+    `post` sends an answer. `leaves_room` says whether everything that was accepted can still run beside what is pinned.
+    """
+
+    def __init__(
+        self,
+        adapters: AdapterPool,
+        prefixes: PrefixCache,
+        live: LiveSequences,
+        limits: PinLimits,
+        clock: Callable[[], float],
+        post: Callable[[bytes, AdapterState], None],
+        leaves_room: Callable[[], bool],
+    ) -> None:
+        self._adapters = adapters
+        self._prefixes = prefixes
+        self._live = live
+        self._limits = limits
+        self._clock = clock
+        self._post = post
+        self._leaves_room = leaves_room
+        self._waiting: list[WaitingCall] = []
+        self._unloads: dict[str, list[PendingUnload]] = {}
+        # Pages of each adapter whose pin was granted.
+        self._pins: dict[str, int] = {}
+        # Those of them that were evicted all the same, and are to be had again.
+        self._lost_pins: dict[str, None] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._unloads or self._lost_pins)
+
+    def is_draining(self, digest: str) -> bool:
+        """Whether an unload of the adapter is pending."""
+        return digest in self._unloads
+
+    # What gateways ask
+
+    def load(self, owner: bytes, load: Load) -> None:
+        self._wait(owner, load)
+
+    def pin(self, owner: bytes, pin: Pin) -> None:
+        if not pin.is_pinned:
+            self._end_pin(pin.digest)
+            self._supersede(pin.digest, (Pin,))
+            entry = self._adapters.find(pin.digest)
+            is_resident = entry is not None and entry.phase is AdapterPhase.RESIDENT
+            self._answer(owner, pin, "resident" if is_resident else "absent", entry if is_resident else None)
+            return
+        asked = {one.call.digest for one in self._waiting if isinstance(one.call, Pin)}
+        if len({*self._pins, *asked, pin.digest}) > self._limits.num_adapters:
+            self._fail(owner, pin, "pin_limit", f"at most {self._limits.num_adapters} adapters may be pinned")
+            return
+        self._wait(owner, pin)
+
+    def unload(self, owner: bytes, unload: Unload) -> None:
+        if not is_duration(unload.deadline_s):
+            self._fail(owner, unload, "invalid_request", "deadline_s must be finite and not negative")
+            return
+        self._end_pin(unload.digest)
+        self._supersede(unload.digest, (Load, Pin))
+        due = float("inf") if unload.deadline_s is None else self._clock() + unload.deadline_s
+        self._unloads.setdefault(unload.digest, []).append(PendingUnload(owner, unload, due))
+
+    def drop(self, owner: bytes) -> None:
+        """A gateway is gone: what it asked for is not done any more. Pins that were granted stay."""
+        self._waiting = [one for one in self._waiting if one.owner != owner]
+        for digest, pending in list(self._unloads.items()):
+            kept = [one for one in pending if one.owner != owner]
+            if kept:
+                self._unloads[digest] = kept
+            else:
+                del self._unloads[digest]
+
+    # What comes of it
+
+    def overdue(self) -> list[str]:
+        """Adapters that must go now, whoever wants them."""
+        if not self._unloads:
+            return []
+        now = self._clock()
+        return [digest for digest, pending in self._unloads.items() if any(one.due <= now for one in pending)]
+
+    def add_wanted(self, wanted: dict[str, int]) -> None:
+        """Add the adapters that calls wait for, each with the turn of its first call."""
+        digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
+        for place, digest in enumerate(digests):
+            if not self.is_draining(digest):
+                wanted.setdefault(digest, FIRST_CALL_TURN + place)
+
+    def turn_out(self, digest: str) -> None:
+        """Evict an adapter as soon as no sequence uses it; one that is pinned is loaded and pinned again."""
+        entry = self._adapters.find(digest)
+        if entry is not None and entry.is_pinned:
+            self._adapters.unpin(digest)
+            self._lost_pins[digest] = None
+        self._adapters.turn_out(digest)
+
+    def settle(self, settled: list[AdapterEntry]) -> None:
+        """Answer what has become possible or impossible; `settled` adapters became resident or failed just now."""
+        for entry in settled:
+            self._settle(entry)
+        for digest in list(self._unloads):
+            if not self._live.wants(digest) and self._adapters.unload(digest):
+                self._prefixes.purge(digest)
+                for pending in self._unloads.pop(digest):
+                    self._answer(pending.owner, pending.unload, "absent")
+        for digest in list(self._lost_pins):
+            entry = self._adapters.prefetch(digest)
+            if is_usable(entry) and self._try_pin(entry):
+                del self._lost_pins[digest]
+        self._waiting = [one for one in self._waiting if not self._is_done(one)]
+
+    def _settle(self, entry: AdapterEntry) -> None:
+        """Tell those who waited for an adapter; a load is through even where the adapter has had to go again."""
+        if self.is_draining(entry.digest):
+            return
+        is_failed = entry.phase is AdapterPhase.FAILED
+        if is_failed and entry.digest in self._lost_pins:
+            self._end_pin(entry.digest)
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if one.call.digest == entry.digest and is_failed:
+                self._fail(one.owner, one.call, "adapter_unavailable", entry.failure)
+            elif one.call.digest == entry.digest and isinstance(one.call, Load):
+                self._answer(one.owner, one.call, "resident", entry)
+            else:
+                self._waiting.append(one)
+
+    def _is_done(self, waiting: WaitingCall) -> bool:
+        """Answer a waiting call if that can be done now."""
+        owner, call = waiting.owner, waiting.call
+        if self.is_draining(call.digest):
+            return False
+        # Asked for again each time: an adapter may have come and gone before anybody looked.
+        entry = self._adapters.prefetch(call.digest)
+        is_new = isinstance(call, Pin) and call.digest not in self._pins
+        if is_new and sum(self._pins.values()) + entry.num_pages > self._limits.num_pages:
+            limit = f"at most {self._limits.num_pages} of the pool's pages may be pinned"
+            self._fail(owner, call, "pin_limit", f"{limit}, and this adapter's {entry.num_pages} would exceed that")
+            return True
+        if not is_usable(entry):
+            return False
+        if is_new and not self._try_pin(entry):
+            self._fail(owner, call, "pin_limit", "a request that was accepted already needs the pages of this adapter")
+            return True
+        self._answer(owner, call, "resident", entry)
+        return True
+
+    def _wait(self, owner: bytes, call: Load | Pin) -> None:
+        if not self.is_draining(call.digest):
+            self._adapters.prefetch(call.digest)
+        self._waiting.append(WaitingCall(owner, call))
+
+    def _try_pin(self, entry: AdapterEntry) -> bool:
+        self._adapters.pin(entry)
+        if self._leaves_room():
+            self._pins[entry.digest] = entry.num_pages
+            return True
+        self._adapters.unpin(entry.digest)
+        return False
+
+    def _end_pin(self, digest: str) -> None:
+        self._pins.pop(digest, None)
+        self._lost_pins.pop(digest, None)
+        entry = self._adapters.find(digest)
+        if entry is not None and entry.is_pinned:
+            self._adapters.unpin(digest)
+
+    def _supersede(self, digest: str, kinds: tuple[type[Load] | type[Pin], ...]) -> None:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if one.call.digest == digest and isinstance(one.call, kinds):
+                self._fail(one.owner, one.call, "superseded", "a later call asked for the opposite")
+            else:
+                self._waiting.append(one)
+
+    def _answer(self, owner: bytes, call: Load | Unload | Pin, state: str, entry: AdapterEntry | None = None) -> None:
+        num_pages = 0 if entry is None else entry.num_pages
+        self._post(owner, AdapterState(call_id=call.call_id, digest=call.digest, state=state, num_pages=num_pages))
+
+    def _fail(self, owner: bytes, call: Load | Unload | Pin, code: str, message: str) -> None:
+        answer = AdapterState(call_id=call.call_id, digest=call.digest, state="failed", code=code, message=message)
+        self._post(owner, answer)
+
+
+def is_usable(entry: AdapterEntry) -> bool:
+    """Whether sequences may begin to use this copy of the adapter."""
+    return entry.phase is AdapterPhase.RESIDENT and not entry.is_unwelcome

@@ -1,0 +1,116 @@
+"""The adapter tables: allocated once, at addresses that never change, and written slot by slot between steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.engine.batch import OuterSlots
+from loramux.engine.device.accelerator import Accelerator
+from loramux.engine.model.model_config import EMBEDDING, HEAD
+from loramux.kernels.tables import AdapterTables
+
+
+class SlotTables:
+    """Tables for `num_slots` adapters, wide enough for one of the highest rank on every module.
+
+    `outer_factors` are what the base multiplies the outer modules' outputs by. `device` is what kernels read. On a GPU
+    each slot is staged in host memory and copied in the order of the steps. A slot's stage may be written again
+    although its copy has not been waited for: between two writes of one slot lies a whole load of an adapter, which
+    begins after all steps submitted before it.
+    """
+
+    def __init__(
+        self, target: PackTarget, num_slots: int, accelerator: Accelerator, outer_factors: tuple[float, ...]
+    ) -> None:
+        shape = (target.geometry.num_layers, len(target.modules))
+        outer_shape = (1, len(target.outer_modules))
+
+        def zeros(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+            num_bytes = dtype.itemsize * num_slots * int(np.prod(sizes))
+            return accelerator.host_buffer(num_bytes).view(dtype).view(num_slots, *sizes).zero_()
+
+        def tables(page_table: torch.Tensor, shape: tuple[int, int], outer: AdapterTables | None) -> AdapterTables:
+            return AdapterTables(
+                page_table=page_table,
+                off=zeros(torch.int32, *shape, 2),
+                rank=zeros(torch.int32, *shape),
+                scale=zeros(torch.float32, *shape),
+                outer=outer,
+            )
+
+        page_table = zeros(torch.int32, target.max_pages)
+        self._host_outer = tables(page_table, outer_shape, None)
+        self._host = tables(page_table, shape, self._host_outer)
+        self._factors = np.array(outer_factors, np.float32)
+        self.device = self._host
+        # Pairs of a staged table and the device's.
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if accelerator.device.type != "cpu":
+            self.device = _on(accelerator.device, self._host)
+            self._copied = list(zip(_tensors(self._host), _tensors(self.device), strict=True))
+        # The staged tables once more: numpy writes a few numbers in a tenth of torch's time.
+        self._written = tuple(table.numpy() for table in _tensors(self._host))
+        self._max_ranks = np.zeros(num_slots, np.int32)
+        self._has_module = np.zeros((num_slots, len(target.modules)), np.bool_)
+        self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
+
+    def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
+        """Describe the adapter that lies in `pages`."""
+        layout = packed.layout
+        page_table, off, rank, scale, outer_off, outer_rank, outer_scale = self._written
+        page_table[slot, : len(pages)] = pages
+        off[slot] = layout.offsets
+        rank[slot] = layout.ranks
+        scale[slot] = packed.scales
+        # An adapter without outer modules need not say anything about them.
+        outer_rank[slot] = 0
+        self._has_outer[slot] = False
+        if layout.outer_ranks.any():
+            outer_off[slot, 0] = layout.outer_offsets
+            outer_rank[slot, 0] = layout.outer_ranks
+            outer_scale[slot, 0] = packed.outer_scales * self._factors
+            self._has_outer[slot] = layout.outer_ranks > 0
+        self._max_ranks[slot] = layout.max_rank
+        self._has_module[slot] = layout.ranks.any(axis=0)
+        for staged, table in self._copied:
+            table[slot].copy_(staged[slot], non_blocking=True)
+
+    def max_rank(self, slots: npt.NDArray[np.int32]) -> int:
+        """The highest rank among the adapters in `slots`, where -1 is none; 0 without any."""
+        used = slots[slots >= 0]
+        return int(self._max_ranks[used].max(initial=0))
+
+    def modules(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which modules the adapters in `slots` change in any layer, bool `[num_modules]`; -1 is no adapter."""
+        changed: npt.NDArray[np.bool_] = np.logical_or.reduce(self._has_module[slots[slots >= 0]], axis=0)
+        return changed
+
+    def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
+        """Which rows of a batch need outer modules of the adapters in `slots`; None where no adapter has any.
+
+        `slots` int32 `[num_tokens]`, -1 for the base; `sample_rows` int32 `[num_samples]`.
+        """
+        if not self._has_outer[slots[slots >= 0]].any():
+            return None
+        samples = slots[sample_rows]
+        return OuterSlots(embedding=self._having(slots, EMBEDDING), head=self._having(samples, HEAD))
+
+    def _having(self, slots: npt.NDArray[np.int32], module: int) -> npt.NDArray[np.int32]:
+        is_there = (slots >= 0) & self._has_outer[slots, module]
+        return np.where(is_there, slots, np.int32(-1))
+
+
+def _tensors(tables: AdapterTables) -> tuple[torch.Tensor, ...]:
+    assert tables.outer is not None
+    outer = tables.outer
+    return tables.page_table, tables.off, tables.rank, tables.scale, outer.off, outer.rank, outer.scale
+
+
+def _on(device: torch.device, tables: AdapterTables) -> AdapterTables:
+    page_table, off, rank, scale, *outer = (table.to(device) for table in _tensors(tables))
+    outer_off, outer_rank, outer_scale = outer
+    return AdapterTables(page_table, off, rank, scale, AdapterTables(page_table, outer_off, outer_rank, outer_scale))

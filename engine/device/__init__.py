@@ -1,0 +1,1 @@
+"""What a CPU and a CUDA GPU each provide, and how their failures are recognised."""

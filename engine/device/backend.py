@@ -1,0 +1,134 @@
+"""What an engine is made of on each device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from loramux.engine.device.accelerator import Accelerator, HostAccelerator
+from loramux.engine.device.cuda import CudaAccelerator
+from loramux.engine.device.cuda_driver import missing_for_cuda
+from loramux.engine.errors import DeviceNotUsable
+from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
+from loramux.kernels.tables import PoolViews
+
+SWITCH_INTERVAL_S = 0.0005
+
+
+class CompileAhead(Protocol):
+    """`kernels.ahead.compile_ahead`."""
+
+    def __call__(self, launch: Callable[[], None], num_processes: int) -> None: ...
+
+
+class Linear(Protocol):
+    """`y = x @ weightᵀ + bias` for `x` `[T, in_features]`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class DenseLinear:
+    """A linear layer as cuBLAS multiplies it; weight `[out_features, in_features]`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+
+class SampleTokens(Protocol):
+    """`kernels.sampling.sample_tokens`, compiled or interpreted."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniform: torch.Tensor,
+        out_tokens: torch.Tensor,
+        workspace: torch.Tensor | None = None,
+        *,
+        all_greedy: bool = False,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One device's parts. `activation_dtype` None is that of the weights.
+
+    `set_num_threads` bounds what its kernels and torch use of the CPU.
+    A device with `sample_tokens` chooses tokens itself; its steps are padded, captured as graphs, and submitted before
+    the host knows the tokens of the step before. Where it also `compiles`, kernels are made for each shape, with
+    `compile_ahead` in parallel before any of them is launched.
+    """
+
+    accelerator: Accelerator
+    make_kernels: Callable[[PoolViews, KernelShapes], Kernels]
+    make_linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
+    activation_dtype: torch.dtype | None
+    sample_tokens: SampleTokens | None = None
+    compiles: bool = False
+    compile_ahead: CompileAhead | None = None
+    set_num_threads: Callable[[int], None] = torch.set_num_threads
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.sample_tokens is not None
+
+
+def open_backend(device: str, pdl: bool = False) -> Backend:
+    """The parts for `cpu` or `cuda`; raises DeviceNotUsable when there is no such device.
+
+    `pdl` lets launches of LoRA kernels overlap on GPUs that can (compute capability 9.0 or later); others ignore it.
+    """
+    # Loader threads hold the interpreter's lock for shorter stretches: the thread that submits steps waits for it.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if device == "cpu":
+        # A GPU needs no numba.
+        from loramux.kernels.cpu.linear import PackedLinear
+        from loramux.kernels.cpu.threads import set_num_threads
+
+        return Backend(
+            accelerator=HostAccelerator(),
+            make_kernels=lambda pool, shapes: select_kernels(torch.device("cpu"), pool, shapes),
+            make_linear=PackedLinear,
+            activation_dtype=torch.float32,
+            set_num_threads=set_num_threads,
+        )
+    missing = missing_for_cuda()
+    if missing is not None:
+        raise DeviceNotUsable(missing)
+    if not torch.cuda.is_available():
+        raise DeviceNotUsable("PyTorch cannot use this machine's GPU: update its driver, or use --device cpu")
+    # A CPU needs no triton.
+    from loramux.kernels.gpu.sampling import sample_tokens
+
+    def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
+        # Uses more of triton than its public names: a version without them raises here, where it does not matter.
+        from loramux.kernels.gpu import ahead
+
+        ahead.compile_ahead(launch, num_processes)
+
+    accelerator = CudaAccelerator(torch.device("cuda", torch.cuda.current_device()))
+    return Backend(
+        accelerator=accelerator,
+        make_kernels=lambda pool, shapes: select_kernels(accelerator.device, pool, shapes, pdl),
+        make_linear=DenseLinear,
+        activation_dtype=None,
+        sample_tokens=sample_tokens,
+        compiles=True,
+        compile_ahead=compile_ahead,
+    )

@@ -1,0 +1,136 @@
+"""A CUDA GPU: steps on a stream of their own, adapters copied on another, graphs in one memory pool."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loramux.engine.device.accelerator import DeviceMemory, Fence
+
+UPLOAD_BYTES = 16 << 20
+"""Bytes of an adapter that are queued at a time: a step's metadata, which is copied too, waits no longer for them."""
+
+
+class CudaFence:
+    """An event in a stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaAccelerator:
+    """Made on the thread that submits steps: its stream becomes that thread's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.set_device(device)
+        # A graph cannot be captured on the default stream.
+        self._steps = torch.cuda.Stream(device)
+        self._uploads = torch.cuda.Stream(device)
+        self._graph_pool = torch.cuda.graph_pool_handle()
+        torch.cuda.set_stream(self._steps)
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return DeviceMemory(free, total)
+
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Register host memory with the driver, which commits all of it at once.
+
+        Where the driver refuses, one line says so and copies are pageable: slower, and just as right.
+        """
+        if not memory.numel():
+            return
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if code != 0:
+            clear_last_error(loaded_runtimes())
+            print(
+                f"the host tier of {memory.numel()} bytes stays pageable: cudaHostRegister failed with error {code}",
+                file=sys.stderr,
+            )
+
+    def fence(self) -> CudaFence:
+        return CudaFence(self._steps)
+
+    def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
+        assert isinstance(after, CudaFence)
+        with torch.cuda.stream(self._uploads):
+            self._uploads.wait_event(after.event)
+            try:
+                num_queued = 0
+                for row, content in zip(rows, source, strict=True):
+                    target[row].copy_(content, non_blocking=True)
+                    num_queued += content.nbytes
+                    if num_queued >= UPLOAD_BYTES:
+                        self._await_uploads()
+                        num_queued = 0
+            finally:
+                # Also after a failure: whoever gets these pages next must not be overwritten by a straggler.
+                self._await_uploads()
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cpu", non_blocking=True)
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        return captured(torch.cuda.CUDAGraph(), self._graph_pool, step)
+
+    def _await_uploads(self) -> None:
+        # The waiting thread sleeps: a spinning one would take time from the thread that submits steps.
+        done = torch.cuda.Event(blocking=True)
+        done.record(self._uploads)
+        done.synchronize()
+
+
+def captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Callable[[], None]) -> Callable[[], None]:
+    """Record `step` in `graph`. Whatever `step` raises, the current stream captures no more afterwards."""
+    # Memory that the collector frees meanwhile might be asked for its events, which a capture forbids.
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        # Other threads may allocate and wait for events meanwhile; only this thread's calls are checked.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            step()
+        except BaseException:
+            # A capture that failed cannot be ended without an error of its own, which says less than the first.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if is_collecting:
+            gc.enable()
+    return graph.replay
+
+
+def loaded_runtimes() -> list[ctypes.CDLL]:
+    """Every CUDA runtime that is mapped into this process; each keeps a last error of its own."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart.so" in line}
+    return [ctypes.CDLL(path) for path in sorted(paths)]
+
+
+def clear_last_error(runtimes: Iterable[ctypes.CDLL]) -> None:
+    """Forget a failure that was handled: the runtime would report it again from the next unrelated call."""
+    for runtime in runtimes:
+        runtime.cudaGetLastError()

@@ -1,0 +1,74 @@
+"""Whether this installation can use a GPU of this machine, asked without importing torch, which takes seconds."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from pathlib import Path
+
+from loramux.kernels.gpu.capability import capability_problem
+
+DRIVER = "libcuda.so.1"
+
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
+"""Attributes of a device, as `CUdevice_attribute` in cuda.h numbers them."""
+
+
+def missing_for_cuda() -> str | None:
+    """What keeps `--device cuda` from working, as a sentence with the remedy; None where nothing is missing."""
+    if count_gpus() == 0:
+        return "the device 'cuda' needs an NVIDIA GPU and its driver, and none was found: use --device cpu"
+    if not torch_has_cuda():
+        return (
+            "the device 'cuda' needs a PyTorch built for CUDA, and the installed one is for CPUs: "
+            "make the virtual environment with CONSTRAINTS=constraints-cuda.txt, or use --device cpu"
+        )
+    capability = capability_of_first_gpu()
+    return None if capability is None else capability_problem(capability)
+
+
+def count_gpus() -> int:
+    """The GPUs that NVIDIA's driver shows to this process; 0 where there is no driver."""
+    driver = _opened_driver()
+    count = ctypes.c_int(0)
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def capability_of_first_gpu() -> tuple[int, int] | None:
+    """Major and minor compute capability of the GPU that an engine takes; None where the driver does not say."""
+    driver = _opened_driver()
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver is None or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return None
+    for value, attribute in ((major, CAPABILITY_MAJOR), (minor, CAPABILITY_MINOR)):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) != 0:
+            return None
+    return major.value, minor.value
+
+
+def _opened_driver() -> ctypes.CDLL | None:
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return None
+    return driver if driver.cuInit(0) == 0 else None
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA, by the file that says so."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return False
+    return states_cuda(text)
+
+
+def states_cuda(version_file: str) -> bool:
+    """Whether the text of torch's `version.py` names a CUDA version, as `cuda: Optional[str] = '13.0'` does."""
+    return re.search(r"^cuda\b[^=\n]*=\s*['\"]", version_file, re.MULTILINE) is not None

@@ -1,0 +1,1 @@
+"""Running a step: executors, step buffers, sampling."""

@@ -1,0 +1,206 @@
+"""Chooses tokens on the device, so that nobody waits for them there: the next step reads them where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loramux.engine.batch import SamplingRow
+from loramux.engine.device.accelerator import Accelerator, Fence
+from loramux.engine.device.backend import SampleTokens
+from loramux.engine.execution.sampler import SampledToken
+from loramux.engine.execution.step_buffer import SamplingInputs
+from loramux.engine.execution.token_marks import DeviceMarks
+from loramux.engine.logit_penalties import LogitEdits, kept_finite, penalised
+from loramux.engine.messages import TokenLogprobs
+
+FORBIDDEN = -1e30
+"""A logit that no softmax gives any weight, and that is finite: a row with one that is not finite ends."""
+
+EDITED_AT_ONCE = 16
+"""Rows with a bias or penalties that are changed together: their float32 copies are all the memory that it takes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DownloadedLogprobs:
+    """Log-probabilities of the rows that asked for some, on their way to the host.
+
+    `rows` index the step's samples; `chosen` float32 `[num_rows]`; `values` float32 and `ids` int64 `[num_rows, count]`
+    are those of the likeliest tokens, of which each row takes its `counts`.
+    """
+
+    rows: list[int]
+    counts: list[int]
+    chosen: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    def by_row(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
+        found: dict[int, TokenLogprobs] = {}
+        per_row = zip(self.chosen.tolist(), self.values.tolist(), self.ids.tolist(), strict=True)
+        for row, count, (chosen, values, ids) in zip(self.rows, self.counts, per_row, strict=True):
+            top = tuple(zip(ids[:count], values[:count], strict=True))
+            found[row] = TokenLogprobs(token_ids[row], chosen, top)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledStep:
+    """The tokens of a submitted step, on their way to the host."""
+
+    chosen: torch.Tensor
+    logprobs: DownloadedLogprobs | None
+    fence: Fence
+
+    def tokens(self) -> list[SampledToken]:
+        self.fence.wait()
+        token_ids = self.chosen.tolist()
+        logprobs = {} if self.logprobs is None else self.logprobs.by_row(token_ids)
+        return [
+            SampledToken(None) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
+            for row, token_id in enumerate(token_ids)
+        ]
+
+
+class DeviceSampler:
+    """Keeps the newest step's tokens on the device for the step after it."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        sample_tokens: SampleTokens,
+        max_samples: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._accelerator = accelerator
+        self._sample_tokens = sample_tokens
+        self._eos_token_ids = eos_token_ids
+        self._chosen = torch.zeros(max_samples, dtype=torch.int32, device=accelerator.device)
+        self._marks = DeviceMarks(accelerator)
+
+    def resolve(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Put the tokens that the step before chose in the place of negative entries; see `Batch.tokens`.
+
+        A row that chose none, because its logits were not finite, is given token 0: its sequence ends as soon as the
+        host hears of it, and what this step computes for it is thrown away.
+        """
+        chosen = self._chosen[(-1 - tokens).clamp(min=0)]
+        return torch.where(tokens < 0, chosen, tokens).clamp(min=0)
+
+    @torch.inference_mode()
+    def choose(self, logits: torch.Tensor, samples: Sequence[SamplingRow], inputs: SamplingInputs) -> SampledStep:
+        """Choose one token a row of `logits` `[num_samples, vocab_size]`, which is overwritten.
+
+        Log-probabilities are those of the model, before bias, penalties, temperature and truncation, as the OpenAI API
+        defines them.
+        """
+        count = len(samples)
+        chosen = self._chosen[:count]
+        raw = self._logprobs(logits, samples)
+        self._forbid_the_end(logits, samples)
+        self._sample_tokens(
+            logits,
+            inputs.temperature[:count],
+            inputs.top_k[:count],
+            inputs.top_p[:count],
+            inputs.min_p[:count],
+            inputs.uniform[:count],
+            chosen,
+            all_greedy=all(one.params.temperature == 0 for one in samples),
+        )
+        self._choose_edited(logits, samples, inputs, chosen)
+        logprobs = None if raw is None else self._download(raw, chosen, samples)
+        return SampledStep(self._accelerator.download(chosen), logprobs, self._accelerator.fence())
+
+    def _choose_edited(
+        self, logits: torch.Tensor, samples: Sequence[SamplingRow], inputs: SamplingInputs, chosen: torch.Tensor
+    ) -> None:
+        """Choose again for the rows with a bias or penalties, from float32 copies: other rows notice nothing.
+
+        In the logits' own dtype a small penalty would be lost beside a large logit.
+        """
+        self._marks.hold(samples, logits.shape[1])
+        for has_penalties in (False, True):
+            edited = [
+                (row, one.edits)
+                for row, one in enumerate(samples)
+                if one.edits is not None and one.edits.has_penalties == has_penalties
+            ]
+            for start in range(0, len(edited), EDITED_AT_ONCE):
+                rows, edits = zip(*edited[start : start + EDITED_AT_ONCE], strict=True)
+                self._choose_rows(logits, rows, edits, inputs, chosen)
+
+    def _choose_rows(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        edits: Sequence[LogitEdits],
+        inputs: SamplingInputs,
+        chosen: torch.Tensor,
+    ) -> None:
+        """The same for some of them, of which all have penalties or none has."""
+        stage = self._accelerator.stage
+        places = stage(torch.tensor(rows))
+        model = logits[places].float()
+        changed = self._biased(model, edits)
+        slots = None
+        if edits[0].has_penalties:
+            slots = self._marks.slots(edits)
+            penalties = stage(torch.stack([one.penalties for one in edits], dim=1))
+            changed = penalised(changed, self._marks.rows(slots), *penalties)
+        token_ids = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
+        self._sample_tokens(
+            kept_finite(changed, model),
+            inputs.temperature[places],
+            inputs.top_k[places],
+            inputs.top_p[places],
+            inputs.min_p[places],
+            inputs.uniform[places],
+            token_ids,
+        )
+        chosen[places] = token_ids
+        if slots is not None:
+            self._marks.mark(edits, slots, token_ids)
+
+    def _biased(self, logits: torch.Tensor, edits: Sequence[LogitEdits]) -> torch.Tensor:
+        """float32 `[num_rows, vocab_size]` with each row's bias added."""
+        counts = torch.tensor([len(one.bias) for one in edits])
+        if not counts.any():
+            return logits
+        stage = self._accelerator.stage
+        biased = stage(torch.repeat_interleave(counts)), stage(torch.cat([one.bias_ids for one in edits]))
+        changed = logits.clone()
+        changed[biased] = logits[biased] + stage(torch.cat([one.bias for one in edits]))
+        return changed
+
+    def _logprobs(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor | None:
+        """float32 `[num_rows, vocab_size]` of the rows that asked for some; None where none did."""
+        rows = [logits[row] for row, one in enumerate(samples) if one.params.num_logprobs is not None]
+        return torch.log_softmax(torch.stack(rows).float(), dim=1) if rows else None
+
+    def _download(
+        self, logprobs: torch.Tensor, chosen: torch.Tensor, samples: Sequence[SamplingRow]
+    ) -> DownloadedLogprobs:
+        rows = [row for row, one in enumerate(samples) if one.params.num_logprobs is not None]
+        counts = [min(samples[row].params.num_logprobs or 0, logprobs.shape[1]) for row in rows]
+        ids = torch.stack([chosen[row] for row in rows]).long().clamp(min=0)
+        best = logprobs.topk(max(counts), dim=1)
+        return DownloadedLogprobs(
+            rows=rows,
+            counts=counts,
+            chosen=self._accelerator.download(logprobs.gather(1, ids[:, None])[:, 0]),
+            values=self._accelerator.download(best.values),
+            ids=self._accelerator.download(best.indices),
+        )
+
+    def _forbid_the_end(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> None:
+        """Forbid the tokens that would end a sequence before its `min_tokens`."""
+        places = [(row, token_id) for row, one in enumerate(samples) for token_id in one.forbidden(self._eos_token_ids)]
+        if not places:
+            return
+        rows, token_ids = self._accelerator.stage(torch.tensor(places)).unbind(1)
+        values = logits[rows, token_ids]
+        # What is not finite stays, so that the row is still found to be broken.
+        logits[rows, token_ids] = torch.where(torch.isfinite(values), FORBIDDEN, values)

@@ -1,0 +1,56 @@
+"""Runs each batch at once, in its own size: the CPU's way."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loramux.engine.adapters.slot_tables import SlotTables
+from loramux.engine.batch import Batch, OuterSlots, StepInputs
+from loramux.engine.execution.sampler import FinishedStep, sample
+from loramux.engine.model.decoder import Decoder, HeadAdapters
+from loramux.kernels.dispatch import Kernels
+from loramux.kernels.segments import build_segments
+from loramux.kernels.tables import AttentionBatch, Segments
+
+
+class DirectExecutor:
+    """Runs batches through a decoder over one pool; a result is there when `submit` returns."""
+
+    def __init__(self, decoder: Decoder, kernels: Kernels, tables: SlotTables, eos_token_ids: tuple[int, ...]) -> None:
+        self._decoder = decoder
+        self._kernels = kernels
+        self._tables = tables
+        self._eos_token_ids = eos_token_ids
+
+    def submit(self, batch: Batch) -> FinishedStep:
+        return FinishedStep(sample(self.logits(batch), batch.samples, self._eos_token_ids))
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """The logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""
+        tables = self._tables.device
+        outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
+        hidden = self._decoder.hidden(self._inputs(batch, outer), self._kernels, tables)
+        head = None if outer is None else HeadAdapters(self._kernels, tables, self._segments(outer.head))
+        return self._decoder.logits(hidden, head)
+
+    def _inputs(self, batch: Batch, outer: OuterSlots | None) -> StepInputs:
+        return StepInputs(
+            tokens=torch.from_numpy(batch.tokens),
+            positions=torch.from_numpy(batch.positions),
+            attention=AttentionBatch(
+                cu_q=torch.from_numpy(batch.cu_q),
+                seq_lens=torch.from_numpy(batch.seq_lens),
+                pages=torch.from_numpy(batch.pages),
+                page_starts=torch.from_numpy(batch.page_starts),
+                kv_slots=torch.from_numpy(batch.kv_slots),
+                max_q=batch.max_q,
+            ),
+            segments=self._segments(batch.slots),
+            sample_rows=torch.from_numpy(batch.sample_rows),
+            embedding_segments=None if outer is None else self._segments(outer.embedding),
+        )
+
+    def _segments(self, slots: npt.NDArray[np.int32]) -> Segments:
+        return build_segments(slots, self._kernels.segment_rows, max(1, self._tables.max_rank(slots)))

@@ -1,0 +1,34 @@
+"""What runs the engine's batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from loramux.engine.batch import Batch
+from loramux.engine.execution.sampler import SampledToken
+from loramux.engine.sequence import Sequence
+
+
+class StepResult(Protocol):
+    """A step that a device runs."""
+
+    def tokens(self) -> list[SampledToken]:
+        """The token chosen after each sample row, in order; waits until the step is through."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs batches on a device, in the order of their submission."""
+
+    def submit(self, batch: Batch) -> StepResult:
+        """Start a step; it may read tokens that the step before has not finished choosing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SubmittedStep:
+    """A step whose tokens are not committed yet: `sampling[i]` receives token `i` of the result."""
+
+    sampling: list[Sequence]
+    result: StepResult

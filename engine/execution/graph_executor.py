@@ -1,0 +1,197 @@
+"""Runs padded batches as captured graphs, ahead of the host: the GPU's way."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from loramux.engine.adapters.slot_tables import SlotTables
+from loramux.engine.batch import NO_ROWS, Batch, OuterSlots, SamplingRow
+from loramux.engine.device.accelerator import Accelerator
+from loramux.engine.device.device_faults import reason_of
+from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
+from loramux.engine.execution.step_buffer import StepBuffer, StepLayout
+from loramux.engine.execution.step_shape import StepShape, step_shape
+from loramux.engine.layer_groups import LayerGroups
+from loramux.engine.logit_penalties import logit_edits
+from loramux.engine.messages import GraphMemory, SamplingParams
+from loramux.engine.model.decoder import Decoder, HeadAdapters
+from loramux.kernels.dispatch import Kernels
+from loramux.kernels.segments import SEGMENT_ROWS, group_rows
+from loramux.kernels.tables import Segments
+
+MAX_GRAPHS = 192
+"""Captured steps that are kept at a time. All decodes of 256 sequences, with and without adapters, are 76."""
+
+HEAD_SEGMENTS = (1, 4, 16, 64, 256)
+"""Numbers of segments that the head's kernels are compiled for: their grids are as wide as the vocabulary."""
+
+
+class GraphExecutor:
+    """Submits steps to a device that works for itself, in order; results are read later.
+
+    A step is one copy of its metadata, the decoder up to the sample rows, the logits, and the choice of tokens. The
+    decoder's part of up to MAX_GRAPH_TOKENS rows is captured the second time a shape occurs: the first run, which is
+    not captured, compiles and loads whatever kernels the shape needs. Beyond `max_graphs`, the graph that was replayed
+    longest ago is dropped. A shape whose capture fails runs uncaptured from then on. Adapters that change the embedding
+    or the head have shapes of their own, so that a step without them launches nothing for them.
+
+    So have adapters that change only some groups of a layer's modules. Such a shape needs no kernels beyond those of
+    the shape with all groups, and is captured when it first occurs after that has run. Once `max_graphs` are kept, the
+    shape with all groups serves it: shapes that differ in nothing else must not drop one another's graphs.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        tables: SlotTables,
+        accelerator: Accelerator,
+        buffer: StepBuffer,
+        sampler: DeviceSampler,
+        max_sequences: int,
+        max_graphs: int = MAX_GRAPHS,
+    ) -> None:
+        self._decoder = decoder
+        self._kernels = kernels
+        self._tables = tables
+        self._accelerator = accelerator
+        self._buffer = buffer
+        self._sampler = sampler
+        self._max_sequences = max_sequences
+        self._max_graphs = max_graphs
+        # The one that was replayed last is the last.
+        self._graphs: OrderedDict[StepShape, Callable[[], None]] = OrderedDict()
+        self._has_run: set[StepShape] = set()
+        self._graph_bytes = 0
+        # Those whose capture failed, which is not tried again.
+        self._uncapturable: set[StepShape] = set()
+        # Where captured steps leave the normed rows that tokens are chosen after.
+        largest = step_shape(max_sequences, max_sequences, max_q=2, max_rank=0)
+        self._hidden = decoder.new_hidden(largest.num_sequences)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def graph_memory(self) -> GraphMemory:
+        return GraphMemory(num_graphs=self.num_graphs, num_bytes=self._graph_bytes)
+
+    def warm_up(self, shapes: Iterable[StepShape], captures: bool = True) -> None:
+        """Run each shape with nothing but padding in it, so that no request waits for kernels to be compiled or loaded,
+        and so that whatever memory the largest takes is taken now.
+
+        Decodes without outer modules are captured now, other steps of up to MAX_GRAPH_TOKENS rows when they first
+        occur. Without `captures` none is.
+        """
+        for shape in shapes:
+            layout = self._buffer.load(NO_ROWS, shape)
+            self._forward(layout)
+            if shape.is_captured:
+                self._has_run.add(shape)
+            if captures and shape.is_decode:
+                self._capture(layout)
+            if shape.max_rank:
+                self._warm_up_outer(replace(shape, has_outer=True))
+            for params in (
+                SamplingParams(temperature=0.0),
+                SamplingParams(top_k=5, top_p=0.5),
+                # Rows with a bias or penalties are sampled from float32, which may be kernels of their own.
+                SamplingParams(top_k=5, logit_bias=((0, 1.0),)),
+            ):
+                row = SamplingRow(params, 0, 0, logit_edits(params, [0], 1))
+                samples = [row] * min(shape.num_sequences, self._max_sequences)
+                logits = self._decoder.logits(self._hidden[: len(samples)])
+                self._sampler.choose(logits, samples, layout.sampling).tokens()
+
+    def submit(self, batch: Batch) -> SampledStep:
+        outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
+        layout = self._buffer.load(batch, self._kept_shape(self._shape(batch, has_outer=outer is not None)), outer)
+        self._run(layout)
+        num_samples = len(batch.samples)
+        head = None if outer is None else self._head(layout, outer)
+        logits = self._decoder.logits(self._hidden[:num_samples], head)
+        return self._sampler.choose(logits, batch.samples, layout.sampling)
+
+    def _shape(self, batch: Batch, has_outer: bool) -> StepShape:
+        if not (batch.slots >= 0).any():
+            return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank=0)
+        max_rank = max(1, self._tables.max_rank(batch.slots))
+        groups = LayerGroups.holding(self._tables.modules(batch.slots), self._decoder.config.module_groups)
+        return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer, groups)
+
+    def _kept_shape(self, shape: StepShape) -> StepShape:
+        """The shape to run a batch of `shape` in: one with all groups where a narrower graph has no room."""
+        has_room = len(self._graphs) < self._max_graphs
+        return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups
+
+    def _head(self, layout: StepLayout, outer: OuterSlots) -> HeadAdapters | None:
+        """What the head's adapters need; the logits are not captured, so that the grid can follow the batch."""
+        num_segments = len(group_rows(outer.head, SEGMENT_ROWS)[2])
+        return self._head_of(layout, num_segments) if num_segments else None
+
+    def _head_of(self, layout: StepLayout, num_segments: int) -> HeadAdapters:
+        whole = layout.head_segments
+        assert whole is not None
+        count = min(whole.num_segments, next((size for size in HEAD_SEGMENTS if size >= num_segments), num_segments))
+        segments = Segments(whole.rows, whole.starts[: count + 1], whole.slots[:count], whole.max_rank)
+        return HeadAdapters(self._kernels, self._tables.device, segments)
+
+    def _warm_up_outer(self, shape: StepShape) -> None:
+        """Run what a shape with outer modules adds to the one without them, which has run."""
+        nobody = OuterSlots(np.zeros(0, np.int32), np.zeros(0, np.int32))
+        layout = self._buffer.load(NO_ROWS, shape, nobody)
+        self._decoder.embed(layout.inputs, self._kernels, self._tables.device)
+        # As many rows as segments or more are programs of their own.
+        for num_rows in {1, min(shape.num_sequences, self._max_sequences)}:
+            for num_segments in HEAD_SEGMENTS:
+                self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments))
+        if shape.is_captured:
+            self._has_run.add(shape)
+
+    def _run(self, layout: StepLayout) -> None:
+        shape = layout.shape
+        replay = self._graphs.get(shape)
+        has_run = shape in self._has_run or shape.with_all_groups in self._has_run
+        if replay is None and has_run and shape not in self._uncapturable:
+            replay = self._capture(layout)
+        if replay is not None:
+            self._graphs.move_to_end(shape)
+            replay()
+            return
+        self._forward(layout)
+        if shape.is_captured:
+            self._has_run.add(shape)
+
+    def _capture(self, layout: StepLayout) -> Callable[[], None] | None:
+        """The shape's graph; None where it cannot be captured, which one line on standard error says."""
+        free_bytes = self._free_bytes()
+        try:
+            replay = self._accelerator.capture(lambda: self._forward(layout))
+        except RuntimeError as error:
+            print(f"{layout.shape} runs without a graph, capturing it failed: {reason_of(error)}", file=sys.stderr)
+            self._uncapturable.add(layout.shape)
+            return None
+        self._graphs[layout.shape] = replay
+        if len(self._graphs) > self._max_graphs:
+            # A step that was submitted earlier may still be running as this graph.
+            self._accelerator.fence().wait()
+            self._graphs.popitem(last=False)
+        self._graph_bytes += free_bytes - self._free_bytes()
+        return replay
+
+    def _free_bytes(self) -> int:
+        """Of the device. What a capture takes of it are the graph's nodes and the memory of its activations."""
+        memory = self._accelerator.memory()
+        return 0 if memory is None else memory.free
+
+    @torch.inference_mode()
+    def _forward(self, layout: StepLayout) -> None:
+        inputs = replace(layout.inputs, tokens=self._sampler.resolve(layout.inputs.tokens))
+        hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device)
+        self._hidden[: hidden.shape[0]].copy_(hidden)

@@ -1,0 +1,207 @@
+"""Chooses the next token of each row; a row's choice depends on nothing but its own logits, settings and stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loramux.engine.batch import SamplingRow
+from loramux.engine.messages import SamplingParams, TokenLogprobs
+
+NUM_LIKELIEST = 1024
+"""Tokens that top_k, top_p and min_p look at before they sort the whole vocabulary."""
+
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20
+"""Beyond these, float32 loses the temperature or what it divides. The sampling kernel has the same lower bound."""
+
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
+_WORD = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_NUM_ROUNDS = 10
+
+
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
+    """The choice for one row. `token_id` is None when the row's logits are not finite."""
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """The result of a step whose tokens were chosen when it was submitted."""
+
+    sampled: list[SampledToken]
+
+    def tokens(self) -> list[SampledToken]:
+        return self.sampled
+
+
+def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
+    """Sample one token a row of `logits`, float32 `[num_rows, vocab_size]`, as `samples` say.
+
+    As in vLLM the bias comes first, then the penalties, the temperature, and what top_k, top_p and min_p leave out.
+    Log-probabilities are those of the model before all of that, as the OpenAI API defines them.
+    """
+    if not samples:
+        return []
+    # One value that is not finite makes its row's sum so too, and a sum is far cheaper than a look at each.
+    is_finite = torch.isfinite(logits.sum(dim=1)).tolist()
+    if not all(is_finite):
+        # The sum of finite values may overflow.
+        is_finite = torch.isfinite(logits).all(dim=1).tolist()
+    # numpy compares eight values at a time; torch takes ten times as long on a CPU.
+    token_ids = torch.from_numpy(logits.numpy().argmax(axis=1))
+    changed = _changed(logits, samples, eos_token_ids)
+    for row, values in changed.items():
+        token_ids[row] = values.argmax()
+    random_rows = [row for row, one in enumerate(samples) if one.params.temperature > 0 and is_finite[row]]
+    if random_rows:
+        drawn = logits[random_rows]
+        for place, row in enumerate(random_rows):
+            if row in changed:
+                drawn[place] = changed[row]
+        token_ids[random_rows] = _draw(drawn, [samples[row] for row in random_rows])
+    ids = token_ids.tolist()
+    for one, token_id in zip(samples, ids, strict=True):
+        if one.edits is not None:
+            one.edits.note(token_id, one.num_chosen)
+    logprobs = _logprobs(logits, ids, samples)
+    return [
+        SampledToken(token_id, logprobs.get(row)) if is_finite[row] else SampledToken(None)
+        for row, token_id in enumerate(ids)
+    ]
+
+
+def uniforms_of(samples: Sequence[SamplingRow]) -> npt.NDArray[np.float32]:
+    """The numbers in [0, 1) that decide the tokens of `samples`."""
+    return uniforms((one.seed for one in samples), (one.num_chosen for one in samples))
+
+
+def _changed(
+    logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]
+) -> dict[int, torch.Tensor]:
+    """The logits of the rows whose settings change them, `[vocab_size]` each; other rows are not even copied."""
+    changed: dict[int, torch.Tensor] = {}
+    for row, one in enumerate(samples):
+        forbidden = one.forbidden(eos_token_ids)
+        if one.edits is None and not forbidden:
+            continue
+        values = changed[row] = logits[row].clone()
+        if one.edits is not None:
+            one.edits.apply(values, one.num_chosen)
+        if forbidden:
+            values[list(forbidden)] = -torch.inf
+    return changed
+
+
+def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
+    """Draw from the softmax of `logits / temperature`, kept to what top_k, top_p and min_p leave."""
+    params = [one.params for one in samples]
+    temperature = torch.tensor([used_temperature(one.temperature) for one in params], dtype=torch.float32)[:, None]
+    # Subtracting the maximum first keeps a tiny temperature from overflowing.
+    shifted = logits - logits.amax(dim=1, keepdim=True)
+    uniform = torch.from_numpy(uniforms_of(samples))[:, None]
+    is_cut = torch.tensor([one.top_p < 1 or one.top_k > 0 or one.min_p > 0 for one in params])
+    token_ids = torch.empty(len(samples), dtype=torch.int64)
+    whole, cut = (~is_cut).nonzero().squeeze(1), is_cut.nonzero().squeeze(1)
+    if len(whole):
+        token_ids[whole] = _pick(torch.softmax(shifted[whole] / temperature[whole], dim=1), uniform[whole])
+    if len(cut):
+        some = [params[row] for row in cut.tolist()]
+        token_ids[cut] = _draw_cut(shifted[cut], temperature[cut], uniform[cut], some)
+    return token_ids
+
+
+def _draw_cut(
+    shifted: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, params: list[SamplingParams]
+) -> torch.Tensor:
+    """Draw within top_k, top_p and min_p: they need the likeliest tokens in order, seldom all of them."""
+    vocab_size = shifted.shape[1]
+    top_k = torch.tensor([one.top_k or vocab_size for one in params])[:, None]
+    top_p = torch.tensor([one.top_p for one in params], dtype=torch.float32)[:, None]
+    min_p = torch.tensor([one.min_p for one in params], dtype=torch.float32)[:, None]
+    normaliser = torch.logsumexp(shifted / temperature, dim=1, keepdim=True)
+    count = min(NUM_LIKELIEST, vocab_size)
+    while True:
+        # A temperature evens weights, not the order.
+        largest, order = torch.topk(shifted, count, dim=1)
+        ordered = largest / temperature
+        probabilities = (ordered - normaliser).exp()
+        # The likeliest token's is 1: min_p is a share of it.
+        is_likely = ordered.exp() >= min_p
+        is_enough = (probabilities.sum(1, True) >= top_p) | (top_k <= count) | ~is_likely[:, -1:]
+        if count == vocab_size or bool(is_enough.all()):
+            break
+        count = vocab_size
+    before = probabilities.cumsum(dim=1) - probabilities
+    keep = (torch.arange(count) < top_k) & (before < top_p) & is_likely
+    # The likeliest token always stays, also with top_p = 0.
+    keep[:, 0] = True
+    return order.gather(1, _pick(torch.where(keep, probabilities, 0.0), uniform)[:, None]).squeeze(1)
+
+
+def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The index at which the running sum of each row of `weights` passes the share `uniform` of the whole."""
+    cumulative = weights.cumsum(dim=1)
+    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
+    # Rounding may lead past the last token that has any weight.
+    last = weights.shape[1] - 1 - (weights > 0).flip(1).to(torch.int8).argmax(dim=1)
+    return torch.minimum(index, last)
+
+
+def _logprobs(logits: torch.Tensor, token_ids: list[int], samples: Sequence[SamplingRow]) -> dict[int, TokenLogprobs]:
+    rows = [row for row, one in enumerate(samples) if one.params.num_logprobs is not None]
+    if not rows:
+        return {}
+    logprobs = torch.log_softmax(logits[rows], dim=1)
+    found: dict[int, TokenLogprobs] = {}
+    for values, row in zip(logprobs, rows, strict=True):
+        token_id = token_ids[row]
+        top: tuple[tuple[int, float], ...] = ()
+        count = samples[row].params.num_logprobs
+        if count:
+            best = values.topk(min(count, values.shape[0]))
+            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        found[row] = TokenLogprobs(token_id, float(values[token_id]), top)
+    return found
+
+
+def used_temperature(temperature: float) -> float:
+    """The temperature that a token is drawn at; 0 stays greedy, and nothing else becomes so."""
+    return min(max(temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if temperature > 0 else 0.0
+
+
+def philox(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), a column each.
+
+    `counters` `[4, n]` and `keys` `[2, n]` hold 32-bit words; so does the result `[4, n]`.
+    """
+    even, odd = counters[0::2], counters[1::2]
+    for _ in range(_NUM_ROUNDS):
+        products = even * _MULTIPLIERS
+        even = (products >> _HALF)[::-1] ^ odd ^ keys
+        odd = (products & _WORD)[::-1]
+        keys = (keys + _KEY_STEPS) & _WORD
+    return np.stack([even[0], odd[0], even[1], odd[1]])
+
+
+def uniforms(seeds: Iterable[int], counters: Iterable[int]) -> npt.NDArray[np.float32]:
+    """The number in [0, 1) at each place of each stream: 24 bits, as many as a float32 holds.
+
+    A number is computed from its seed, below 2**64, and its place alone, so that neither a neighbour in a batch nor a
+    preemption changes it.
+    """
+    seed = np.array(list(seeds), np.uint64)
+    place = np.array(list(counters), np.uint64)
+    zero = np.zeros_like(place)
+    words = philox(np.stack([place & _WORD, place >> _HALF, zero, zero]), np.stack([seed & _WORD, seed >> _HALF]))
+    drawn: npt.NDArray[np.float32] = (words[0] >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)
+    return drawn

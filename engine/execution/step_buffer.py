@@ -1,0 +1,226 @@
+"""A step's metadata: laid out once for each shape, filled in host memory, copied to the device in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loramux.engine.batch import Batch, OuterSlots, StepInputs
+from loramux.engine.device.accelerator import Accelerator, Fence
+from loramux.engine.execution.sampler import uniforms_of, used_temperature
+from loramux.engine.execution.step_shape import StepShape, step_shape
+from loramux.kernels.segments import SEGMENT_ROWS, group_rows
+from loramux.kernels.tables import AttentionBatch, Segments
+
+ALIGNMENT = 16
+"""Fields begin at multiples of so many bytes, as vector loads want it."""
+
+NUM_STAGES = 2
+"""One is filled while the copy of the other may still run."""
+
+_DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingInputs:
+    """How the token after each sample row is chosen, `[num_sequences]` each, as `kernels/gpu/sampling.py` takes it."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniform: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    dtype: torch.dtype
+    count: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLayout:
+    """Views of one shape's fields: on the device, and in each of the host's stages."""
+
+    shape: StepShape
+    inputs: StepInputs
+    sampling: SamplingInputs
+    head_segments: Segments | None
+    """Segments of the sample rows whose adapters change the head; None where the shape has no outer modules."""
+    staged: tuple[dict[str, npt.NDArray[np.generic]], ...]
+    pages_offset: int
+
+
+class StepBuffer:
+    """Device memory for one step's metadata, and host memory from which it is copied.
+
+    A shape's views never move, so that a captured step finds the next batch where the last one was. Everything has the
+    shape's own size: what does not fit a shape cannot be stored, and so a captured step never sees more rows, sequences
+    or segments than it was captured for.
+    """
+
+    def __init__(self, accelerator: Accelerator, max_tokens: int, max_sequences: int, max_listed_pages: int) -> None:
+        largest = step_shape(max_tokens, max_sequences, max_q=2, max_rank=1, has_outer=True)
+        # A smaller step with short segments may have more of them.
+        largest = replace(largest, segment_rows=SEGMENT_ROWS)
+        decode = step_shape(max_sequences, max_sequences, max_q=1, max_rank=1, has_outer=True)
+        page_bytes = max_listed_pages * torch.int32.itemsize
+        num_bytes = max(_fields(shape)[-1].end for shape in (largest, decode)) + ALIGNMENT + page_bytes
+        self._accelerator = accelerator
+        self._max_listed_pages = max_listed_pages
+        self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=accelerator.device)
+        self._stages = [accelerator.host_buffer(num_bytes) for _ in range(NUM_STAGES)]
+        self._copied: list[Fence | None] = [None] * NUM_STAGES
+        self._turn = 0
+        self._layouts: dict[StepShape, StepLayout] = {}
+
+    def load(self, batch: Batch, shape: StepShape, outer: OuterSlots | None = None) -> StepLayout:
+        """Store a batch in its shape and submit the copy; the views are the same ones for each batch of a shape.
+
+        `outer` says which rows need outer modules, where the shape has them.
+        Raises ValueError when the batch does not fit the shape.
+        """
+        layout = self._layouts.get(shape)
+        if layout is None:
+            layout = self._layouts[shape] = self._lay_out(shape)
+        turn = self._turn = (self._turn + 1) % NUM_STAGES
+        copied = self._copied[turn]
+        if copied is not None:
+            copied.wait()
+        _fill(layout.staged[turn], batch, shape, outer)
+        end = layout.pages_offset + batch.pages.nbytes
+        self._on_device[:end].copy_(self._stages[turn][:end], non_blocking=True)
+        self._copied[turn] = self._accelerator.fence()
+        return layout
+
+    def _lay_out(self, shape: StepShape) -> StepLayout:
+        fields = _fields(shape)
+        pages_offset = _aligned(fields[-1].end)
+        fields.append(_Field("pages", torch.int32, self._max_listed_pages, pages_offset))
+
+        def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {one.name: memory[one.offset : one.end].view(one.dtype) for one in fields}
+
+        on_device = views(self._on_device)
+
+        def segments(name: str, max_rows: int) -> Segments:
+            rows, starts, slots = (on_device[f"{name}_{part}"] for part in ("rows", "starts", "slots"))
+            return Segments(rows, starts, slots, shape.max_rank, max_rows)
+
+        return StepLayout(
+            shape=shape,
+            inputs=StepInputs(
+                tokens=on_device["tokens"],
+                positions=on_device["positions"],
+                attention=AttentionBatch(
+                    cu_q=on_device["cu_q"],
+                    seq_lens=on_device["seq_lens"],
+                    pages=on_device["pages"],
+                    page_starts=on_device["page_starts"],
+                    kv_slots=on_device["kv_slots"],
+                    max_q=1 if shape.is_decode else shape.num_tokens,
+                ),
+                segments=segments("segment", shape.segment_rows),
+                sample_rows=on_device["sample_rows"],
+                embedding_segments=segments("embedding", shape.segment_rows) if shape.has_outer else None,
+                groups=shape.groups,
+            ),
+            sampling=SamplingInputs(
+                **{name: on_device[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform")}
+            ),
+            head_segments=segments("head", SEGMENT_ROWS) if shape.has_outer else None,
+            staged=tuple({name: view.numpy() for name, view in views(stage).items()} for stage in self._stages),
+            pages_offset=pages_offset,
+        )
+
+
+def _fields(shape: StepShape) -> list[_Field]:
+    """All fields but the pages, whose used length differs from batch to batch."""
+    sizes = {
+        "kv_slots": (torch.int64, shape.num_tokens),
+        "tokens": (torch.int32, shape.num_tokens),
+        "positions": (torch.int32, shape.num_tokens),
+        "cu_q": (torch.int32, shape.num_sequences + 1),
+        "seq_lens": (torch.int32, shape.num_sequences),
+        "page_starts": (torch.int32, shape.num_sequences),
+        "sample_rows": (torch.int32, shape.num_sequences),
+        "segment_rows": (torch.int32, shape.num_tokens if shape.max_rank else 0),
+        "segment_starts": (torch.int32, shape.num_segments + 1),
+        "segment_slots": (torch.int32, shape.num_segments),
+        "temperature": (torch.float32, shape.num_sequences),
+        "top_k": (torch.int32, shape.num_sequences),
+        "top_p": (torch.float32, shape.num_sequences),
+        "min_p": (torch.float32, shape.num_sequences),
+        "uniform": (torch.float32, shape.num_sequences),
+    }
+    if shape.has_outer:
+        sizes |= {
+            "embedding_rows": (torch.int32, shape.num_tokens),
+            "embedding_starts": (torch.int32, shape.num_segments + 1),
+            "embedding_slots": (torch.int32, shape.num_segments),
+            # Each sequence has one sample row at most, which may be a segment.
+            "head_rows": (torch.int32, shape.num_sequences),
+            "head_starts": (torch.int32, shape.num_sequences + 1),
+            "head_slots": (torch.int32, shape.num_sequences),
+        }
+    fields: list[_Field] = []
+    offset = 0
+    for name, (dtype, count) in sizes.items():
+        fields.append(_Field(name, dtype, count, offset))
+        offset = _aligned(fields[-1].end)
+    return fields
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepShape, outer: OuterSlots | None) -> None:
+    """Write a batch, and what marks the padding behind it: rows that are stored nowhere and sequences without rows."""
+
+    def put(name: str, values: npt.NDArray[np.generic], padding: int = 0) -> None:
+        field = staged[name]
+        if len(values) > len(field):
+            raise ValueError(f"{len(values)} {name} do not fit a step of {len(field)}")
+        field[: len(values)] = values
+        field[len(values) :] = padding
+
+    def put_segments(name: str, slots_of_rows: npt.NDArray[np.int32], max_rows: int) -> None:
+        rows, starts, slots = group_rows(slots_of_rows, max_rows)
+        put(f"{name}_rows", rows)
+        put(f"{name}_starts", starts, padding=len(rows))
+        put(f"{name}_slots", slots, padding=-1)
+
+    put("kv_slots", batch.kv_slots, padding=-1)
+    put("tokens", batch.tokens)
+    put("positions", batch.positions)
+    put("cu_q", batch.cu_q, padding=batch.num_tokens)
+    put("seq_lens", batch.seq_lens)
+    put("page_starts", batch.page_starts)
+    put("sample_rows", batch.sample_rows)
+    if shape.max_rank:
+        put_segments("segment", batch.slots, shape.segment_rows)
+    if shape.has_outer != (outer is not None):
+        raise ValueError("a shape with outer modules is filled with them, another one without")
+    if outer is not None:
+        put_segments("embedding", outer.embedding, shape.segment_rows)
+        put_segments("head", outer.head, SEGMENT_ROWS)
+    params = [one.params for one in batch.samples]
+    put("temperature", np.array([used_temperature(one.temperature) for one in params], np.float32))
+    put("top_k", np.array([one.top_k for one in params], np.int32))
+    put("top_p", np.array([one.top_p for one in params], np.float32), padding=1)
+    put("min_p", np.array([one.min_p for one in params], np.float32))
+    is_random = any(one.temperature > 0 for one in params)
+    put("uniform", uniforms_of(batch.samples) if is_random else np.zeros(len(params), np.float32))
+    if len(batch.pages) > len(staged["pages"]):
+        raise ValueError(f"{len(batch.pages)} pages do not fit a step of {len(staged['pages'])}")
+    staged["pages"][: len(batch.pages)] = batch.pages

@@ -1,0 +1,94 @@
+"""Which tokens each sequence with penalties holds, kept on the device, where its newest token is known first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loramux.engine.batch import SamplingRow
+from loramux.engine.device.accelerator import Accelerator
+from loramux.engine.logit_penalties import LogitEdits
+
+FIRST_SLOTS = 4
+"""Sequences for which memory is taken at first; it doubles as more come."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A sequence's place, and how many of its new tokens are marked there."""
+
+    slot: int
+    num_marked: int
+
+
+class DeviceMarks:
+    """Marks as in `TokenMarks`, over the whole vocabulary: int32 `[num_slots, vocab_size]`.
+
+    A sequence's marks are built by the host once, and the step that chooses a token marks it here: when the next step
+    is submitted, the host may not know it yet. They are kept while every step holds the sequence. One that a step left
+    out is built anew when it comes back, and by then all its tokens are committed. So there are never more slots in use
+    than a step has samples, and a step without penalties gives all memory back.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._marks: torch.Tensor | None = None
+        self._free: list[int] = []
+        self._held: dict[LogitEdits, _Held] = {}
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def hold(self, samples: Sequence[SamplingRow], vocab_size: int) -> None:
+        """Have the marks of a step's sequences, and of no others."""
+        wanted = {one.edits: one.num_chosen for one in samples if one.edits is not None and one.edits.has_penalties}
+        if not wanted:
+            self._marks, self._free, self._held = None, [], {}
+            return
+        for edits in [edits for edits in self._held if edits not in wanted]:
+            self._free.append(self._held.pop(edits).slot)
+        for edits, num_chosen in wanted.items():
+            if edits not in self._held:
+                self._held[edits] = self._build(edits, num_chosen, vocab_size)
+            assert self._held[edits].num_marked == num_chosen, "a step chose a token without marking it"
+
+    def slots(self, edits: Sequence[LogitEdits]) -> torch.Tensor:
+        """Where these sequences' marks are, int64 `[num_rows]`."""
+        return self._accelerator.stage(torch.tensor([self._held[one].slot for one in edits]))
+
+    def rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Their marks, int32 `[num_rows, vocab_size]`."""
+        assert self._marks is not None
+        return self._marks[slots]
+
+    def mark(self, edits: Sequence[LogitEdits], slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Mark what was just chosen, `[num_rows]`; a negative id is none, and its sequence ends."""
+        assert self._marks is not None
+        places = slots, token_ids.long().clamp(min=0)
+        self._marks[places] = self._marks[places] + 2
+        for one in edits:
+            self._held[one].num_marked += 1
+
+    def _build(self, edits: LogitEdits, num_chosen: int, vocab_size: int) -> _Held:
+        slot = self._take_slot(vocab_size)
+        assert self._marks is not None
+        ids, marks = edits.marks(num_chosen).tensors()
+        row = self._marks[slot]
+        row.zero_()
+        row[self._accelerator.stage(ids)] = self._accelerator.stage(marks)
+        return _Held(slot, num_chosen)
+
+    def _take_slot(self, vocab_size: int) -> int:
+        if not self._free:
+            num_slots = 0 if self._marks is None else len(self._marks)
+            grown = torch.empty(
+                (2 * num_slots or FIRST_SLOTS, vocab_size), dtype=torch.int32, device=self._accelerator.device
+            )
+            if self._marks is not None:
+                grown[:num_slots].copy_(self._marks)
+            self._marks = grown
+            self._free.extend(range(num_slots, len(grown)))
+        return self._free.pop()

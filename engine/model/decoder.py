@@ -1,0 +1,287 @@
+"""The decoder: one transformer for all architectures, over the page pool, every adapter of a batch in one pass."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from loramux.engine.batch import StepInputs
+from loramux.engine.device.backend import Backend, Linear
+from loramux.engine.layer_groups import LayerGroups
+from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
+from loramux.engine.model.rotary import rotary_tables
+from loramux.engine.model.weights import WeightSource
+from loramux.kernels.dispatch import Kernels, KernelShapes
+from loramux.kernels.layout import LinearShape
+from loramux.kernels.tables import AdapterTables, AttentionSpec, ModuleGroup, Segments
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """The weights of one layer; q/k/v are one linear and gate/up are one linear.
+
+    An output norm is applied to what attention or feed-forward adds to the residual. `rotary` is the index of the
+    decoder's tables that this layer turns q and k by.
+    """
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    rotary: int
+    attention: AttentionSpec
+    o: Linear
+    attention_output_norm: torch.Tensor | None
+    feed_forward_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    feed_forward_output_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraGroups:
+    """The groups of modules that share an input, one shrink and one expand each: a layer's four, and the outer two."""
+
+    qkv: ModuleGroup
+    o: ModuleGroup
+    gate_up: ModuleGroup
+    down: ModuleGroup
+    embedding: ModuleGroup
+    head: ModuleGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadAdapters:
+    """What a head's adapters need of a step: `segments` of the rows of `hidden` whose adapters change the head."""
+
+    kernels: Kernels
+    tables: AdapterTables
+    segments: Segments
+
+
+class Decoder:
+    """A decoder-only model on one device; what it computes depends on its inputs, the pool and the tables alone.
+
+    Activations are float32 on a CPU and of the weights' dtype on a GPU. `hidden` may be captured as a graph.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, max_len: int, backend: Backend
+    ) -> None:
+        self.config = config
+        self._dtype = backend.activation_dtype or dtype
+        self._groups = lora_groups(config)
+        place = _Placement(weights, dtype, backend, config.norm_offset)
+        self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        # As transformers rounds it: to the dtype of the weights, before it multiplies.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        ropes = list(dict.fromkeys(config.layer_ropes))
+        self._layers = [
+            _load_layer(config, place, layer, ropes.index(config.layer_ropes[layer]))
+            for layer in range(config.num_layers)
+        ]
+        self._final_norm = place.norm("model.norm", config.hidden_size)
+        head = self._embedding
+        if not config.tied_embeddings:
+            head = place.tensor("lm_head.weight", (config.vocab_size, config.hidden_size))
+        self._head = backend.make_linear(head, None)
+        self._rotary = [
+            (cos.to(backend.device), sin.to(backend.device))
+            for cos, sin in (rotary_tables(rope, config.head_dim, max_len) for rope in ropes)
+        ]
+
+    @property
+    def shapes(self) -> KernelShapes:
+        """What the kernels must be able to compute."""
+        groups = self._groups
+        return KernelShapes(
+            groups=(groups.qkv, groups.o, groups.gate_up, groups.down),
+            attention=tuple(layer.attention for layer in self._layers),
+            outer_groups=(groups.embedding, groups.head),
+        )
+
+    @property
+    def outer_factors(self) -> tuple[float, ...]:
+        """What the base multiplies the outputs of `config.outer_modules` by; so it does with their adapters'."""
+        return (self._embedding_scale, 1.0)
+
+    def with_few_layers(self) -> Decoder:
+        """The same weights with one layer of each kind: it launches every kernel of this decoder, in less time."""
+        few = copy.copy(self)
+        few._layers = list({layer.attention: layer for layer in self._layers}.values())
+        return few
+
+    @torch.inference_mode()
+    def embed(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
+        """The embeddings of a step's tokens, adapters included, `[num_tokens, hidden_size]`."""
+        embedded = functional.embedding(inputs.tokens, self._embedding)
+        if self._embedding_scale != 1.0:
+            embedded = embedded * self._embedding_scale
+        embedded = embedded.to(self._dtype)
+        segments = inputs.embedding_segments
+        if segments is not None and segments.num_segments:
+            group, outer = self._groups.embedding, _outer(tables)
+            planes = kernels.outer.lora_planes(group, embedded.shape[0], segments)
+            kernels.outer.lora_gather(inputs.tokens, 0, group, outer, segments, planes)
+            kernels.outer.lora_expand(planes, 0, group, outer, segments, embedded)
+        return embedded
+
+    @torch.inference_mode()
+    def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
+        """Run one step and return the last layer's output at its sample rows `[num_samples, hidden_size]`, normed."""
+        config, eps = self.config, self.config.rms_norm_eps
+        num_tokens = inputs.tokens.shape[0]
+        angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
+        gate_and_mul = kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
+        q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        residual = self.embed(inputs, kernels, tables)
+        # Rows that only pad a step belong to no sequence and are not attended: zeros keep them finite.
+        attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
+
+        modules = {
+            LayerGroups.QKV: self._groups.qkv,
+            LayerGroups.O: self._groups.o,
+            LayerGroups.GATE_UP: self._groups.gate_up,
+            LayerGroups.DOWN: self._groups.down,
+        }
+
+        def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: LayerGroups) -> torch.Tensor:
+            """Add the adapters' part to `y`, the base's output for `x`."""
+            if group in inputs.groups and inputs.segments.num_segments:
+                kernels.lora_add(x, index, modules[group], tables, inputs.segments, y)
+            return y
+
+        x = residual
+        for index, layer in enumerate(self._layers):
+            if index == 0:
+                x = kernels.rms_norm(residual, layer.attention_norm, eps)
+            else:
+                x = kernels.add_rms_norm(x, residual, layer.attention_norm, eps)
+            qkv = with_adapters(x, layer.qkv(x), index, LayerGroups.QKV)
+            q, k, v = qkv.split((q_out, kv_out, kv_out), dim=1)
+            q = q.view(num_tokens, config.num_heads, config.head_dim)
+            k = k.view(num_tokens, config.num_kv_heads, config.head_dim)
+            v = v.view(num_tokens, config.num_kv_heads, config.head_dim)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = kernels.rms_norm(q, layer.q_norm, eps)
+                k = kernels.rms_norm(k, layer.k_norm, eps)
+            kernels.rotate_and_store(q, k, v, *angles[layer.rotary], index, inputs.attention)
+            kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
+            x = attended.view(num_tokens, q_out)
+            x = with_adapters(x, layer.o(x), index, LayerGroups.O)
+            if layer.attention_output_norm is not None:
+                x = kernels.rms_norm(x, layer.attention_output_norm, eps)
+            x = kernels.add_rms_norm(x, residual, layer.feed_forward_norm, eps)
+            x = gate_and_mul(with_adapters(x, layer.gate_up(x), index, LayerGroups.GATE_UP))
+            x = with_adapters(x, layer.down(x), index, LayerGroups.DOWN)
+            if layer.feed_forward_output_norm is not None:
+                x = kernels.rms_norm(x, layer.feed_forward_output_norm, eps)
+        rows = inputs.sample_rows
+        return kernels.add_rms_norm(x[rows], residual[rows], self._final_norm, eps)
+
+    def new_hidden(self, num_rows: int) -> torch.Tensor:
+        """Memory for `num_rows` rows of what `hidden` returns."""
+        return torch.empty(num_rows, self.config.hidden_size, dtype=self._dtype, device=self._embedding.device)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor, adapters: HeadAdapters | None = None) -> torch.Tensor:
+        """The logits of rows of `hidden`, `[num_rows, vocab_size]` of the activations' dtype.
+
+        `adapters` None says that no row's adapter changes the head.
+        """
+        logits = self._head(hidden)
+        if adapters is not None and adapters.segments.num_segments:
+            outer, segments = adapters.kernels.outer, adapters.segments
+            outer.lora_add(hidden, 0, self._groups.head, _outer(adapters.tables), segments, logits)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _outer(tables: AdapterTables) -> AdapterTables:
+    assert tables.outer is not None, "segments of outer modules come with their tables"
+    return tables.outer
+
+
+def lora_groups(config: ModelConfig) -> LoraGroups:
+    """Group the modules of `config.modules` by their input."""
+    qkv, o, gate_up, down = (_group(config.modules, modules) for modules in config.module_groups)
+    embedding, head = (_group(config.outer_modules, (module,)) for module in (EMBEDDING, HEAD))
+    return LoraGroups(qkv=qkv, o=o, gate_up=gate_up, down=down, embedding=embedding, head=head)
+
+
+def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleGroup:
+    members = [shapes[module] for module in modules]
+    out_features = tuple(shape.out_features for shape in members)
+    return ModuleGroup(
+        modules=modules,
+        in_features=members[0].in_features,
+        out_features=out_features,
+        out_offsets=tuple(sum(out_features[:i]) for i in range(len(modules))),
+        is_embedding=members[0].is_embedding,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Brings tensors to where and what they are kept as: linears in the weights' dtype, norms in float32.
+
+    Norms of an architecture that stores them less 1 are kept whole, so that kernels need not know.
+    """
+
+    weights: WeightSource
+    dtype: torch.dtype
+    backend: Backend
+    norm_offset: float
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.weights.tensor(name, shape).to(self.backend.device, self.dtype)
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        weight = self.weights.tensor(f"{name}.weight", (size,)).to(self.backend.device, torch.float32)
+        return weight + self.norm_offset if self.norm_offset else weight
+
+    def linear(self, prefix: str, shapes: list[LinearShape], has_bias: bool) -> Linear:
+        """Linears that share an input as one, whose output is theirs side by side."""
+        parts = [self.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        bias = None
+        if has_bias:
+            bias = torch.cat([self.tensor(f"{prefix}.{one.name}.bias", (one.out_features,)) for one in shapes])
+        return self.backend.make_linear(weight, bias)
+
+
+def _load_layer(config: ModelConfig, place: _Placement, index: int, rotary: int) -> DecoderLayer:
+    prefix = f"model.layers.{index}"
+    hidden_size, head_dim = config.hidden_size, config.head_dim
+    qkv, o, gate_up, down = ([config.modules[m] for m in modules] for modules in config.module_groups)
+    # Where outputs are normed too, the norm after attention is that of its output and not the next input's.
+    attention_output_norm = feed_forward_output_norm = None
+    feed_forward_norm = "post_attention_layernorm"
+    if config.output_norms:
+        attention_output_norm = place.norm(f"{prefix}.post_attention_layernorm", hidden_size)
+        feed_forward_output_norm = place.norm(f"{prefix}.post_feedforward_layernorm", hidden_size)
+        feed_forward_norm = "pre_feedforward_layernorm"
+    return DecoderLayer(
+        attention_norm=place.norm(f"{prefix}.input_layernorm", hidden_size),
+        qkv=place.linear(prefix, qkv, config.qkv_bias),
+        q_norm=place.norm(f"{prefix}.self_attn.q_norm", head_dim) if config.qk_norm else None,
+        k_norm=place.norm(f"{prefix}.self_attn.k_norm", head_dim) if config.qk_norm else None,
+        rotary=rotary,
+        attention=AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=head_dim,
+            scale=config.attention_scale,
+            sliding_window=config.layer_windows[index],
+            soft_cap=config.attention_soft_cap,
+        ),
+        o=place.linear(prefix, o, config.o_bias),
+        attention_output_norm=attention_output_norm,
+        feed_forward_norm=place.norm(f"{prefix}.{feed_forward_norm}", hidden_size),
+        gate_up=place.linear(prefix, gate_up, config.mlp_bias),
+        down=place.linear(prefix, down, config.mlp_bias),
+        feed_forward_output_norm=feed_forward_output_norm,
+    )

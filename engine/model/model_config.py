@@ -1,0 +1,252 @@
+"""What a Hugging Face model directory says about its decoder, read without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.config_fields import (
+    ARCHITECTURES,
+    ASSUMED,
+    FULL,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    LLAMA,
+    PHI3,
+    QWEN,
+    QWEN2,
+    QWEN3,
+    SLIDING,
+    positive,
+    positive_float,
+    refuse_field,
+    refuse_what_is_not_computed,
+)
+from loramux.engine.model.rope_config import RopeConfig, parse_ropes
+from loramux.kernels.layout import LinearShape, PageGeometry
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_HEAD_DIM = 256
+
+SILU, GELU_TANH = "silu", "gelu_tanh"
+EMBEDDING, HEAD = 0, 1
+"""Indices of `ModelConfig.outer_modules`."""
+
+_ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder.
+
+    `layer_windows` holds each layer's sliding window in tokens, None for the whole context; `layer_ropes` each layer's
+    rotary embedding. `norm_offset` is added to every norm's weight. With `output_norms` the outputs of attention and
+    feed-forward are normed before they are added. With `fused_projections` q/k/v and gate/up are one linear each, for
+    adapters too. A soft cap is None where there is none.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    rms_norm_eps: float
+    norm_offset: float
+    output_norms: bool
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    fused_projections: bool
+    activation: str
+    embedding_scale: float
+    attention_scale: float
+    attention_soft_cap: float | None
+    logit_soft_cap: float | None
+    tied_embeddings: bool
+    layer_windows: tuple[int | None, ...]
+    layer_ropes: tuple[RopeConfig, ...]
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def modules(self) -> tuple[LinearShape, ...]:
+        """The linears of a layer that adapters may target, in the pool's fixed order, under PEFT's names."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_out, kv_out = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        o = LinearShape("self_attn.o_proj", q_out, hidden)
+        down = LinearShape("mlp.down_proj", inner, hidden)
+        if self.fused_projections:
+            qkv = LinearShape("self_attn.qkv_proj", hidden, q_out + 2 * kv_out)
+            return (qkv, o, LinearShape("mlp.gate_up_proj", hidden, 2 * inner), down)
+        return (
+            LinearShape("self_attn.q_proj", hidden, q_out),
+            LinearShape("self_attn.k_proj", hidden, kv_out),
+            LinearShape("self_attn.v_proj", hidden, kv_out),
+            o,
+            LinearShape("mlp.gate_proj", hidden, inner),
+            LinearShape("mlp.up_proj", hidden, inner),
+            down,
+        )
+
+    @property
+    def outer_modules(self) -> tuple[LinearShape, ...]:
+        """The modules outside the layers that adapters may target, under PEFT's names.
+
+        They are two even where the base ties their weights: an adapter changes the one that it names.
+        """
+        return (
+            LinearShape("model.embed_tokens", self.vocab_size, self.hidden_size, is_embedding=True),
+            LinearShape("lm_head", self.hidden_size, self.vocab_size),
+        )
+
+    @property
+    def module_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of `modules` that share an input: those of q/k/v, of o, of gate/up, of down."""
+        return ((0,), (1,), (2,), (3,)) if self.fused_projections else ((0, 1, 2), (3,), (4, 5), (6,))
+
+    def geometry(self, kv_itemsize: int, adapter_itemsize: int) -> PageGeometry:
+        """The pool's page for this decoder."""
+        return PageGeometry(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            kv_itemsize=kv_itemsize,
+            adapter_itemsize=adapter_itemsize,
+        )
+
+    @staticmethod
+    def load(model_dir: Path) -> ModelConfig:
+        """Read `config.json` (and `generation_config.json`); raises ModelNotSupported with the reason."""
+        if not model_dir.is_dir():
+            raise ModelNotSupported(f"the model directory {model_dir} does not exist")
+        raw = _read_json(model_dir / "config.json")
+        if raw is None:
+            raise ModelNotSupported(f"{model_dir} has no config.json: name a Hugging Face model directory")
+        generation = _read_json(model_dir / "generation_config.json") or {}
+        try:
+            return _parse(raw, generation)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ModelNotSupported(f"config.json of {model_dir} is incomplete or malformed: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelNotSupported(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelNotSupported(f"{path} does not hold a JSON object")
+    return value
+
+
+def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+    architecture = (raw.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ModelNotSupported(
+            f"the architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    refuse_what_is_not_computed(raw, architecture)
+    raw = {**ASSUMED[architecture], **raw}
+    is_gemma = architecture in GEMMA
+    num_layers, hidden_size = positive(raw, "num_hidden_layers"), positive(raw, "hidden_size")
+    num_heads = positive(raw, "num_attention_heads")
+    head_dim = hidden_size // num_heads if raw.get("head_dim") is None else positive(raw, "head_dim")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ModelNotSupported(f"head_dim {head_dim} is not a multiple of 8 in [8, {MAX_HEAD_DIM}]")
+    has_kv_heads = raw.get("num_key_value_heads") is not None
+    num_kv_heads = positive(raw, "num_key_value_heads") if has_kv_heads else num_heads
+    if num_heads % num_kv_heads:
+        raise ModelNotSupported(f"{num_heads} attention heads do not divide among {num_kv_heads} key/value heads")
+    attention_bias = bool(raw.get("attention_bias", False))
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    if dtype not in DTYPES:
+        raise ModelNotSupported(f"the dtype {dtype!r} in config.json is not one of {', '.join(DTYPES)}")
+    windows = _parse_windows(raw, architecture, num_layers)
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=positive(raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=positive(raw, "vocab_size"),
+        max_model_len=positive(raw, "max_position_embeddings"),
+        rms_norm_eps=positive_float(raw, "rms_norm_eps"),
+        norm_offset=1.0 if is_gemma else 0.0,
+        output_norms=is_gemma,
+        qk_norm=architecture in (QWEN3, GEMMA3),
+        qkv_bias=architecture == QWEN2 or attention_bias,
+        o_bias=attention_bias and architecture != QWEN2,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        fused_projections=architecture == PHI3,
+        activation=_parse_activation(raw, "hidden_activation" if is_gemma else "hidden_act"),
+        embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
+        attention_scale=(positive_float(raw, "query_pre_attn_scalar") if is_gemma else head_dim) ** -0.5,
+        attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping"),
+        logit_soft_cap=_soft_cap(raw, "final_logit_softcapping"),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        layer_windows=windows,
+        layer_ropes=parse_ropes(raw, architecture, windows, head_dim),
+        dtype=dtype,
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id"))),
+    )
+
+
+def _parse_activation(raw: dict[str, Any], name: str) -> str:
+    activation = raw.get(name, "silu")
+    if activation not in _ACTIVATIONS:
+        raise ModelNotSupported(
+            f"the activation {activation!r} ({name} in config.json) is not supported; {', '.join(_ACTIVATIONS)} are"
+        )
+    return _ACTIVATIONS[activation]
+
+
+def _parse_windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window; `layer_types` decides for Qwen and Gemma and must agree with the rest elsewhere."""
+    is_windowed = raw.get("sliding_window") is not None and architecture != LLAMA
+    if architecture in QWEN:
+        is_windowed = is_windowed and bool(raw.get("use_sliding_window", False))
+    if architecture == GEMMA2:
+        usual = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
+    elif architecture == GEMMA3:
+        pattern = positive({"sliding_window_pattern": 6, **raw}, "sliding_window_pattern")
+        usual = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
+    else:
+        first = int(raw["max_window_layers"]) if architecture in QWEN else 0
+        usual = [SLIDING if is_windowed and layer >= first else FULL for layer in range(num_layers)]
+    kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
+    if len(kinds) != num_layers:
+        raise ModelNotSupported(f"layer_types names {len(kinds)} layers of {num_layers}")
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise ModelNotSupported(f"layer_types names {kind!r}; {FULL} and {SLIDING} are supported")
+    if kinds != usual and architecture not in (*QWEN, *GEMMA):
+        refuse_field("layer_types", kinds, architecture)
+    if SLIDING in kinds and not is_windowed:
+        raise ModelNotSupported("layer_types in config.json names sliding layers, but no sliding_window is in use")
+    window = positive(raw, "sliding_window") if SLIDING in kinds else None
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _soft_cap(raw: dict[str, Any], name: str) -> float | None:
+    return None if raw.get(name) is None else positive_float(raw, name)
+
+
+def _parse_eos(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)

@@ -1,0 +1,136 @@
+"""The rotary settings of a `config.json`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.config_fields import FULL, GEMMA3, PHI3, SLIDING, positive, positive_float, refuse_field
+
+_ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        "factor",
+        "attention_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding of one kind of layer.
+
+    `kind` is `default`, `linear` (by `factor`), `llama3` (by `factor` and the two frequency factors, beyond
+    `original_max_len`) or `longrope` (each frequency by its own factor, and cosine and sine times `attention_factor`).
+    Only the first `rotary_fraction` of a head's channels turn.
+    """
+
+    theta: float
+    kind: str = "default"
+    rotary_fraction: float = 1.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+
+
+def parse_ropes(
+    raw: dict[str, Any], architecture: str, windows: Sequence[int | None], head_dim: int
+) -> tuple[RopeConfig, ...]:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    given = raw.get("rope_parameters") or {}
+    if architecture != GEMMA3:
+        given = raw.get("rope_scaling") or given
+        theta = raw.get("rope_theta")
+        rope = _parse_rope({"rope_theta": 10000.0 if theta is None else theta, **given}, raw, architecture, head_dim)
+        return (rope,) * len(windows)
+    # Gemma 3 turns its windowed layers faster, and only the others are scaled to a longer context.
+    for name in given:
+        if name not in (FULL, SLIDING):
+            refuse_field(f"rope_parameters.{name}", given[name], architecture)
+    whole = {"rope_theta": raw.get("rope_theta", 1e6), **(given.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
+    local = {"rope_theta": raw.get("rope_local_base_freq", 1e4), **(given.get(SLIDING) or {})}
+    whole_rope, local_rope = (_parse_rope(one, raw, architecture, head_dim) for one in (whole, local))
+    return tuple(whole_rope if window is None else local_rope for window in windows)
+
+
+def _parse_rope(given: dict[str, Any], raw: dict[str, Any], architecture: str, head_dim: int) -> RopeConfig:
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if architecture == PHI3 and kind in ("su", "yarn"):
+        # Names that Phi-3's first configurations gave it.
+        kind = "longrope"
+    kinds = ("default", "longrope") if architecture == PHI3 else ("default", "linear", "llama3")
+    if kind not in kinds:
+        raise ModelNotSupported(
+            f"the rotary embedding {kind!r} of {architecture} is not supported; {', '.join(kinds)} are"
+        )
+    known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_FIELDS[kind])
+    for name, value in given.items():
+        if name not in known and value is not None:
+            refuse_field(f"{name} of the rotary embedding {kind!r}", value, architecture)
+    theta = positive_float(given, "rope_theta")
+    fraction = _rotary_fraction(given, raw, architecture)
+    if kind == "default":
+        return RopeConfig(theta=theta, rotary_fraction=fraction)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=positive_float(given, "factor"))
+    original = _original_max_len(given, raw)
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=positive_float(given, "factor"),
+            low_freq_factor=positive_float(given, "low_freq_factor"),
+            high_freq_factor=positive_float(given, "high_freq_factor"),
+            original_max_len=original,
+        )
+    num_pairs = int(head_dim * fraction) // 2
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        rotary_fraction=fraction,
+        original_max_len=original,
+        short_factors=_pair_factors(given, "short_factor", num_pairs),
+        long_factors=_pair_factors(given, "long_factor", num_pairs),
+        attention_factor=_attention_factor(given, positive(raw, "max_position_embeddings") / original, original),
+    )
+
+
+def _rotary_fraction(given: dict[str, Any], raw: dict[str, Any], architecture: str) -> float:
+    found = [one["partial_rotary_factor"] for one in (given, raw) if one.get("partial_rotary_factor") is not None]
+    fraction = positive_float({"partial_rotary_factor": found[0] if found else 1.0}, "partial_rotary_factor")
+    if fraction > 1 or (fraction != 1 and architecture != PHI3):
+        refuse_field("partial_rotary_factor", fraction, architecture)
+    return fraction
+
+
+def _original_max_len(given: dict[str, Any], raw: dict[str, Any]) -> int:
+    """The context before it was stretched; outside the rotary settings it takes precedence, as in transformers."""
+    name = "original_max_position_embeddings"
+    return positive(raw if raw.get(name) is not None else given, name)
+
+
+def _attention_factor(given: dict[str, Any], stretch: float, original: int) -> float:
+    """What LongRoPE multiplies cosine and sine by (Ding et al., 2024): by default from how far the context grew."""
+    if given.get("attention_factor") is not None:
+        return positive_float(given, "attention_factor")
+    factor = stretch if given.get("factor") is None else positive_float(given, "factor")
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _pair_factors(given: dict[str, Any], name: str, num_pairs: int) -> tuple[float, ...]:
+    factors = tuple(positive_float({name: factor}, name) for factor in given[name])
+    if len(factors) != num_pairs:
+        raise ModelNotSupported(f"{name} in config.json has {len(factors)} factors for {num_pairs} pairs of channels")
+    return factors

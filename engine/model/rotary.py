@@ -1,0 +1,42 @@
+"""Angles of the rotary position embedding (Su et al., 2021), for each position of the context."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from loramux.engine.model.rope_config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
+    """Angle per position of each pair of channels that turns, float32 `[rotary_dim / 2]`.
+
+    `linear` divides every frequency by the factor; `llama3` divides only those with a wavelength beyond the original
+    context, with a smooth step between (Llama 3.1's published scaling); `longrope` divides each by a factor of its own
+    (Ding et al., 2024), from one list for contexts up to the original length and another for longer ones. `max_len`,
+    the longest context that is served, chooses the list once: K of early positions stays in the cache while a sequence
+    grows past the original length, so one sequence cannot use both.
+    """
+    rotary_dim = int(head_dim * rope.rotary_fraction)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    periods = rope.theta**exponents
+    if rope.kind == "longrope":
+        factors = rope.long_factors if max_len > rope.original_max_len else rope.short_factors
+        return 1.0 / (torch.tensor(factors) * periods)
+    frequencies = 1.0 / periods
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    wavelengths = 2 * math.pi / frequencies
+    turns = rope.original_max_len / wavelengths
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+
+
+def rotary_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of each position's angles, float32 `[max_len, rotary_dim / 2]` each, scaled as `rope` says."""
+    angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(rope, head_dim, max_len))
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

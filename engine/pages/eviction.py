@@ -1,0 +1,224 @@
+"""What gives way when pages are needed: one order over everything that could be had again."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+from loramux.engine.pages.page_pool import PagePool
+
+AFTER_ALL = 1 << 62
+"""After the turns of all who wait."""
+
+MAX_STALE = 1024
+"""Entries of a heap that are out of date and may stay in it."""
+
+
+class Evictable(Protocol):
+    """Pages that nobody uses at the moment: an idle adapter, or a page of a prefix."""
+
+    @property
+    def key(self) -> Hashable:
+        """The same for the same content, also after it was evicted and had again."""
+        ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether it holds an adapter's slot besides its pages."""
+        ...
+
+    @property
+    def cost(self) -> float:
+        """What having it again takes, in any unit that all share."""
+        ...
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a sequence waits that will need it: it gives way only to whose turn comes earlier."""
+        ...
+
+    def evict(self) -> None:
+        """Give the pages back and forget the content."""
+        ...
+
+
+class EvictionPolicy(Protocol):
+    """Orders what is evictable."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all that is evictable."""
+        ...
+
+    def add(self, item: Evictable) -> None:
+        """The item was in use until now."""
+        ...
+
+    def discard(self, item: Evictable) -> None:
+        """The item is used again, or gone."""
+        ...
+
+    def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
+        """Remove and return the first allowed item, of those with a slot if asked; None where there is none."""
+        ...
+
+
+class LeastRecentlyUsed:
+    """The item that has been idle longest goes first."""
+
+    def __init__(self) -> None:
+        # In the order of their numbers, those with a slot apart: a slot is not looked for among many prefixes.
+        self._items: dict[bool, OrderedDict[Evictable, int]] = {True: OrderedDict(), False: OrderedDict()}
+        self._num_added = 0
+        self.num_pages = 0
+
+    def add(self, item: Evictable) -> None:
+        self._num_added += 1
+        self._items[item.has_slot][item] = self._num_added
+        self.num_pages += item.num_pages
+
+    def discard(self, item: Evictable) -> None:
+        if self._items[item.has_slot].pop(item, None) is not None:
+            self.num_pages -= item.num_pages
+
+    def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
+        found: tuple[Evictable, int] | None = None
+        for has_slot in (True,) if slots_only else (False, True):
+            for item, number in self._items[has_slot].items():
+                if found is not None and number > found[1]:
+                    break
+                if is_allowed(item):
+                    found = item, number
+                    break
+        if found is None:
+            return None
+        self.discard(found[0])
+        return found[0]
+
+
+class GreedyDual:
+    """GreedyDual-Size with frequencies (Cherkasova, 1998): what is seldom used and cheap to have again goes first.
+
+    An item's priority is `clock + uses * cost / num_pages`; the clock is the priority of the item evicted last, so
+    that what was once worth much ages. Uses are remembered for the `memory` newest keys.
+    """
+
+    def __init__(self, memory: int = 65536) -> None:
+        self._clock = 0.0
+        self.num_pages = 0
+        self._num_added = 0
+        self._memory = memory
+        self._uses: OrderedDict[Hashable, int] = OrderedDict()
+        # Those with a slot apart: a slot is not looked for among many prefixes.
+        self._heaps: dict[bool, list[tuple[float, int, Evictable]]] = {True: [], False: []}
+        # The number under which an item is in its heap; entries with other numbers are out of date.
+        self._current: dict[bool, dict[Evictable, int]] = {True: {}, False: {}}
+
+    def add(self, item: Evictable) -> None:
+        uses = self._uses.pop(item.key, 0) + 1
+        self._uses[item.key] = uses
+        if len(self._uses) > self._memory:
+            self._uses.popitem(last=False)
+        self._num_added += 1
+        self.num_pages += item.num_pages
+        current, heap = self._current[item.has_slot], self._heaps[item.has_slot]
+        current[item] = self._num_added
+        priority = self._clock + uses * item.cost / item.num_pages
+        heapq.heappush(heap, (priority, self._num_added, item))
+        if len(heap) > 2 * len(current) + MAX_STALE:
+            heap[:] = [entry for entry in heap if current.get(entry[2]) == entry[1]]
+            heapq.heapify(heap)
+
+    def discard(self, item: Evictable) -> None:
+        if self._current[item.has_slot].pop(item, None) is not None:
+            self.num_pages -= item.num_pages
+
+    def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
+        kinds = (True,) if slots_only else (True, False)
+        firsts = [self._first(kind, is_allowed) for kind in kinds]
+        found = min((first for first in firsts if first is not None), default=None)
+        if found is None:
+            return None
+        priority, _, item = found
+        self._clock = max(self._clock, priority)
+        self.discard(item)
+        return item
+
+    def _first(self, has_slot: bool, is_allowed: Callable[[Evictable], bool]) -> tuple[float, int, Evictable] | None:
+        heap, current = self._heaps[has_slot], self._current[has_slot]
+        passed_over: list[tuple[float, int, Evictable]] = []
+        found: tuple[float, int, Evictable] | None = None
+        while heap and found is None:
+            entry = heapq.heappop(heap)
+            if current.get(entry[2]) != entry[1]:
+                continue
+            passed_over.append(entry)
+            if is_allowed(entry[2]):
+                found = entry
+        # It stays in the heap, which another kind's first may have to be preferred to.
+        for entry in passed_over:
+            heapq.heappush(heap, entry)
+        return found
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "greedy_dual": GreedyDual}
+
+
+class WaitedFor(Protocol):
+    """Knows which idle items sequences wait for, and when the first of these has its turn."""
+
+    def num_pages_before(self, turn: int) -> int:
+        """Pages of the idle items that somebody waits for whose turn comes before `turn`."""
+        ...
+
+    def last_after(self, turn: int) -> Evictable | None:
+        """The idle item that is waited for longest, if that is by someone whose turn comes after `turn`."""
+        ...
+
+
+class Reclaimer:
+    """Frees pages by evicting what nobody uses: what nobody waits for either, in the policy's order, then the rest.
+
+    What somebody waits for, though his turn comes later, would only have to be had again. So it gives way last, the
+    latest turn first.
+    """
+
+    def __init__(self, pages: PagePool, policy: EvictionPolicy) -> None:
+        self._pages = pages
+        self.policy = policy
+        self.waited_for: WaitedFor | None = None
+        """Set by whoever knows."""
+
+    def can_make_room(self, num_pages: int, turn: int) -> bool:
+        """Whether `num_pages` are free or could be freed for one whose turn is `turn`."""
+        num_kept = 0 if self.waited_for is None else self.waited_for.num_pages_before(turn)
+        return self._pages.num_free + self.policy.num_pages - num_kept >= num_pages
+
+    def make_room(self, num_pages: int, turn: int) -> bool:
+        """Evict until `num_pages` are free; False, and nothing evicted, when that cannot be."""
+        if self._pages.can_alloc(num_pages):
+            return True
+        if not self.can_make_room(num_pages, turn):
+            return False
+        while not self._pages.can_alloc(num_pages):
+            if not self.evict_one(turn):
+                return False
+        return True
+
+    def evict_one(self, turn: int, slots_only: bool = False) -> bool:
+        """Evict the item that gives way first to one whose turn is `turn`; False where there is none."""
+        item = self.policy.take(lambda one: not one.is_waited_for, slots_only)
+        if item is None and self.waited_for is not None:
+            # Only adapters are waited for: it has a slot.
+            item = self.waited_for.last_after(turn)
+            if item is not None:
+                self.policy.discard(item)
+        if item is None:
+            return False
+        item.evict()
+        return True

@@ -1,0 +1,116 @@
+"""The pages of running sequences: what the prefix cache had in front, their own behind."""
+
+from __future__ import annotations
+
+import sys
+
+from loramux.engine.cached_page import CachedPage
+from loramux.engine.pages.eviction import Reclaimer
+from loramux.engine.pages.page_pool import PageOwner, PagePool
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.sequence import Sequence, page_list
+
+RUNNING = -1
+"""The turn of sequences that run: before all that wait."""
+
+
+class KvPages:
+    """Gives sequences their pages of K and V and takes them back."""
+
+    def __init__(self, pages: PagePool, reclaimer: Reclaimer, cache: PrefixCache, page_tokens: int) -> None:
+        self._pages = pages
+        self._reclaimer = reclaimer
+        self._cache = cache
+        self._page_tokens = page_tokens
+
+    def find_prefix(self, sequence: Sequence) -> list[CachedPage]:
+        """The longest prefix that the cache has; at least one token is left to be computed. Nothing is changed."""
+        found: list[CachedPage] = []
+        for index in range((len(sequence.tokens) - 1) // self._page_tokens):
+            key = self._key(sequence, index)
+            cached = None if key is None else self._cache.find(key)
+            if cached is None:
+                break
+            found.append(cached)
+        return found
+
+    def num_tokens_in(self, prefix: list[CachedPage]) -> int:
+        return len(prefix) * self._page_tokens
+
+    def num_pages_to_begin(self, prefix: list[CachedPage], num_tokens: int) -> int:
+        """Free or evictable pages that a sequence takes from others when it begins with a prefix and so many more."""
+        num_idle = sum(cached.num_users == 0 for cached in prefix)
+        return -(-(self.num_tokens_in(prefix) + num_tokens) // self._page_tokens) - len(prefix) + num_idle
+
+    def attach(self, sequence: Sequence, prefix: list[CachedPage]) -> None:
+        """Begin with what `find_prefix` found just now."""
+        assert not sequence.pages
+        assert not sequence.num_in_flight
+        for cached in prefix:
+            sequence.pages.append(self._cache.acquire(cached))
+            sequence.shared_pages.append(cached)
+        sequence.num_computed = sequence.num_room = self.num_tokens_in(prefix)
+        sequence.next_offer = 0
+
+    def max_tokens(self, num_other_pages: int) -> int:
+        """The most tokens that the whole pool holds beside pages for something else."""
+        return (self._pages.num_pages - num_other_pages) * self._page_tokens
+
+    def grow(self, sequence: Sequence, num_tokens: int, turn: int = RUNNING) -> bool:
+        """Find pages for `num_tokens` more; False when there is no room for one whose turn is `turn`."""
+        end = sequence.num_computed + num_tokens
+        if end <= sequence.num_room:
+            return True
+        needed = -(-end // self._page_tokens) - len(sequence.pages)
+        if not self._reclaimer.make_room(needed, turn):
+            return False
+        sequence.pages.extend(self._pages.alloc(needed, PageOwner.KV))
+        sequence.num_room += needed * self._page_tokens
+        return True
+
+    def offer(self, sequence: Sequence) -> None:
+        """Let others begin with the pages that this sequence has filled since the last call.
+
+        A page may be offered as soon as the step that fills it is submitted: whoever reads it runs in a later one.
+        """
+        if sequence.num_computed < sequence.next_offer:
+            return
+        if sequence.is_tainted or not sequence.add.isolation_key:
+            sequence.next_offer = sys.maxsize
+            return
+        num_shared = len(sequence.shared_pages)
+        num_full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
+        for index in range(num_shared, num_full):
+            key = self._key(sequence, index)
+            if key is None:
+                return
+            sequence.shared_pages.append(self._cache.insert(key, sequence.pages[index], sequence.add.digest))
+        sequence.next_offer = (len(sequence.shared_pages) + 1) * self._page_tokens
+
+    def detach(self, sequence: Sequence) -> None:
+        """Give all pages back; what the cache knows of them stays for others, its end first to go."""
+        for cached in reversed(sequence.shared_pages):
+            if cached is not None:
+                self._cache.release(cached)
+        sequence.shared_pages = []
+        self._pages.free(sequence.pages)
+        sequence.pages = page_list()
+        sequence.num_computed = sequence.num_room = 0
+
+    def disown(self, sequence: Sequence) -> None:
+        """Make sure that nobody begins with what this sequence computed: it was broken."""
+        for cached in sequence.shared_pages:
+            if cached is not None:
+                self._cache.forget(cached)
+
+    def _key(self, sequence: Sequence, index: int) -> bytes | None:
+        """The key of the sequence's page `index`, whose tokens are all known; None where its owner shares nothing."""
+        keys = sequence.page_keys
+        while len(keys) <= index:
+            parent = keys[-1] if keys else self._cache.root(sequence.add.isolation_key)
+            if parent is None:
+                return None
+            begin = len(keys) * self._page_tokens
+            tokens = sequence.tokens[begin : begin + self._page_tokens]
+            keys.append(self._cache.page_key(parent, sequence.add.digest, tokens))
+        return keys[index]

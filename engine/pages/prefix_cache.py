@@ -1,0 +1,100 @@
+"""Pages of K and V that other sequences of the same owner may begin with."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence as Tokens
+
+from loramux.engine.cached_page import CachedPage
+from loramux.engine.pages.eviction import EvictionPolicy
+from loramux.engine.pages.page_pool import PagePool
+
+
+class PrefixCache:
+    """Full pages by key. The cache is one holder of each; sequences that use one are others.
+
+    The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`, the parent of a first page being
+    its owner's root. So two sequences share a page only where the same adapter computed the same tokens after the same
+    prefix for the same owner. An owner without an isolation key shares nothing.
+    """
+
+    def __init__(self, pages: PagePool, policy: EvictionPolicy, page_tokens: int, identity: Tokens[bytes] = ()) -> None:
+        self._pages = pages
+        self._policy = policy
+        self._page_tokens = page_tokens
+        self._identity = tuple(identity)
+        self._by_key: dict[bytes, CachedPage] = {}
+        self._by_digest: defaultdict[str, set[CachedPage]] = defaultdict(set)
+        self.num_evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    @property
+    def num_idle(self) -> int:
+        return sum(1 for cached in self._by_key.values() if cached.num_users == 0)
+
+    def root(self, isolation_key: bytes) -> bytes | None:
+        """The key before an owner's first pages: its own key and what the engine computes with; None: no sharing."""
+        if not isolation_key:
+            return None
+        return hashlib.sha256(_tagged(isolation_key, *self._identity)).digest()
+
+    def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int]) -> bytes:
+        """The key of the page that holds `tokens`, as many as a page takes, behind `parent`."""
+        assert len(tokens) == self._page_tokens
+        adapter = b"" if digest is None else digest.encode()
+        return hashlib.sha256(_tagged(parent, adapter, array("i", tokens).tobytes())).digest()
+
+    def find(self, key: bytes) -> CachedPage | None:
+        return self._by_key.get(key)
+
+    def acquire(self, cached: CachedPage) -> int:
+        """Use a page for one more sequence, which becomes its holder too."""
+        if cached.num_users == 0:
+            self._policy.discard(cached)
+        cached.num_users += 1
+        self._pages.share(cached.page)
+        return cached.page
+
+    def insert(self, key: bytes, page: int, digest: str | None) -> CachedPage | None:
+        """Keep a page that its sequence has filled; None where another page holds the same already."""
+        if key in self._by_key:
+            return None
+        cached = self._by_key[key] = CachedPage(self, key, page, digest, num_users=1)
+        self._pages.share(page)
+        if digest is not None:
+            self._by_digest[digest].add(cached)
+        return cached
+
+    def release(self, cached: CachedPage) -> None:
+        """Undo one `acquire` or the `insert`; the sequence gives its own hold back itself."""
+        assert cached.num_users > 0
+        cached.num_users -= 1
+        if cached.num_users == 0 and self._by_key.get(cached.key) is cached:
+            self._policy.add(cached)
+
+    def forget(self, cached: CachedPage) -> None:
+        """Never find this page again; it is free as soon as no sequence uses it."""
+        if self._by_key.get(cached.key) is not cached:
+            return
+        del self._by_key[cached.key]
+        if cached.num_users == 0:
+            self._policy.discard(cached)
+        if cached.digest is not None:
+            self._by_digest[cached.digest].discard(cached)
+            if not self._by_digest[cached.digest]:
+                del self._by_digest[cached.digest]
+        self._pages.free([cached.page])
+
+    def purge(self, digest: str) -> None:
+        """Forget every page that an adapter computed."""
+        for cached in list(self._by_digest.get(digest, ())):
+            self.forget(cached)
+
+
+def _tagged(*parts: bytes) -> bytes:
+    """Parts with their lengths before them, so that no two lists of parts read alike."""
+    return b"".join([len(part).to_bytes(8, "little") + part for part in parts])

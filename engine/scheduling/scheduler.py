@@ -1,0 +1,277 @@
+"""Chooses what each step runs: continuous batching with chunked prefill under one token budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+
+from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterEntry, AdapterPhase, AdapterPool, Demand
+from loramux.engine.batch import ScheduledSequence
+from loramux.engine.cached_page import CachedPage
+from loramux.engine.messages import Add
+from loramux.engine.pages.kv_pages import RUNNING, KvPages
+from loramux.engine.scheduling.fair_queue import FairQueue
+from loramux.engine.sequence import Sequence, SequenceState
+
+NEW_SHARE = 4
+"""One row in so many, of those that decoding leaves, is kept from prompts under way for sequences that could begin."""
+
+
+_row_place = attrgetter("sequence.row_place")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`max_batch_tokens` rows a step, `max_sequences` running at once.
+
+    Of the sequences that wait for an adapter the first `look_ahead` have theirs loaded before their turn.
+    """
+
+    max_batch_tokens: int
+    max_sequences: int
+    look_ahead: int
+
+
+class Scheduler:
+    """Waiting and running sequences of one engine.
+
+    Decode rows come first, then chunks of prompts that are running, then new sequences in the order of their turns, for
+    which prompts under way leave a part of the step: what fits into it does not wait for them. A sequence whose adapter
+    is still loading is passed over; it blocks nobody. When no page is left for a running sequence, another gives its
+    pages back and is computed again later: the one of the lowest priority, then of the share that was served most, then
+    the youngest.
+    """
+
+    def __init__(self, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
+        self._kv = kv
+        self._adapters = adapters
+        self._limits = limits
+        self.queue = FairQueue()
+        adapters.on_residency = self.queue.set_resident
+        self.running: list[Sequence] = []
+        self._order: list[Sequence] = []
+        # Who found no pages in the last step: a running sequence, else the first that could not be admitted.
+        self._is_short = False
+        self._short_of_pages: Sequence | None = None
+        # Sequences that, with their adapter, need more pages than there are.
+        self._unfit: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.queue.num_waiting or self.running)
+
+    @property
+    def is_short_of_pages(self) -> bool:
+        """Whether the last step had no page left for someone."""
+        return self._is_short or self._short_of_pages is not None
+
+    def add(self, sequence: Sequence) -> None:
+        self.queue.add(sequence)
+        if sequence.add.digest is not None and self.queue.num_cold <= self._limits.look_ahead:
+            self._adapters.prefetch(sequence.add.digest)
+
+    def take_turns(self) -> Demand:
+        """Order the waiting sequences for the next `schedule`; returns what they want of the adapter pool."""
+        num_seats = self._num_seats()
+        # While nobody can begin, the order only says whose adapters come next.
+        self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=num_seats > 0)
+        turns: dict[str, int] = {}
+        for turn, sequence in enumerate(self._order):
+            if sequence.add.digest is not None and sequence.add.digest not in turns:
+                turns[sequence.add.digest] = turn
+                # Also brings back an adapter that was evicted while the sequence waited.
+                self._adapters.prefetch(sequence.add.digest)
+        return Demand(turns, self._short_turn(), num_seats, len(self.running))
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """The next step's sequences, those of one adapter side by side; empty when nothing can run."""
+        budget = self._limits.max_batch_tokens
+        num_preemptions = self.num_preemptions
+        scheduled: dict[Sequence, ScheduledSequence] = {}
+        self._is_short, self._short_of_pages = False, None
+        # Decode rows first, each group in order of admission.
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.num_tokens < sequence.num_reserved:
+                is_decoding = sequence.num_tokens - sequence.num_computed == 1
+                (decoding if is_decoding else prompts).append(sequence)
+        max_sequences = self._limits.max_sequences
+        num_seats = max_sequences - len(decoding) - len(prompts)
+        max_rows = min(budget, max_sequences)
+        running = SequenceState.RUNNING
+        for sequence in decoding:
+            if len(scheduled) == max_rows:
+                break
+            # Most have room on their last page.
+            has_room = sequence.num_computed < sequence.num_room and sequence.state is running
+            if has_room or self._grow(sequence, 1, scheduled):
+                scheduled[sequence] = ScheduledSequence(sequence, 1)
+        budget -= len(scheduled)
+        # What prompts under way leave to those that could begin: a short one does not wait for a long one.
+        kept = budget // NEW_SHARE if self.queue.num_ready and num_seats else 0
+        for sequence in prompts:
+            num_tokens = min(sequence.num_pending, budget - kept)
+            if num_tokens == 0 or len(scheduled) == max_sequences:
+                break
+            if self._grow(sequence, num_tokens, scheduled):
+                scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
+                budget -= num_tokens
+        # A step that had to preempt admits nobody: the victim would take its pages straight back.
+        if self.num_preemptions == num_preemptions and not self._is_short:
+            under_way = (scheduled[one] for one in prompts if one in scheduled)
+            is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
+            for item in self._admit(budget, num_seats, is_midway):
+                scheduled[item.sequence] = item
+                budget -= item.num_tokens
+            if is_midway:
+                self._fill_up(scheduled, budget)
+        return sorted(scheduled.values(), key=_row_place)
+
+    def take_unfit(self) -> list[Sequence]:
+        """Waiting sequences that turned out never to fit since the last call; the caller finishes them."""
+        unfit, self._unfit = self._unfit, []
+        return unfit
+
+    def advance(self, scheduled: list[ScheduledSequence]) -> None:
+        """The step that holds these tokens is submitted."""
+        for item in scheduled:
+            sequence = item.sequence
+            sequence.num_computed += item.num_tokens
+            # Most steps fill no page.
+            if sequence.num_computed >= sequence.next_offer:
+                self._kv.offer(sequence)
+
+    def change(self, sequence: Sequence, add: Add) -> None:
+        """Give a sequence, waiting or running, another limit."""
+        if sequence.state is SequenceState.WAITING:
+            self.queue.change(sequence, add)
+        else:
+            sequence.change(add)
+
+    def finish(self, sequence: Sequence, is_broken: bool = False) -> None:
+        """Remove a sequence, waiting or running, and give back all it holds; nobody reads what a broken one did."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            if is_broken:
+                self._kv.disown(sequence)
+            else:
+                self._kv.offer(sequence)
+            self._give_back(sequence)
+            self.queue.leave(sequence)
+        elif sequence.state is SequenceState.WAITING:
+            self.queue.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def max_tokens(self, num_adapter_pages: int = 0, digest: str | None = None) -> int:
+        """The most tokens that a request can come to in this pool, beside its adapter and what is pinned."""
+        return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
+
+    def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:
+        """Give rows that nobody began with back to the prompts under way."""
+        for sequence, item in scheduled.items():
+            extra = min(sequence.num_pending - item.num_tokens, budget)
+            if extra > 0 and self._kv.grow(sequence, item.num_tokens + extra):
+                scheduled[sequence] = ScheduledSequence(sequence, item.num_tokens + extra)
+                budget -= extra
+
+    def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]) -> bool:
+        """Find pages for the next `num_tokens`, preempting others; False when it waits or was preempted itself."""
+        if sequence.state is not SequenceState.RUNNING:
+            return False
+        while not self._kv.grow(sequence, num_tokens):
+            if self._adapters.is_copying:
+                # Those pages can be had as soon as the copy is through: nothing need be computed again for them.
+                self._is_short = True
+                return False
+            victim = max(self.running, key=self._expendability)
+            scheduled.pop(victim, None)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _expendability(self, sequence: Sequence) -> tuple[float, ...]:
+        return -sequence.add.priority, self.queue.served(sequence), sequence.arrival
+
+    def _num_seats(self) -> int:
+        # One that paused is not in the next steps; should it come back at a full house, it waits for a seat.
+        return self._limits.max_sequences - sum([one.num_tokens < one.num_reserved for one in self.running])
+
+    def _short_turn(self) -> int:
+        if self._is_short:
+            return RUNNING
+        turns = (turn for turn, sequence in enumerate(self._order) if sequence is self._short_of_pages)
+        return next(turns, NOT_SHORT)
+
+    def _admit(self, budget: int, num_seats: int, is_midway: bool) -> list[ScheduledSequence]:
+        """Let waiting sequences run; while a prompt is midway, only those whose whole prompt finds room beside it."""
+        admitted: list[ScheduledSequence] = []
+        for turn, sequence in enumerate(self._order):
+            if budget == 0 or num_seats == 0:
+                break
+            # Preempted or paused while a step held it: its tokens are complete once that step is looked at.
+            if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.is_chosen_out:
+                continue
+            entry = None
+            if sequence.add.digest is not None:
+                entry = self._adapters.find(sequence.add.digest)
+                if entry is None or entry.phase is not AdapterPhase.RESIDENT or entry.is_unwelcome:
+                    continue
+                if self._adapters.gives_way(entry, turn):
+                    continue
+                if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):
+                    self._unfit.append(sequence)
+                    continue
+            prefix = self._kv.find_prefix(sequence)
+            if is_midway and sequence.num_tokens - self._kv.num_tokens_in(prefix) > budget:
+                continue
+            item = self._begin(sequence, entry, prefix, turn, budget)
+            if item is None:
+                self._short_of_pages = sequence
+                break
+            admitted.append(item)
+            budget -= item.num_tokens
+            num_seats -= 1
+        return admitted
+
+    def _begin(
+        self, sequence: Sequence, entry: AdapterEntry | None, prefix: list[CachedPage], turn: int, budget: int
+    ) -> ScheduledSequence | None:
+        """Let a waiting sequence run with at most `budget` tokens; None, and nothing changed, without room."""
+        num_pending = sequence.num_tokens - self._kv.num_tokens_in(prefix)
+        num_tokens = min(num_pending, budget)
+        # One that was preempted comes back only with room for all that it had: it must get further than before.
+        num_held = num_pending if sequence.has_run else num_tokens
+        num_pages = self._kv.num_pages_to_begin(prefix, num_held) + self._adapters.num_pages_of_others(entry, turn)
+        if not self._adapters.can_spare(num_pages, turn):
+            return None
+        if entry is not None:
+            sequence.slot = self._adapters.acquire(entry)
+        self._kv.attach(sequence, prefix)
+        has_room = self._kv.grow(sequence, num_held, turn)
+        assert has_room
+        self.queue.admit(sequence, 0 if sequence.has_run else num_pending)
+        sequence.state = SequenceState.RUNNING
+        sequence.row_place = sequence.slot, sequence.arrival
+        self.running.append(sequence)
+        if not sequence.has_run:
+            sequence.num_cached = sequence.num_computed
+        return ScheduledSequence(sequence, num_tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._kv.offer(sequence)
+        self._give_back(sequence)
+        sequence.state = SequenceState.WAITING
+        # In this order, or a share with nothing else would be idle in between and lose its place.
+        self.queue.add(sequence)
+        self.queue.leave(sequence)
+        self.num_preemptions += 1
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._kv.detach(sequence)
+        if sequence.slot >= 0 and sequence.add.digest is not None:
+            self._adapters.release(sequence.add.digest)
+        sequence.slot = -1

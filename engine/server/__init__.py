@@ -1,0 +1,1 @@
+"""The engine process and its links to gateways."""

@@ -1,0 +1,300 @@
+"""The engine's own process: `python -m loramux.engine.server.process SOCKET RECORD`.
+
+Its configuration comes as JSON on standard input; RECORD is the descriptor of the memory in which its supervisor sees
+what the loop does.
+
+The loop reads what gateways sent, runs one step, and sends what it produced; it blocks only when there is nothing to
+do. The process ends when standard input closes, so that it never outlives the supervisor that holds the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from loramux.engine.assembly import AssembledEngine, assemble_engine
+from loramux.engine.config import EngineConfig
+from loramux.engine.device.device_faults import device_fault
+from loramux.engine.errors import EngineError
+from loramux.engine.messages import (
+    Abort,
+    Add,
+    Credit,
+    Extend,
+    FromEngine,
+    Heartbeat,
+    Load,
+    Pin,
+    Rejected,
+    StatsRequest,
+    ToEngine,
+    Unload,
+)
+from loramux.engine.server.gateway_link import GatewayLink
+from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.engine.server.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from loramux.engine.tracing.otel_spans import OtelSpanSink
+
+EXIT_REFUSED = 3
+"""The engine cannot start; the reason is the last line on standard error."""
+
+EXIT_DEVICE_FAILED = 4
+"""The device failed while the engine served; the reason is the last line on standard error."""
+
+LOADING_POLL_MS = 50
+"""How long to wait for an event while adapters load; the loader wakes the loop sooner."""
+
+IDLE_POLL_MS = 250
+"""An idle loop passes this often for no reason but to show that it could: see `StepRecord`."""
+
+HEARTBEAT_S = 1.0
+"""How soon a gateway that is gone is noticed, whatever its sequences do."""
+
+END_GRACE_S = 1.0
+"""How long the loop may take to end once its supervisor is gone; a step that hangs must not keep the device."""
+
+
+class EngineServer:
+    """Serves one engine to gateways over a ROUTER socket."""
+
+    def __init__(
+        self, assembled: AssembledEngine, socket: Any, wake_fd: int, record: StepRecord, ended: threading.Event
+    ) -> None:
+        import zmq
+
+        self._engine = assembled.engine
+        self._fetcher = assembled.fetcher
+        self._fetcher_fd = -1
+        self._num_looks = 0
+        self._ready = assembled.ready
+        self._socket = socket
+        self._wake_fd = wake_fd
+        self._record = record
+        self._ended = ended
+        self._links: dict[bytes, GatewayLink] = {}
+        self._next_heartbeat_s = 0.0
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._zmq = zmq
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(wake_fd, zmq.POLLIN)
+
+    def serve(self) -> None:
+        """Run until the supervisor is gone."""
+        ran = False
+        while not self._ended.is_set():
+            self._receive(self._timeout_ms(ran))
+            self._beat()
+            ran = self._engine.step() if self._engine.has_work else False
+            if self._num_looks:
+                self._fetcher.attend()
+            if self._engine.num_sequences == 0:
+                self._record.note_running([])
+            self._record.note_pass(ran)
+            for outbound in self._engine.take_outbox():
+                link = self._links.get(outbound.owner)
+                if link is not None:
+                    link.post(outbound.message)
+
+    def _beat(self) -> None:
+        """Find gateways that are gone while nothing is sent to them: their sequences wait, or they gave no credit."""
+        now_s = time.monotonic()
+        if now_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + HEARTBEAT_S
+            for link in list(self._links.values()):
+                link.post(Heartbeat())
+
+    def _timeout_ms(self, ran: bool) -> int:
+        if ran:
+            return 0
+        return LOADING_POLL_MS if self._engine.has_work else IDLE_POLL_MS
+
+    def _receive(self, timeout_ms: int) -> None:
+        """Take every message that is there, waiting for the first at most `timeout_ms`."""
+        self._follow_fetcher()
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._wake_fd in ready:
+            os.read(self._wake_fd, 4096)
+        if self._fetcher_fd in ready:
+            self._fetcher.attend()
+        while True:
+            try:
+                owner, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(b"".join(frames))
+            except msgspec.DecodeError as error:
+                # Of one gateway's mistake the others notice nothing.
+                self._link(owner).post(Rejected(message=f"a message could not be read: {error}"))
+                continue
+            self._dispatch(owner, message)
+
+    def _follow_fetcher(self) -> None:
+        """Poll what the fetcher waits for, which is another descriptor once it has begun anew."""
+        descriptor = self._fetcher.fileno()
+        if descriptor != self._fetcher_fd:
+            if self._fetcher_fd >= 0:
+                self._poller.unregister(self._fetcher_fd)
+            if descriptor >= 0:
+                self._poller.register(descriptor, self._zmq.POLLIN)
+            self._fetcher_fd = descriptor
+
+    def _dispatch(self, owner: bytes, message: ToEngine) -> None:
+        self._link(owner)
+        if owner not in self._links:
+            # It was sent by a gateway that has gone since: nobody would take what it asks for.
+            return
+        match message:
+            case Add():
+                self._engine.add(owner, message)
+            case Extend():
+                self._engine.extend(owner, message)
+            case Abort():
+                self._engine.abort(owner, message)
+            case Load():
+                self._engine.load(owner, message)
+            case Unload():
+                self._engine.unload(owner, message)
+            case Pin():
+                self._engine.pin(owner, message)
+            case StatsRequest(with_tiers=True):
+                self._num_looks += 1
+                self._fetcher.look(lambda: self._answer(owner, message))
+            case StatsRequest():
+                self._link(owner).post(self._engine.stats(message))
+            case Credit(count=count):
+                self._link(owner).grant(count)
+
+    def _answer(self, owner: bytes, request: StatsRequest) -> None:
+        self._num_looks -= 1
+        link = self._links.get(owner)
+        if link is not None:
+            link.post(self._engine.stats(request))
+
+    def _link(self, owner: bytes) -> GatewayLink:
+        """The gateway's link; its first message makes one and is answered with the engine's facts."""
+        link = self._links.get(owner)
+        if link is None:
+            link = self._links[owner] = GatewayLink(lambda message: self._send(owner, message))
+            link.post(self._ready)
+        return link
+
+    def _send(self, owner: bytes, message: FromEngine) -> None:
+        try:
+            self._socket.send_multipart([owner, self._encoder.encode(message)], self._zmq.NOBLOCK)
+        except self._zmq.ZMQError:
+            # ROUTER_MANDATORY reports a gateway that has gone; nobody will read what its sequences produce.
+            self._links.pop(owner, None)
+            self._engine.abort_all(owner)
+
+
+def main() -> None:
+    """Assemble the engine and serve it.
+
+    Ends with EXIT_REFUSED where the configuration or the device cannot work, and with EXIT_DEVICE_FAILED where the
+    device fails later, with one sentence each. Whatever runs then ends with the process: its supervisor and its
+    gateways notice.
+    """
+    # Ctrl-C reaches the whole terminal group; the supervisor decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    document = sys.stdin.buffer.readline()
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+
+    def wake() -> None:
+        try:
+            os.write(wake_write, b"\0")
+        except BlockingIOError:
+            # A full pipe wakes the loop as well as one more byte would.
+            return
+
+    ended, closed = threading.Event(), threading.Event()
+    threading.Thread(target=_follow_supervisor, args=(ended, closed, wake), name="supervisor", daemon=True).start()
+    record = StepRecord(int(sys.argv[2]))
+    try:
+        config = msgspec.json.decode(document, type=EngineConfig)
+        spans = _open_spans(config)
+        assembled = assemble_engine(config, wake, note_running=record.note_running, spans=spans)
+    except (EngineError, ValueError) as error:
+        print(str(error), file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+    except Exception as error:
+        _end_for_device(error, "the GPU cannot be used", EXIT_REFUSED)
+        raise
+    _serve(assembled, Path(sys.argv[1]), wake_read, record, ended)
+    closed.set()
+    if spans is not None:
+        spans.close(END_GRACE_S / 4)
+
+
+def _open_spans(config: EngineConfig) -> OtelSpanSink | None:
+    if config.traces is None:
+        return None
+    from loramux.engine.tracing.otel_spans import OtelSpanSink, open_provider
+
+    return OtelSpanSink(open_provider(config.traces, "loramux-engine"))
+
+
+def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Callable[[], None]) -> None:
+    """Tell the loop when standard input closes, and end the process if it does not listen; on a thread of its own."""
+    while os.read(sys.stdin.fileno(), 4096):
+        # Nothing is expected behind the configuration; only the end means something.
+        continue
+    ended.set()
+    wake()
+    if not closed.wait(END_GRACE_S):
+        os._exit(1)
+
+
+def _end_for_device(error: Exception, what: str, code: int) -> None:
+    """End the process with one sentence if the device is to blame for the error, else return.
+
+    Nothing is torn down: calls to a broken device may hang, and what they print would follow the sentence.
+    """
+    fault = device_fault(error)
+    if fault is not None:
+        print(f"{what}: {fault}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> None:
+    import zmq
+
+    context = zmq.Context(io_threads=1)
+    socket = context.socket(zmq.ROUTER)
+    # Credits bound what is queued; a high-water mark would drop instead.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.LINGER, 0)
+    previous = os.umask(0o177)
+    socket.bind(f"ipc://{path}")
+    os.umask(previous)
+    try:
+        server = EngineServer(assembled, socket, wake_read, record, ended)
+        keep_for_good()
+        server.serve()
+    except Exception as error:
+        _end_for_device(error, "the GPU failed", EXIT_DEVICE_FAILED)
+        raise
+    finally:
+        socket.close()
+        context.term()
+        assembled.loader.close()
+
+
+if __name__ == "__main__":
+    threading.current_thread().name = "engine"
+    main()

@@ -1,0 +1,1 @@
+"""Spans of traced requests inside the engine."""

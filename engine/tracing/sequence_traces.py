@@ -1,0 +1,130 @@
+"""The traced requests inside the engine: how long each waited, loaded its adapter, read its prompt and answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from loramux.adapter_store.tiers.load_timelines import LoadTimeline, LoadTimelines
+from loramux.engine.sequence import Sequence
+from loramux.engine.tracing.spans import SpanRecord, SpanSink
+
+
+@dataclass(slots=True)
+class _Life:
+    """When a sequence came to each part of its life; None where it has not yet."""
+
+    added_ns: int
+    began_ns: int | None = None
+    first_token_ns: int | None = None
+
+
+class SequenceTraces:
+    """Told by the engine's loop what happens to its sequences; those without a `traceparent` are passed over.
+
+    A sequence's spans are `engine.queue`, `engine.prefill` and `engine.decode`, one behind the other, and beside the
+    first of them `engine.load_adapter` where its adapter was not in the pool.
+    """
+
+    def __init__(self, sink: SpanSink, timelines: LoadTimelines, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._sink = sink
+        self._timelines = timelines
+        self._clock_ns = clock_ns
+        self._lives: dict[Sequence, _Life] = {}
+
+    def added(self, sequence: Sequence) -> None:
+        """To be called before anything is begun for the sequence."""
+        if sequence.add.traceparent is not None:
+            self._lives[sequence] = _Life(self._clock_ns())
+
+    def began(self, sequence: Sequence) -> None:
+        """The first step that holds it is submitted."""
+        life = self._lives.get(sequence)
+        if life is not None:
+            life.began_ns = self._clock_ns()
+
+    def committed(self, sequence: Sequence) -> None:
+        """It has one more token."""
+        life = self._lives.get(sequence)
+        if life is not None and life.first_token_ns is None:
+            life.first_token_ns = self._clock_ns()
+
+    def loaded(self, digest: str, waiting: Iterable[Sequence], num_pages: int, failure: str) -> None:
+        """An adapter became resident, or failed to; `waiting` wanted it."""
+        timeline = self._timelines.take(digest)
+        if timeline is None:
+            return
+        now_ns = self._clock_ns()
+        for sequence in waiting:
+            life = self._lives.get(sequence)
+            if life is not None and life.began_ns is None and sequence.add.traceparent is not None:
+                self._sink.record(
+                    sequence.add.traceparent, _load_span(digest, timeline, life.added_ns, now_ns, num_pages, failure)
+                )
+
+    def ended(self, sequence: Sequence, reason: str, code: str | None) -> None:
+        life = self._lives.pop(sequence, None)
+        traceparent = sequence.add.traceparent
+        if life is None or traceparent is None:
+            return
+        now_ns = self._clock_ns()
+        queue = SpanRecord(
+            name="engine.queue",
+            scope="loramux.engine",
+            started_ns=life.added_ns,
+            ended_ns=life.began_ns or now_ns,
+        )
+        spans = [queue]
+        if life.began_ns is not None:
+            prefill = SpanRecord(
+                name="engine.prefill",
+                scope="loramux.engine",
+                started_ns=life.began_ns,
+                ended_ns=life.first_token_ns or now_ns,
+                attributes={
+                    "loramux.prompt_tokens": sequence.num_prompt,
+                    "loramux.cached_tokens": sequence.num_cached,
+                },
+            )
+            spans.append(prefill)
+        if life.first_token_ns is not None:
+            decode = SpanRecord(
+                name="engine.decode",
+                scope="loramux.engine",
+                started_ns=life.first_token_ns,
+                ended_ns=now_ns,
+                attributes={"loramux.completion_tokens": sequence.num_completion, "loramux.reason": reason},
+            )
+            spans.append(decode)
+        if reason == "error":
+            # What failed is what the sequence was at when it ended.
+            spans[-1] = replace(spans[-1], failure=code or reason)
+        for span in spans:
+            self._sink.record(traceparent, span)
+
+
+def _load_span(
+    digest: str, timeline: LoadTimeline, added_ns: int, ended_ns: int, num_pages: int, failure: str
+) -> SpanRecord:
+    is_its_own = added_ns <= timeline.started_ns
+    stages = tuple(
+        SpanRecord(
+            name=f"store.{passed.tier}.{passed.stage}",
+            scope="loramux.adapter_store",
+            started_ns=passed.started_ns,
+            ended_ns=passed.ended_ns,
+            attributes={"loramux.bytes": passed.num_bytes},
+        )
+        for passed in timeline.stages
+    )
+    return SpanRecord(
+        name="engine.load_adapter",
+        scope="loramux.engine",
+        # Who came while it was under way waited for the rest only, and has no part in its stages.
+        started_ns=max(added_ns, timeline.started_ns),
+        ended_ns=ended_ns,
+        attributes={"loramux.digest": digest, "loramux.pages": num_pages, "loramux.joined": not is_its_own},
+        failure=failure or None,
+        children=stages if is_its_own else (),
+    )

@@ -1,0 +1,156 @@
+"""The CPU's LoRA kernels over one page pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loramux.kernels.cpu import lora as cpu_lora
+from loramux.kernels.cpu.arrays import array, planes_of, rows_of
+from loramux.kernels.cpu.gather import gather
+from loramux.kernels.cpu.low_rank import low_rank
+from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+
+SEGMENT_ROWS = 64
+"""Rows of a segment: a chunk of so many rows stays in the second-level cache while an adapter piece passes over it."""
+
+NOWHERE = (0, 0)
+"""Address and row stride of rows that no kernel touches."""
+
+MAX_VIEWS = 64
+"""Shapes of planes that are kept: those of a step come again in each layer, and mostly in the next step."""
+
+
+class CpuLora:
+    """Shrink, gather and expand over one page pool in host memory.
+
+    What is derived from tables and segments is kept for as long as the same object comes again, which is all layers of
+    a step. Arrays share memory with the tensors, so tables may be rewritten between steps; which groups the segments'
+    adapters change is remembered with the segments, which are new objects each step, and are not padded.
+    """
+
+    segment_rows = SEGMENT_ROWS
+
+    def __init__(self, pool: PoolViews) -> None:
+        if pool.adapter.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the pool holds {pool.adapter.dtype}; the CPU's kernels take float32 and bfloat16")
+        self._geometry = pool.geometry
+        self._adapter = array(pool.adapter, pool.adapter.dtype)  # [P, L, E]
+        self._plans: dict[ModuleGroup, npt.NDArray[np.int64]] = {}
+        self._scratch = torch.empty(0)
+        self._planes: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._tables: AdapterTables | None = None
+        self._segments: Segments | None = None
+        self._adapted: dict[ModuleGroup, bool] = {}
+
+    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
+        shape = (num_tokens, len(group.modules), segments.max_rank)
+        planes = self._planes.get(shape)
+        if planes is None:
+            size = shape[0] * shape[1] * shape[2]
+            # Fresh memory would cost a page fault each 4 KiB, in every linear of every layer.
+            if self._scratch.shape[0] < size:
+                self._scratch = torch.empty(size)
+                self._planes.clear()
+            if len(self._planes) == MAX_VIEWS:
+                self._planes.clear()
+            planes = self._planes[shape] = self._scratch[:size].view(shape)
+        return planes
+
+    def lora_shrink(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        planes: torch.Tensor,
+    ) -> None:
+        self._run(x, planes, None, layer, group, tables, segments)
+
+    def lora_expand(
+        self,
+        planes: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        y: torch.Tensor,
+    ) -> None:
+        self._run(None, planes, y, layer, group, tables, segments)
+
+    def lora_add(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        y: torch.Tensor,
+    ) -> None:
+        if self._is_adapted(group, tables, segments):
+            self._run(x, self.lora_planes(group, x.shape[0], segments), y, layer, group, tables, segments)
+
+    def lora_gather(
+        self,
+        tokens: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        planes: torch.Tensor,
+    ) -> None:
+        self._read(tables, segments)
+        if self._slots.shape[0]:
+            address, row_stride, _ = planes_of(planes)
+            gather(
+                array(tokens, torch.int32), address, row_stride, self._adapter, layer, group.modules[0],
+                self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
+            )  # fmt: skip
+
+    def _run(
+        self,
+        x: torch.Tensor | None,
+        planes: torch.Tensor,
+        y: torch.Tensor | None,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+    ) -> None:
+        """Shrink where there is an `x`, then expand where there is a `y`."""
+        self._read(tables, segments)
+        if self._slots.shape[0]:
+            low_rank(
+                torch.get_num_threads(), x is not None, y is not None,
+                *(NOWHERE if x is None else rows_of(x)), *planes_of(planes), *(NOWHERE if y is None else rows_of(y)),
+                self._adapter, layer, self._plan(group), self._page_table, self._off, self._rank, self._scale,
+                self._segment_rows, self._starts, self._slots,
+            )  # fmt: skip
+
+    def _is_adapted(self, group: ModuleGroup, tables: AdapterTables, segments: Segments) -> bool:
+        """Whether any adapter of the segments changes a module of `group`, in any layer."""
+        self._read(tables, segments)
+        known = self._adapted.get(group)
+        if known is None:
+            known = self._adapted[group] = bool(self._rank[self._slots][:, :, group.modules].any())
+        return known
+
+    def _plan(self, group: ModuleGroup) -> npt.NDArray[np.int64]:
+        plan = self._plans.get(group)
+        if plan is None:
+            plan = self._plans[group] = cpu_lora.group_plan(group, self._geometry)
+        return plan
+
+    def _read(self, tables: AdapterTables, segments: Segments) -> None:
+        if tables is not self._tables:
+            self._page_table, self._off = array(tables.page_table, torch.int32), array(tables.off, torch.int32)
+            self._rank, self._scale = array(tables.rank, torch.int32), array(tables.scale, torch.float32)
+            self._tables = tables
+            self._adapted.clear()
+        if segments is not self._segments:
+            self._segment_rows = array(segments.rows, torch.int32)
+            self._starts, self._slots = array(segments.starts, torch.int32), array(segments.slots, torch.int32)
+            self._segments = segments
+            self._adapted.clear()

@@ -1,0 +1,286 @@
+"""Attention on the CPU, straight from the pages that `cpu_kv` describes.
+
+The heads that read one KV head, of a few query rows that follow each other, are a tile: each key and value that is
+loaded and widened serves all its rows. With K transposed in its page, the scores of sixteen tokens are sixteen lanes,
+so neither K nor V is rearranged. The bits of a row do not depend on the tile that it is computed in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from loramux.kernels.cpu.blocks import add_half_panels, add_panels, begin_outputs
+from loramux.kernels.cpu.compiled import exact, helper, kernel
+from loramux.kernels.cpu.kv import PAGE_TOKENS, page_start
+from loramux.kernels.cpu.vectors import (
+    PANEL,
+    exponentials,
+    floats_at,
+    larger,
+    largest,
+    load,
+    minus,
+    over,
+    plus,
+    prefetch,
+    splat,
+    store,
+    times,
+    total,
+)
+
+TILE_ROWS = 16
+"""Rows of a tile, query rows times heads of a group, where the group has no more."""
+
+LINE = 32
+"""Elements from one prefetch to the next: a cache line of bfloat16."""
+
+SERIAL_WORK = 200_000
+"""Multiplications below which waking the other threads costs more than it saves."""
+
+
+@exact
+def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None:
+    """`cap * tanh(scale * score / cap)`, of whole panels."""
+    for s in range(0, num_scores, PANEL):
+        # tanh(x) is 1 - 2 / (exp(2 * x) + 1).
+        power = exponentials(times(load(scores, s), np.float32(2) * scale / soft_cap))
+        store(scores, s, minus(soft_cap, over(np.float32(2) * soft_cap, plus(power, np.float32(1)))))
+
+
+@exact
+def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any) -> Any:
+    """Turn scores `[begin, end)` into weights, not yet divided by their sum, which is returned; others become 0.
+
+    `num_scores` are whole panels. A score's lane is its token's place in the page, wherever the row begins.
+    """
+    if soft_cap > 0:
+        _cap_scores(scores, num_scores, scale, soft_cap)
+        scale = np.float32(1)
+    for s in range(begin):
+        scores[s] = -np.float32(np.inf)
+    for s in range(end, num_scores):
+        scores[s] = -np.float32(np.inf)
+    most = splat(-np.float32(np.inf))
+    for s in range(0, num_scores, PANEL):
+        most = larger(load(scores, s), most)
+    top = largest(most)
+    weights = splat(np.float32(0))
+    for s in range(0, num_scores, PANEL):
+        lanes = exponentials(times(minus(load(scores, s), top), scale))
+        weights = plus(weights, lanes)
+        store(scores, s, lanes)
+    # What is out of sight is exp(-87) now, which is nothing beside the 1 of the largest.
+    for s in range(begin):
+        scores[s] = np.float32(0)
+    for s in range(end, num_scores):
+        scores[s] = np.float32(0)
+    return total(weights)
+
+
+@helper
+def _fetch_page(pool: Any, page: int, layer: int, head: int, num_kv_heads: int, head_size: int, is_v: int) -> None:
+    """Have one head's K or V of a page brought to the cache."""
+    start = page_start(pool, page, layer) + (is_v * num_kv_heads + head) * head_size
+    flat_pool = pool.reshape(-1)
+    for e in range(0, head_size, LINE):
+        prefetch(flat_pool, start + e)
+
+
+@helper
+def _attend_tile(
+    q_address: int,
+    q_stride: int,
+    out_address: int,
+    out_stride: int,
+    num_tokens: int,
+    pool: Any,
+    layer: int,
+    pages: Any,
+    page_begin: int,
+    length: int,
+    window: int,
+    head: int,
+    group_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: Any,
+    soft_cap: Any,
+    q_tile: int,
+    out_tile: int,
+    scores: int,
+    row_len: int,
+    weights: Any,
+) -> None:
+    """`num_tokens` query rows, the last of a context of `length`, and the `group_size` heads that read KV head `head`.
+
+    `q` and `out` are addresses of the tile's first row and head. The sequence's pages begin at `pages[page_begin]`.
+    `q_tile`, `out_tile`, `scores` and `weights` are room for the tile's rows, those of scores `row_len` long.
+    """
+    flat_pool = pool.reshape(-1)
+    num_rows, head_size = num_tokens * group_size, head_dim * PAGE_TOKENS
+    for t in range(num_tokens):
+        row, copy = floats_at(q_address + 4 * t * q_stride), floats_at(q_tile + 4 * t * group_size * head_dim)
+        found = floats_at(out_tile + 4 * t * group_size * head_dim)
+        for d in range(group_size * head_dim):
+            copy[d] = row[d]
+            found[d] = np.float32(0)
+    # The first query row sees keys from `first_key` on; the others' begin later.
+    first_key = max(0, length - num_tokens + 1 - window)
+    first_page, last_page = first_key // PAGE_TOKENS, (length + PAGE_TOKENS - 1) // PAGE_TOKENS
+    for p in range(first_page, last_page):
+        # V is needed once all scores are there.
+        _fetch_page(pool, pages[page_begin + p], layer, head, num_kv_heads, head_size, 1)
+        if p + 1 < last_page:
+            _fetch_page(pool, pages[page_begin + p + 1], layer, head, num_kv_heads, head_size, 0)
+        k = page_start(pool, pages[page_begin + p], layer) + head * head_size
+        s = scores + 4 * (p - first_page) * PAGE_TOKENS
+        begin_outputs(s, 4 * row_len, num_rows, PAGE_TOKENS, 0)
+        add_panels(q_tile, 4 * head_dim, num_rows, flat_pool, k, PAGE_TOKENS, head_dim, s, 4 * row_len)
+
+    start, num_scores = first_page * PAGE_TOKENS, (last_page - first_page) * PAGE_TOKENS
+    for t in range(num_tokens):
+        position = length - num_tokens + t
+        begin, end = max(0, position + 1 - window) - start, position + 1 - start
+        for g in range(group_size):
+            r = t * group_size + g
+            weights[r] = _softmax(
+                floats_at(scores + 4 * r * row_len), begin, end, num_scores, np.float32(scale), np.float32(soft_cap)
+            )
+
+    by_panel = head_dim - head_dim % PANEL
+    for p in range(first_page, last_page):
+        v = page_start(pool, pages[page_begin + p], layer) + (num_kv_heads + head) * head_size
+        # Tokens of the page that any row of the tile sees.
+        first, last = max(0, first_key - p * PAGE_TOKENS), min(PAGE_TOKENS, length - p * PAGE_TOKENS)
+        v += first * head_dim
+        s = scores + 4 * ((p - first_page) * PAGE_TOKENS + first)
+        for d in range(0, by_panel, PANEL):
+            add_panels(
+                s, 4 * row_len, num_rows, flat_pool, v + d, head_dim, last - first, out_tile + 4 * d, 4 * head_dim
+            )
+        if by_panel < head_dim:
+            add_half_panels(
+                s, 4 * row_len, num_rows, flat_pool, v + by_panel, head_dim, last - first,
+                out_tile + 4 * by_panel, 4 * head_dim,
+            )  # fmt: skip
+    for t in range(num_tokens):
+        row, found = floats_at(out_address + 4 * t * out_stride), floats_at(out_tile + 4 * t * group_size * head_dim)
+        for g in range(group_size):
+            share = np.float32(1) / weights[t * group_size + g]
+            for d in range(g * head_dim, (g + 1) * head_dim):
+                row[d] = found[d] * share
+
+
+@helper
+def _tile_tokens(group_size: int) -> int:
+    return max(1, TILE_ROWS // group_size)
+
+
+@helper
+def _tile_cost(num_tokens: int, length: int, window: int) -> int:
+    """What a tile costs, which ends a context of `length`: an estimate, in keys times query rows."""
+    num_keys: Any = min(window + num_tokens, length)
+    return num_tokens * num_keys
+
+
+@helper
+def _attend_share(
+    low: int,
+    high: int,
+    q_address: int,
+    q_stride: int,
+    out_address: int,
+    out_stride: int,
+    pool: Any,
+    layer: int,
+    cu_q: Any,
+    seq_lens: Any,
+    pages: Any,
+    page_starts: Any,
+    group_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: Any,
+    window: int,
+    soft_cap: Any,
+    row_len: int,
+) -> None:
+    """The tiles that begin in `[low, high)` of all tiles' costs, laid end to end."""
+    most = _tile_tokens(group_size)
+    most_rows = most * group_size
+    q_tile, out_tile = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
+    scores, weights = np.empty(most_rows * row_len, np.float32), np.empty(most_rows, np.float32)
+    cursor = 0
+    for n in range(seq_lens.shape[0]):
+        first_row, end_row = np.int64(cu_q[n]), np.int64(cu_q[n + 1])
+        for row in range(first_row, end_row, most):
+            num_tokens: Any = min(most, end_row - row)
+            length = np.int64(seq_lens[n]) - end_row + row + num_tokens
+            cost = _tile_cost(num_tokens, length, window)
+            for head in range(num_kv_heads):
+                if low <= cursor < high:
+                    column = head * group_size * head_dim
+                    _attend_tile(
+                        q_address + 4 * (row * q_stride + column), q_stride,
+                        out_address + 4 * (row * out_stride + column), out_stride, num_tokens,
+                        pool, layer, pages, np.int64(page_starts[n]), length, window,
+                        head, group_size, num_kv_heads, head_dim, scale, soft_cap,
+                        q_tile.ctypes.data, out_tile.ctypes.data, scores.ctypes.data, row_len, weights,
+                    )  # fmt: skip
+                cursor += cost
+
+
+@kernel
+def attend(
+    num_threads: int,
+    q_address: int,
+    q_stride: int,
+    out_address: int,
+    out_stride: int,
+    pool: Any,
+    layer: int,
+    cu_q: Any,
+    seq_lens: Any,
+    pages: Any,
+    page_starts: Any,
+    group_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: Any,
+    window: int,
+    soft_cap: Any,
+) -> None:
+    """Attention of all sequences; see `ReferenceKernels.paged_attention`.
+
+    The tiles are cut into `num_threads` shares of equal cost. `cu_q`, `seq_lens`, `pages` and `page_starts` are int32;
+    `window` is the number of keys that a query sees, larger than any context when there is no window; `soft_cap` is 0
+    where there is none.
+    """
+    work: Any = 0
+    row_len: Any = 0
+    most = _tile_tokens(group_size)
+    for n in range(seq_lens.shape[0]):
+        first_row, end_row = np.int64(cu_q[n]), np.int64(cu_q[n + 1])
+        for row in range(first_row, end_row, most):
+            num_tokens: Any = min(most, end_row - row)
+            length = np.int64(seq_lens[n]) - end_row + row + num_tokens
+            work += _tile_cost(num_tokens, length, window) * num_kv_heads
+            num_keys: Any = min(window + num_tokens - 1, length)
+            num_pages = (length + PAGE_TOKENS - 1) // PAGE_TOKENS - (length - num_keys) // PAGE_TOKENS
+            row_len = max(row_len, num_pages * PAGE_TOKENS)
+    if work * group_size * head_dim * 2 < SERIAL_WORK:
+        _attend_share(
+            0, work, q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
+            page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, row_len,
+        )  # fmt: skip
+    else:
+        for part in prange(num_threads):
+            _attend_share(
+                work * part // num_threads, work * (part + 1) // num_threads,
+                q_address, q_stride, out_address, out_stride, pool, layer, cu_q, seq_lens, pages,
+                page_starts, group_size, num_kv_heads, head_dim, scale, window, soft_cap, row_len,
+            )  # fmt: skip

@@ -1,0 +1,192 @@
+"""LoRA's expand on the CPU: the rows of B, weighted with the planes and added to the outputs, read from the pages."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loramux.kernels.cpu.blocks import add_ranks, add_ranks_to_sums, eight_rows, four_rows
+from loramux.kernels.cpu.compiled import helper
+from loramux.kernels.cpu.lora import (
+    B_CHUNK,
+    B_PADDED,
+    COLUMN,
+    IS_WIDE,
+    MODULE,
+    OUT,
+    RANKS,
+    READ_COST,
+    place,
+    share_of,
+)
+from loramux.kernels.cpu.vectors import PANEL, floats_at, widen
+from loramux.kernels.layout import MAX_CHUNK
+
+RANK_BLOCK = 64
+"""Ranks whose parts of an output are summed before they are added to it."""
+
+
+class _ExpandVisit(NamedTuple):
+    """Columns of up to RANK_BLOCK ranks, read once for a segment's rows: int64, two of them addresses; a float32."""
+
+    segment: Any
+    planes: Any
+    y: Any
+    num_ranks: Any
+    factor: Any
+    length: Any
+
+
+@helper
+def _expand_row(
+    v: int, y: int, pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, sums: Any
+) -> None:  # fmt: skip
+    """Add `num_ranks` ranks' parts to `length` columns of one row, `length` a multiple of 16.
+
+    `sums` is room for them: a rank's row is read from end to end, as memory likes it. Each sum has the order that
+    `add_ranks` gives it. `ahead` are the ranks that come next.
+    """
+    for e in range(length):
+        sums[e] = np.float32(0)
+    r = 0
+    while r < num_ranks:
+        if r + RANKS <= num_ranks:
+            n = r + RANKS
+            n0, n1, n2, n3 = ahead[0], ahead[1], ahead[2], ahead[3]
+            if n + RANKS <= num_ranks:
+                n0, n1, n2, n3 = places[n], places[n + 1], places[n + 2], places[n + 3]
+            add_ranks_to_sums(
+                v + 4 * r, pool, (places[r], places[r + 1], places[r + 2], places[r + 3]), (n0, n1, n2, n3),
+                length, sums.ctypes.data,
+            )  # fmt: skip
+            r += RANKS
+        else:
+            add_ranks_to_sums(v + 4 * r, pool, (places[r],), (ahead[0],), length, sums.ctypes.data)
+            r += 1
+    row = floats_at(y)
+    for e in range(length):
+        row[e] += factor * sums[e]
+
+
+@helper
+def _expand_segment(
+    planes: int, plane_step: int, y: int, y_step: int, rows: Any, begin: int, end: int,
+    pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, sums: Any,
+) -> None:  # fmt: skip
+    """Add `num_ranks` ranks' parts to `length` columns of all rows of a segment."""
+    whole = length - length % PANEL
+    j = begin
+    while j < end:
+        if IS_WIDE and end - j >= 8:
+            v, o = eight_rows(planes, plane_step, rows, j), eight_rows(y, y_step, rows, j)
+            for e in range(0, whole, PANEL):
+                add_ranks(v, pool, places, e, num_ranks, factor, o)
+            taken = 8
+        elif end - j >= 4:
+            v, o = four_rows(planes, plane_step, rows, j), four_rows(y, y_step, rows, j)
+            for e in range(0, whole, PANEL):
+                add_ranks(v, pool, places, e, num_ranks, factor, o)
+            taken = 4
+        else:
+            t = np.int64(rows[j])
+            _expand_row(planes + t * plane_step, y + t * y_step, pool, places, ahead, num_ranks, factor, whole, sums)
+            taken = 1
+        for i in range(j, j + taken):
+            row = floats_at(y + np.int64(rows[i]) * y_step)
+            plane = floats_at(planes + np.int64(rows[i]) * plane_step)
+            for e in range(whole, length):
+                value = np.float32(0)
+                for r in range(num_ranks):
+                    value += plane[r] * widen(pool[places[r] + e])
+                row[e] += factor * value
+        j += taken
+
+
+@helper
+def _expand_visit(
+    visit: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
+    starts: Any, sums: Any,
+) -> None:  # fmt: skip
+    """`ahead` is where the next visit begins."""
+    begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
+    _expand_segment(
+        visit.planes, 4 * row_stride, visit.y, 4 * y_stride, rows, begin, end,
+        pool, places, ahead, visit.num_ranks, visit.factor, visit.length, sums,
+    )  # fmt: skip
+
+
+@helper
+def _expand_tasks(slot_rank: int, num_rows: int, out_features: int, chunk_len: int) -> Any:
+    """Number and cost of a segment's tasks in one module: one for each chunk of columns."""
+    return (out_features + chunk_len - 1) // chunk_len, chunk_len * slot_rank * (num_rows + READ_COST)
+
+
+@helper
+def expand_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
+    """What all tasks of these segments cost, in multiplications."""
+    work = 0
+    for s in range(slots.shape[0]):
+        for i in range(plan.shape[0]):
+            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE]])
+            count, cost = _expand_tasks(slot_rank, starts[s + 1] - starts[s], plan[i, OUT], plan[i, B_CHUNK])
+            work += count * cost
+    return work
+
+
+@helper
+def expand_share(
+    low: int,
+    high: int,
+    planes_address: int,
+    row_stride: int,
+    module_stride: int,
+    y_address: int,
+    y_stride: int,
+    pool: Any,
+    layer: int,
+    plan: Any,
+    page_table: Any,
+    off: Any,
+    rank: Any,
+    scale: Any,
+    rows: Any,
+    starts: Any,
+    slots: Any,
+) -> None:
+    """The tasks that begin in `[low, high)` of `expand_work`; the arguments are those of `cpu_low_rank.low_rank`."""
+    flat_pool = pool.reshape(-1)
+    sums = np.empty(MAX_CHUNK, np.float32)
+    # A visit runs once the next one is known, so that it can fetch it.
+    places, following = np.empty(RANK_BLOCK, np.int64), np.empty(RANK_BLOCK, np.int64)
+    zero: Any = np.int64(0)
+    visit, is_known = _ExpandVisit(zero, zero, zero, zero, np.float32(0), zero), False
+    cursor = 0
+    for s in range(slots.shape[0]):
+        pages = page_table[slots[s]]
+        for i in range(plan.shape[0]):
+            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE]])
+            if slot_rank == 0:
+                continue
+            width, padded_len, chunk_len = plan[i, OUT], plan[i, B_PADDED], plan[i, B_CHUNK]
+            count, cost = _expand_tasks(slot_rank, starts[s + 1] - starts[s], width, chunk_len)
+            first, last = share_of(cursor, cost, count, low, high)
+            cursor += count * cost
+            offset = np.int64(off[slots[s], layer, plan[i, MODULE], 1])
+            for begin in range(first * chunk_len, min(last * chunk_len, width), chunk_len):
+                for r in range(0, slot_rank, RANK_BLOCK):
+                    num_ranks = min(np.int64(RANK_BLOCK), slot_rank - r)
+                    for k in range(num_ranks):
+                        following[k] = place(pool, layer, pages, offset + (r + k) * padded_len + begin)
+                    for k in range(num_ranks, RANKS):
+                        following[k] = following[0]
+                    if is_known:
+                        _expand_visit(visit, places, following, row_stride, y_stride, flat_pool, rows, starts, sums)
+                    places, following, is_known = following, places, True
+                    visit = _ExpandVisit(
+                        np.int64(s), planes_address + 4 * (i * module_stride + r),
+                        y_address + 4 * (plan[i, COLUMN] + begin), num_ranks,
+                        scale[slots[s], layer, plan[i, MODULE]], min(chunk_len, width - begin),
+                    )  # fmt: skip
+    if is_known:
+        _expand_visit(visit, places, places, row_stride, y_stride, flat_pool, rows, starts, sums)

@@ -1,0 +1,151 @@
+"""Norm, rotary embedding and gate on the CPU, each one pass over its rows.
+
+Activations are float32 by address and row stride.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from loramux.kernels.cpu.compiled import helper, kernel
+from loramux.kernels.cpu.vectors import exponential, floats_at
+
+SERIAL_WORK = 30_000
+"""Elements below which waking the other threads costs more than it saves."""
+
+
+@helper
+def _norm_row(x_address: int, out_address: int, weight_address: int, size: int, eps: Any) -> None:
+    x, out, weight = floats_at(x_address), floats_at(out_address), floats_at(weight_address)
+    squares = np.float32(0)
+    for i in range(size):
+        squares += x[i] * x[i]
+    factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+    for i in range(size):
+        out[i] = x[i] * factor * weight[i]
+
+
+@kernel
+def rms_norm(
+    x_address: int, x_stride: int, out_address: int, weight_address: int, num_rows: int, size: int, eps: Any
+) -> None:
+    """`out[t] = x[t] / sqrt(mean(x[t]²) + eps) * weight`; `out` is contiguous `[num_rows, size]`."""
+    if num_rows * size < SERIAL_WORK:
+        for t in range(num_rows):
+            _norm_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, weight_address, size, eps)
+    else:
+        for t in prange(num_rows):
+            _norm_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, weight_address, size, eps)
+
+
+@helper
+def _add_norm_row(
+    x_address: int, residual_address: int, out_address: int, weight_address: int, size: int, eps: Any
+) -> None:
+    x, residual = floats_at(x_address), floats_at(residual_address)
+    for i in range(size):
+        residual[i] += x[i]
+    # The row is still in the cache; a loop of its own keeps the bits of `rms_norm`.
+    _norm_row(residual_address, out_address, weight_address, size, eps)
+
+
+@kernel
+def add_rms_norm(
+    x_address: int,
+    x_stride: int,
+    residual_address: int,
+    residual_stride: int,
+    out_address: int,
+    weight_address: int,
+    num_rows: int,
+    size: int,
+    eps: Any,
+) -> None:
+    """`residual[t] += x[t]`, then `out[t]` is `rms_norm` of that sum; `out` is contiguous `[num_rows, size]`."""
+    if num_rows * size < SERIAL_WORK:
+        for t in range(num_rows):
+            x, residual = x_address + 4 * t * x_stride, residual_address + 4 * t * residual_stride
+            _add_norm_row(x, residual, out_address + 4 * t * size, weight_address, size, eps)
+    else:
+        for t in prange(num_rows):
+            t_x, t_residual = x_address + 4 * t * x_stride, residual_address + 4 * t * residual_stride
+            _add_norm_row(t_x, t_residual, out_address + 4 * t * size, weight_address, size, eps)
+
+
+@helper
+def _rotate_row(row_address: int, num_heads: int, head_dim: int, cos_address: int, sin_address: int, half: int) -> None:
+    row, cos, sin = floats_at(row_address), floats_at(cos_address), floats_at(sin_address)
+    for head in range(num_heads):
+        begin = head * head_dim
+        for i in range(half):
+            a, b = row[begin + i], row[begin + half + i]
+            row[begin + i] = a * cos[i] - b * sin[i]
+            row[begin + half + i] = b * cos[i] + a * sin[i]
+
+
+@kernel
+def rotary(
+    q_address: int,
+    q_stride: int,
+    num_heads: int,
+    k_address: int,
+    k_stride: int,
+    num_kv_heads: int,
+    head_dim: int,
+    cos_address: int,
+    sin_address: int,
+    num_rows: int,
+    half: int,
+) -> None:
+    """Rotate q and k in place; `cos` and `sin` are contiguous `[num_rows, half]`; see `ReferenceKernels.rotary`."""
+    if num_rows * (num_heads + num_kv_heads) * half < SERIAL_WORK:
+        for t in range(num_rows):
+            cos, sin = cos_address + 4 * t * half, sin_address + 4 * t * half
+            _rotate_row(q_address + 4 * t * q_stride, num_heads, head_dim, cos, sin, half)
+            _rotate_row(k_address + 4 * t * k_stride, num_kv_heads, head_dim, cos, sin, half)
+    else:
+        for t in prange(num_rows):
+            t_cos, t_sin = cos_address + 4 * t * half, sin_address + 4 * t * half
+            _rotate_row(q_address + 4 * t * q_stride, num_heads, head_dim, t_cos, t_sin, half)
+            _rotate_row(k_address + 4 * t * k_stride, num_kv_heads, head_dim, t_cos, t_sin, half)
+
+
+@helper
+def _silu_row(row_address: int, out_address: int, size: int) -> None:
+    gate, up, out = floats_at(row_address), floats_at(row_address + 4 * size), floats_at(out_address)
+    for i in range(size):
+        out[i] = gate[i] * up[i] / (np.float32(1) + exponential(-gate[i]))
+
+
+@helper
+def _gelu_row(row_address: int, out_address: int, size: int) -> None:
+    """`(1 + tanh(y)) / 2` is the sigmoid of `2 * y`, here with `2 * y = 2 * sqrt(2 / pi) * (g + 0.044715 * g³)`."""
+    gate, up, out = floats_at(row_address), floats_at(row_address + 4 * size), floats_at(out_address)
+    for i in range(size):
+        cubic = gate[i] + np.float32(0.044715) * gate[i] * gate[i] * gate[i]
+        out[i] = gate[i] * up[i] / (np.float32(1) + exponential(np.float32(-1.5957691216057308) * cubic))
+
+
+@kernel
+def silu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int, size: int) -> None:
+    """`out[t] = silu(x[t, :size]) * x[t, size:]`; `out` is contiguous `[num_rows, size]`."""
+    if num_rows * size < SERIAL_WORK:
+        for t in range(num_rows):
+            _silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
+    else:
+        for t in prange(num_rows):
+            _silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
+
+
+@kernel
+def gelu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int, size: int) -> None:
+    """`out[t] = gelu(x[t, :size]) * x[t, size:]`, gelu in its tanh form; `out` is contiguous `[num_rows, size]`."""
+    if num_rows * size < SERIAL_WORK:
+        for t in range(num_rows):
+            _gelu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
+    else:
+        for t in prange(num_rows):
+            _gelu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)

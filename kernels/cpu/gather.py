@@ -1,0 +1,44 @@
+"""The rows of embedding adapters on the CPU, one for each token, read straight from the pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from loramux.kernels.cpu.compiled import kernel
+from loramux.kernels.cpu.lora import place
+from loramux.kernels.cpu.vectors import floats_at, widen
+
+
+@kernel
+def gather(
+    tokens: Any,
+    planes_address: int,
+    row_stride: int,
+    pool: Any,
+    layer: int,
+    module: int,
+    page_table: Any,
+    off: Any,
+    rank: Any,
+    rows: Any,
+    starts: Any,
+    slots: Any,
+) -> None:
+    """`planes[t, 0, :rank] = A[slot, module][:, tokens[t]]`; see `ReferenceKernels.lora_gather`.
+
+    `tokens` int32 `[T]`; `planes` are float32 by address and row stride in elements; `pool` is `[P, L, E]`, float32 or
+    the bits of bfloat16 as uint16; tables and segments have the dtypes of `tables.py`.
+    """
+    for s in prange(slots.shape[0]):
+        planes, flat_pool = floats_at(planes_address), pool.reshape(-1)
+        pages = page_table[slots[s]]
+        slot_rank = np.int64(rank[slots[s], layer, module])
+        offset = np.int64(off[slots[s], layer, module, 0])
+        for j in range(starts[s], starts[s + 1]):
+            t = np.int64(rows[j])
+            e = offset + np.int64(tokens[t]) * slot_rank
+            for r in range(slot_rank):
+                planes[t * row_stride + r] = widen(flat_pool[place(pool, layer, pages, e + r)])

@@ -1,0 +1,116 @@
+"""The CPU's kernels over one page pool, compiled by numba."""
+
+from __future__ import annotations
+
+import torch
+
+from loramux.kernels.cpu import attention as cpu_attention
+from loramux.kernels.cpu import fused as cpu_fused
+from loramux.kernels.cpu import kv as cpu_kv
+from loramux.kernels.cpu.adapters import CpuLora
+from loramux.kernels.cpu.arrays import array, rows_of
+from loramux.kernels.cpu.vectors import LANES
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+
+NO_WINDOW = 1 << 40
+"""A window wider than any context."""
+
+
+class CpuKernels(CpuLora):
+    """The kernels over one page pool in host memory.
+
+    What is derived from a batch is kept for as long as the same object comes again, which is all layers of a step. A
+    batch is a new object each step, and is not padded.
+    """
+
+    def __init__(self, pool: PoolViews) -> None:
+        super().__init__(pool)
+        if pool.geometry.page_tokens != cpu_kv.PAGE_TOKENS:
+            raise ValueError(
+                f"pages hold {pool.geometry.page_tokens} tokens; the CPU's kernels take {cpu_kv.PAGE_TOKENS}"
+            )
+        if pool.geometry.head_dim % LANES:
+            raise ValueError(f"head_dim is {pool.geometry.head_dim}; the CPU's kernels take multiples of {LANES}")
+        if pool.kv.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the pool holds {pool.kv.dtype}; the CPU's kernels take float32 and bfloat16")
+        self.outer = CpuLora(pool.flat)
+        self._kv = array(pool.kv, pool.kv.dtype)  # [P, L, kv elements]
+        self._batch: AttentionBatch | None = None
+
+    def kv_write(self, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
+        self._read_batch(batch)
+        num_kv_heads, head_dim = self._geometry.num_kv_heads, self._geometry.head_dim
+        cpu_kv.write(*rows_of(k), *rows_of(v), self._kv, layer, self._kv_slots, num_kv_heads, head_dim)
+
+    def paged_attention(
+        self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
+    ) -> None:
+        self._read_batch(batch)
+        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
+        cpu_attention.attend(
+            torch.get_num_threads(), *rows_of(q), *rows_of(out), self._kv, layer,
+            self._cu_q, self._seq_lens, self._kv_pages, self._page_starts,
+            spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim,
+            float(spec.scale), window, float(spec.soft_cap or 0.0),
+        )  # fmt: skip
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert weight.dtype is torch.float32
+        assert weight.is_contiguous()
+        size = x.shape[-1]
+        rows = x.reshape(-1, size)
+        out = torch.empty(x.shape)
+        cpu_fused.rms_norm(*rows_of(rows), out.data_ptr(), weight.data_ptr(), rows.shape[0], size, float(eps))
+        return out
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert weight.dtype is torch.float32
+        assert weight.is_contiguous()
+        num_rows, size = x.shape
+        out = torch.empty(num_rows, size)
+        cpu_fused.add_rms_norm(
+            *rows_of(x), *rows_of(residual), out.data_ptr(), weight.data_ptr(), num_rows, size, float(eps)
+        )
+        return out
+
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> None:
+        self.rotary(q, k, cos, sin)
+        self.kv_write(k, v, layer, batch)
+
+    def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        num_rows, half = cos.shape
+        for angles in (cos, sin):
+            assert angles.dtype is torch.float32
+            assert angles.is_contiguous()
+        cpu_fused.rotary(
+            *rows_of(q), q.shape[1], *rows_of(k), k.shape[1], q.shape[2], cos.data_ptr(), sin.data_ptr(), num_rows, half
+        )
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(num_rows, size)
+        cpu_fused.silu_and_mul(*rows_of(gate_up), out.data_ptr(), num_rows, size)
+        return out
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(num_rows, size)
+        cpu_fused.gelu_and_mul(*rows_of(gate_up), out.data_ptr(), num_rows, size)
+        return out
+
+    def _read_batch(self, batch: AttentionBatch) -> None:
+        if batch is not self._batch:
+            self._cu_q, self._seq_lens = array(batch.cu_q, torch.int32), array(batch.seq_lens, torch.int32)
+            self._kv_pages = array(batch.pages, torch.int32)
+            self._page_starts = array(batch.page_starts, torch.int32)
+            self._kv_slots = array(batch.kv_slots, torch.int64)
+            self._batch = batch

@@ -1,0 +1,73 @@
+"""Pages of K and V on the CPU, and how the rows of a step are stored in them.
+
+A page of one layer holds K `[num_kv_heads, head_dim, page_tokens]`, then V `[num_kv_heads, page_tokens, head_dim]`.
+Activations are float32 by address and row stride; the pool is `[P, L, elements]`, float32 or the bits of bfloat16 as
+uint16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from loramux.kernels.cpu.compiled import helper, kernel
+from loramux.kernels.cpu.vectors import floats_at, narrow
+
+PAGE_TOKENS = 16
+"""Tokens of a page: the scores of one head and one page are sixteen lanes."""
+
+SERIAL_WORK = 200_000
+"""Elements copied below which waking the other threads costs more than it saves."""
+
+
+@helper
+def page_start(pool: Any, page: int, layer: int) -> int:
+    """The index of a page's first element of a layer in the flat pool."""
+    return (np.int64(page) * pool.shape[1] + layer) * pool.shape[2]
+
+
+@helper
+def _write_row(
+    k: Any, i: int, v: Any, j: int, pool: Any, start: int, token: int, num_heads: int, head_dim: int
+) -> None:
+    v_start = start + num_heads * head_dim * PAGE_TOKENS
+    for head in range(num_heads):
+        k_head = start + head * head_dim * PAGE_TOKENS + token
+        v_head = v_start + (head * PAGE_TOKENS + token) * head_dim
+        for d in range(head_dim):
+            pool[k_head + d * PAGE_TOKENS] = narrow(pool, k[i + head * head_dim + d])
+            pool[v_head + d] = narrow(pool, v[j + head * head_dim + d])
+
+
+@kernel
+def write(
+    k_address: int,
+    k_stride: int,
+    v_address: int,
+    v_stride: int,
+    pool: Any,
+    layer: int,
+    kv_slots: Any,
+    num_heads: int,
+    head_dim: int,
+) -> None:
+    """Store K and V of row `t` at token `kv_slots[t] % 16` of page `kv_slots[t] // 16`.
+
+    `kv_slots` int64 `[T]`; `num_heads` counts KV heads.
+    """
+    flat_pool = pool.reshape(-1)
+    num_rows = kv_slots.shape[0]
+    if num_rows * num_heads * head_dim * 2 < SERIAL_WORK:
+        k, v = floats_at(k_address), floats_at(v_address)
+        for t in range(num_rows):
+            start = page_start(pool, kv_slots[t] // PAGE_TOKENS, layer)
+            token = kv_slots[t] % PAGE_TOKENS
+            _write_row(k, t * k_stride, v, t * v_stride, flat_pool, start, token, num_heads, head_dim)
+    else:
+        for t in prange(num_rows):
+            start = page_start(pool, kv_slots[t] // PAGE_TOKENS, layer)
+            token = kv_slots[t] % PAGE_TOKENS
+            k_row, v_row = floats_at(k_address), floats_at(v_address)
+            _write_row(k_row, t * k_stride, v_row, t * v_stride, flat_pool, start, token, num_heads, head_dim)

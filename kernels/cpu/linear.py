@@ -1,0 +1,150 @@
+"""A linear layer whose weight is laid out for the CPU."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import prange
+from torch.nn import functional
+
+from loramux.kernels.cpu.amx import TilePanels, has_tiles
+from loramux.kernels.cpu.arrays import array, rows_of
+from loramux.kernels.cpu.avx512_bf16 import PairPanels
+from loramux.kernels.cpu.blocks import add_panels, begin_outputs
+from loramux.kernels.cpu.compiled import cpu_features, helper, kernel
+from loramux.kernels.cpu.vectors import PANEL
+
+BLOCK_INPUTS = 256
+"""Inputs of a panel that all rows are multiplied with while they are in the first cache: 8 KiB of bfloat16."""
+
+SERIAL_WORK = 200_000
+"""Multiplications below which waking the other threads costs more than it saves."""
+
+ROWS_HINT = 16
+"""The number of rows that oneDNN chooses its layout for: a full decode batch, the most frequent step."""
+
+
+class PackedLinear:
+    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`, a view with contiguous rows; `y` is such a view too.
+
+    The weight `[out_features, in_features]` is kept once, laid out for what this CPU multiplies. Where it is bfloat16
+    and the CPU multiplies that, `x` is rounded to it. The bits of a row do not depend on the other rows, but where
+    oneDNN multiplies, which promises nothing of the kind.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        make = product_of(weight.dtype)
+        self._product: Product = make(weight.detach(), None if bias is None else bias.detach())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == self.in_features
+        return self._product(x)
+
+
+class Product(Protocol):
+    """A weight in some layout, and the multiplication with it."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | None], Product]:
+    """The fastest way in which this CPU multiplies weights of `dtype`.
+
+    oneDNN is left to CPUs of ARM: on those of x86 it is slower, or only imitates bfloat16.
+    """
+    if dtype == torch.bfloat16:
+        if has_tiles():
+            return TilePanels
+        if "avx512bf16" in cpu_features():
+            return PairPanels
+        has_onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if has_onednn and platform.machine().lower() not in ("x86_64", "amd64"):
+            return OneDnnProduct
+    return FloatPanels
+
+
+class OneDnnProduct:
+    """A weight in oneDNN's blocked bfloat16, which rounds `y` to it as well."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+        self._bias = None if bias is None else bias.bfloat16()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.mkldnn._linear_pointwise(x.to(torch.bfloat16), self._weight, self._bias, "none", [], "")
+        return y.float()
+
+
+class FloatPanels:
+    """A weight in panels of 16 outputs, bfloat16 as it is and every other dtype as float32; sums are float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._out_features, self._in_features = weight.shape
+        panels = _panels(weight)
+        self._panels = array(panels, panels.dtype)
+        self._bias = None if bias is None else functional.pad(bias.float(), (0, -self._out_features % PANEL))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows, width = x.shape[0], self._out_features + -self._out_features % PANEL
+        y = torch.empty(num_rows, width)
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        multiply_panels(*rows_of(x), num_rows, self._in_features, self._panels, bias, y.data_ptr(), width)
+        # The last panel may be wider than what is left of the outputs.
+        return y if width == self._out_features else y[:, : self._out_features]
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    """`[panels, in_features, 16]`, flat; outputs that fill the last panel up are 0."""
+    dtype = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32
+    out_features, in_features = weight.shape
+    num_panels = -(-out_features // PANEL)
+    panels = torch.zeros(num_panels, in_features, PANEL, dtype=dtype)
+    whole = out_features // PANEL
+    panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, in_features).transpose(1, 2)
+    if whole < num_panels:
+        panels[whole, :, : out_features - whole * PANEL] = weight[whole * PANEL :].T
+    return panels.view(-1)
+
+
+@helper
+def _multiply_panel(
+    panel: int, x: int, x_step: int, num_rows: int, in_features: int, panels: Any, bias: int, y: int, y_step: int
+) -> None:
+    """The 16 outputs of one panel, of all rows."""
+    y_panel = y + 4 * PANEL * panel
+    begin_outputs(y_panel, y_step, num_rows, PANEL, 0 if bias == 0 else bias + 4 * PANEL * panel)
+    for k in range(0, in_features, BLOCK_INPUTS):
+        size = min(BLOCK_INPUTS, in_features - k)
+        first = (panel * in_features + k) * PANEL
+        add_panels(x + 4 * k, x_step, num_rows, panels, first, PANEL, size, y_panel, y_step)
+
+
+@kernel
+def multiply_panels(
+    x: int,
+    x_stride: int,
+    num_rows: int,
+    in_features: int,
+    panels: npt.NDArray[np.float32] | npt.NDArray[np.uint16],
+    bias: int,
+    y: int,
+    y_width: int,
+) -> None:
+    """`y[t] = x[t] @ weightᵀ + bias`, of addresses; a `bias` of 0 is none.
+
+    `x` has rows `x_stride` elements apart, `y` is contiguous `[num_rows, y_width]`, of whole panels.
+    """
+    num_panels = y_width // PANEL
+    x_step, y_step = 4 * x_stride, 4 * y_width
+    if num_rows * in_features * y_width < SERIAL_WORK:
+        for panel in range(num_panels):
+            _multiply_panel(panel, x, x_step, num_rows, in_features, panels, bias, y, y_step)
+    else:
+        for panel in prange(num_panels):
+            _multiply_panel(panel, x, x_step, num_rows, in_features, panels, bias, y, y_step)

@@ -1,0 +1,146 @@
+"""LoRA on the CPU in one call: shrink, expand, or the one and then the other.
+
+Python and waking the threads cost a call some 20 µs, as much as reading half a megabyte, so that what decoding adds to
+a linear comes in one call, and in one go of the threads where each can take whole segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from loramux.kernels.cpu.compiled import helper, kernel
+from loramux.kernels.cpu.expand import expand_share, expand_work
+from loramux.kernels.cpu.shrink import shrink_share, shrink_work
+
+SERIAL_WORK = 400_000
+"""Multiplications below which waking the other threads costs more than it saves."""
+
+MAX_EXCESS = 1 / 32
+"""So much more than its share a thread may do before it is better to wait for each other between shrink and expand."""
+
+
+@helper
+def _segment_work(shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> Any:
+    """The multiplications of all segments before each, int64 `[num_segments + 1]`."""
+    work = np.zeros(slots.shape[0] + 1, np.int64)
+    for s in range(slots.shape[0]):
+        own_starts, own_slots = starts[s : s + 2], slots[s : s + 1]
+        work[s + 1] = work[s]
+        if shrinks:
+            work[s + 1] += shrink_work(plan, layer, rank, own_starts, own_slots)
+        if expands:
+            work[s + 1] += expand_work(plan, layer, rank, own_starts, own_slots)
+    return work
+
+
+@helper
+def _whole_segments(work: Any, num_parts: int) -> Any:
+    """The first segment of each of `num_parts` shares, int64 `[num_parts + 1]`: a segment goes where its middle is."""
+    firsts = np.full(num_parts + 1, work.shape[0] - 1, np.int64)
+    s = 0
+    for part in range(num_parts):
+        while s < work.shape[0] - 1 and (work[s] + work[s + 1]) * num_parts < 2 * work[-1] * part:
+            s += 1
+        firsts[part] = s
+    return firsts
+
+
+@helper
+def _is_even(work: Any, firsts: Any) -> bool:
+    """Whether the shares that begin with these segments are nearly equal."""
+    num_parts = firsts.shape[0] - 1
+    most = np.int64(0)
+    for part in range(num_parts):
+        most = max(most, work[firsts[part + 1]] - work[firsts[part]])
+    return most * num_parts <= work[-1] * (1 + MAX_EXCESS)
+
+
+@helper
+def _run_segments(
+    first: int, last: int, shrinks: bool, expands: bool,
+    x_address: int, x_stride: int, planes_address: int, row_stride: int, module_stride: int, y_address: int,
+    y_stride: int, pool: Any, layer: int, plan: Any, page_table: Any, off: Any, rank: Any, scale: Any, rows: Any,
+    starts: Any, slots: Any,
+) -> None:  # fmt: skip
+    """All that there is to do for the segments `[first, last)`."""
+    own_starts, own_slots = starts[first : last + 1], slots[first:last]
+    if shrinks:
+        shrink_share(
+            0, shrink_work(plan, layer, rank, own_starts, own_slots),
+            x_address, x_stride, planes_address, row_stride, module_stride,
+            pool, layer, plan, page_table, off, rank, rows, own_starts, own_slots,
+        )  # fmt: skip
+    if expands:
+        expand_share(
+            0, expand_work(plan, layer, rank, own_starts, own_slots),
+            planes_address, row_stride, module_stride, y_address, y_stride,
+            pool, layer, plan, page_table, off, rank, scale, rows, own_starts, own_slots,
+        )  # fmt: skip
+
+
+@kernel
+def low_rank(
+    num_threads: int,
+    shrinks: bool,
+    expands: bool,
+    x_address: int,
+    x_stride: int,
+    planes_address: int,
+    row_stride: int,
+    module_stride: int,
+    y_address: int,
+    y_stride: int,
+    pool: Any,
+    layer: int,
+    plan: Any,
+    page_table: Any,
+    off: Any,
+    rank: Any,
+    scale: Any,
+    rows: Any,
+    starts: Any,
+    slots: Any,
+) -> None:
+    """`planes[t, i, :rank] = x[t] @ A[slot, module i]ᵀ`, then `y[t, columns of i] += scale * planes[t, i, :rank] @ Bᵀ`.
+
+    Without `shrinks` the first is left out, without `expands` the second; see `ReferenceKernels`. The work is cut into
+    `num_threads` shares. `x`, `planes` and `y` are float32 by address and strides in elements; `pool` is `[P, L, E]`,
+    float32 or the bits of bfloat16 as uint16; `plan` is `cpu_lora.group_plan`'s; tables and segments have the dtypes of
+    `tables.py`.
+    """
+    work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots)
+    firsts = _whole_segments(work, num_threads)
+    takes_whole = shrinks and expands and _is_even(work, firsts)
+    num_wakes = 2 if shrinks and expands and not takes_whole else 1
+    if work[-1] < num_wakes * SERIAL_WORK:
+        _run_segments(
+            0, slots.shape[0], shrinks, expands, x_address, x_stride, planes_address, row_stride, module_stride,
+            y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
+        )  # fmt: skip
+    elif takes_whole:
+        for part in prange(num_threads):
+            _run_segments(
+                firsts[part], firsts[part + 1], shrinks, expands,
+                x_address, x_stride, planes_address, row_stride, module_stride,
+                y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
+            )  # fmt: skip
+    else:
+        if shrinks:
+            all_work = shrink_work(plan, layer, rank, starts, slots)
+            for part in prange(num_threads):
+                shrink_share(
+                    all_work * part // num_threads, all_work * (part + 1) // num_threads,
+                    x_address, x_stride, planes_address, row_stride, module_stride,
+                    pool, layer, plan, page_table, off, rank, rows, starts, slots,
+                )  # fmt: skip
+        if expands:
+            all_work = expand_work(plan, layer, rank, starts, slots)
+            for part in prange(num_threads):
+                expand_share(
+                    all_work * part // num_threads, all_work * (part + 1) // num_threads,
+                    planes_address, row_stride, module_stride, y_address, y_stride,
+                    pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
+                )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Compile every CPU kernel once, so that no server does: `python -m loramux.kernels.cpu.warm`."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from loramux.kernels.cpu.compiled import cache_directory
+from loramux.kernels.cpu.kernels import CpuKernels
+from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
+from loramux.kernels.segments import build_segments
+from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews
+
+HEADS, HEAD_DIM, RANK = 2, 8, 4
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Call every kernel over a tiny pool of `dtype`; what is compiled stays on disk."""
+    geometry = PageGeometry(1, HEADS, HEAD_DIM, dtype.itemsize, dtype.itemsize)
+    width = HEADS * HEAD_DIM
+    layout = adapter_layout(geometry, [LinearShape("linear", width, width)], np.full((1, 1), RANK, np.int32))
+    num_pages = layout.num_pages + 2
+    raw = torch.zeros(num_pages, 1, geometry.page_bytes, dtype=torch.uint8)
+    kernels = CpuKernels(PoolViews(raw, raw.view(dtype), raw.view(dtype), geometry))
+
+    tables = AdapterTables(
+        page_table=torch.arange(layout.num_pages, dtype=torch.int32)[None],
+        off=torch.from_numpy(layout.offsets)[None],
+        rank=torch.from_numpy(layout.ranks)[None],
+        scale=torch.ones(1, 1, 1),
+    )
+    group = ModuleGroup(modules=(0,), in_features=width, out_features=(width,), out_offsets=(0,))
+    batch = AttentionBatch(
+        cu_q=torch.tensor([0, 1, 3], dtype=torch.int32),
+        seq_lens=torch.tensor([1, 2], dtype=torch.int32),
+        pages=torch.arange(num_pages - 2, num_pages, dtype=torch.int32),
+        page_starts=torch.tensor([0, 1], dtype=torch.int32),
+        kv_slots=torch.tensor([0, 16, 17]) + 16 * (num_pages - 2),
+        max_q=2,
+    )
+    x = torch.zeros(3, width)
+    heads = x.view(3, HEADS, HEAD_DIM)
+    segments = build_segments(np.zeros(3, np.int32), kernels.segment_rows, RANK)
+    planes = kernels.lora_planes(group, 3, segments)
+    kernels.lora_add(x, 0, group, tables, segments, torch.zeros(3, width))
+    # An embedding reads what the tables place within the pool, whatever it means.
+    embedding = replace(group, is_embedding=True)
+    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), 0, embedding, tables, segments, planes)
+    kernels.kv_write(heads, heads, 0, batch)
+    kernels.paged_attention(heads, 0, batch, AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), torch.zeros_like(heads))
+    kernels.rms_norm(x, torch.ones(width), 1e-6)
+    kernels.add_rms_norm(x, torch.zeros(3, width), torch.ones(width), 1e-6)
+    kernels.rotary(heads, heads.clone(), torch.ones(3, HEAD_DIM // 2), torch.zeros(3, HEAD_DIM // 2))
+    kernels.silu_and_mul(x)
+    kernels.gelu_and_mul(x)
+    PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
+
+
+def main() -> None:
+    begin = time.perf_counter()
+    for dtype in (torch.float32, torch.bfloat16):
+        warm(dtype)
+    current = cache_directory()
+    for path in current.parent.glob("numba-*"):
+        if path != current:
+            shutil.rmtree(path, ignore_errors=True)
+    print(f"the CPU kernels are compiled ({time.perf_counter() - begin:.1f} s)")
+
+
+if __name__ == "__main__":
+    main()

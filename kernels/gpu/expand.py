@@ -1,0 +1,346 @@
+"""`v Bᵀ` on the GPU, with B read straight from the pages and added to the base's output in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from loramux.kernels.gpu.lora import (
+    IS_COMPILED,
+    TARGET_PROGRAMS,
+    chunk_addresses,
+    is_decode_shaped,
+    pick,
+    tile_rows,
+)
+from loramux.kernels.layout import row_layout
+from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+
+CACHE_LINE_BITS = tl.constexpr(1024)
+
+
+@triton.jit
+def read_b(
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    padded_len: tl.tensor,
+    ranks: tl.tensor,
+    rank: tl.tensor,
+    is_column: tl.tensor,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Rows `ranks` of B transposed, BLOCK_N columns from `offset` on; zero from `rank` on and past the last column."""
+    is_rank = ranks < rank
+    chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, is_rank, L, E)
+    return tl.load(
+        chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
+    )
+
+
+@triton.jit
+def prefetch_b(
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    padded_len: tl.tensor,
+    rank: tl.tensor,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """Ask for the block that `read_b` reads first, as far as the L2 cache.
+
+    Registers that held the block until shrink has ended would leave room for fewer programs.
+    """
+    ranks = tl.minimum(tl.arange(0, BLOCK_R), rank - 1)
+    chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, ranks >= 0, L, E)
+    CACHE_LINE: tl.constexpr = CACHE_LINE_BITS // pool.dtype.element_ty.primitive_bitwidth
+    LINE: tl.constexpr = CACHE_LINE if CACHE_LINE < BLOCK_N else BLOCK_N
+    line = chunk[:, None] + LINE * tl.arange(0, BLOCK_N // LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def expand_row(
+    planes: tl.tensor,
+    out: tl.tensor,
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    padded_len: tl.tensor,
+    plane_stride: tl.tensor,
+    rank: tl.tensor,
+    scale: tl.tensor,
+    is_column: tl.tensor,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """One row: products in registers, one reduction at the end, no tensor cores."""
+    split = tl.arange(0, SPLITS)
+    products = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    r = 0
+    while r < rank:
+        ranks = r + tl.arange(0, BLOCK_R)
+        b = read_b(pool, pages, offset, layer, padded_len, ranks, rank, is_column, L, E, BLOCK_N)
+        parts = tl.load(
+            planes + split[:, None].to(tl.int64) * plane_stride + ranks[None, :],
+            mask=(split < NUM_SPLITS)[:, None] & (ranks < rank)[None, :],
+            other=0.0,
+        )
+        products += tl.sum(parts, 0)[:, None] * b.to(tl.float32)
+        r += BLOCK_R
+    total = tl.load(out, mask=is_column).to(tl.float32) + scale * tl.sum(products, 0)
+    tl.store(out, total.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def expand_tiles(
+    planes: tl.tensor,
+    out: tl.tensor,
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    padded_len: tl.tensor,
+    segment_rows: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    plane_stride: tl.tensor,
+    plane_row_stride: tl.tensor,
+    y_stride: tl.tensor,
+    rank: tl.tensor,
+    scale: tl.tensor,
+    is_column: tl.tensor,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HALVES_V: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+) -> None:
+    """ROWS rows at a time on tensor cores."""
+    while first < end:
+        listed = first + tl.arange(0, ROWS)
+        is_row = listed < end
+        row = tl.load(segment_rows + listed, mask=is_row, other=0).to(tl.int64)
+        delta = tl.zeros((ROWS, BLOCK_N), tl.float32)
+        r = 0
+        while r < rank:
+            ranks = r + tl.arange(0, BLOCK_R)
+            b = read_b(pool, pages, offset, layer, padded_len, ranks, rank, is_column, L, E, BLOCK_N).to(DOT_DTYPE)
+            is_part = is_row[:, None] & (ranks < rank)[None, :]
+            part = planes + row[:, None] * plane_row_stride + ranks[None, :]
+            v = tl.load(part, mask=is_part, other=0.0)
+            for _ in tl.static_range(1, NUM_SPLITS):
+                part += plane_stride
+                v += tl.load(part, mask=is_part, other=0.0)
+            if HALVES_V:
+                # bfloat16 keeps 8 bits of v; a second one holds the next 8.
+                high = v.to(tl.bfloat16)
+                low = (v - high.to(tl.float32)).to(tl.bfloat16)
+                delta = tl.dot(high.to(DOT_DTYPE), b, delta, input_precision="tf32x3")
+                delta = tl.dot(low.to(DOT_DTYPE), b, delta, input_precision="tf32x3")
+            else:
+                delta = tl.dot(v, b, delta, input_precision="tf32x3")
+            r += BLOCK_R
+        at = out[None, :] + row[:, None] * y_stride
+        is_out = is_row[:, None] & is_column[None, :]
+        total = tl.load(at, mask=is_out).to(tl.float32) + scale * delta
+        tl.store(at, total.to(out.dtype.element_ty), mask=is_out)
+        first += ROWS
+
+
+@triton.jit(do_not_specialize=["layer"])
+def expand_kernel(
+    planes: tl.tensor,
+    y: tl.tensor,
+    pool: tl.tensor,
+    page_table: tl.tensor,
+    off: tl.tensor,
+    rank_table: tl.tensor,
+    scale_table: tl.tensor,
+    segment_rows: tl.tensor,
+    segment_starts: tl.tensor,
+    segment_slots: tl.tensor,
+    layer: tl.tensor,
+    plane_stride: tl.tensor,
+    plane_row_stride: tl.tensor,
+    plane_module_stride: tl.tensor,
+    y_stride: tl.tensor,
+    MODULES: tl.constexpr,
+    FIRST_BLOCKS: tl.constexpr,
+    OUT: tl.constexpr,
+    OUT_OFFSETS: tl.constexpr,
+    PADDED: tl.constexpr,
+    NUM_MODULES: tl.constexpr,
+    L: tl.constexpr,
+    M: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    E: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_SINGLE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HALVES_V: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program: a segment and BLOCK_N columns of one module's output."""
+    block = tl.program_id(0)
+    segment = tl.program_id(1)
+    i = block * 0
+    for j in tl.static_range(1, NUM_MODULES):
+        i += (block >= FIRST_BLOCKS[j]).to(tl.int32)
+    begin = (block - pick(i, FIRST_BLOCKS, NUM_MODULES)) * BLOCK_N
+
+    slot = tl.load(segment_slots + segment).to(tl.int64)
+    if slot < 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        return
+    entry = (slot * L + layer) * M + pick(i, MODULES, NUM_MODULES)
+    rank = tl.load(rank_table + entry)
+    if rank == 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        return
+    offset = tl.load(off + entry * 2 + 1) + begin
+    scale = tl.load(scale_table + entry)
+    first = tl.load(segment_starts + segment)
+    end = tl.load(segment_starts + segment + 1)
+    pages = page_table + slot * MAX_PAGES
+    padded_len = pick(i, PADDED, NUM_MODULES)
+    column = begin + tl.arange(0, BLOCK_N)
+    is_column = column < pick(i, OUT, NUM_MODULES)
+    out = y + pick(i, OUT_OFFSETS, NUM_MODULES) + column
+    parts = planes + i * plane_module_stride
+    if PDL:
+        # Planes and y belong to the kernels before; the tables and the pool do not change within a step.
+        prefetch_b(pool, pages, offset, layer, padded_len, rank, L, E, BLOCK_R, BLOCK_N)
+        tl.extra.cuda.gdc_wait()
+
+    is_single = end - first == 1
+    if HAS_SINGLE_ROWS and is_single:
+        row = tl.load(segment_rows + first).to(tl.int64)
+        expand_row(
+            parts + row * plane_row_stride, out + row * y_stride, pool, pages, offset, layer, padded_len,
+            plane_stride, rank, scale, is_column, L, E, NUM_SPLITS, SPLITS, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
+    else:
+        expand_tiles(
+            parts, out, pool, pages, offset, layer, padded_len, segment_rows, first, end,
+            plane_stride, plane_row_stride, y_stride, rank, scale, is_column,
+            L, E, NUM_SPLITS, ROWS, BLOCK_R, BLOCK_N, HALVES_V, DOT_DTYPE,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandPlan:
+    """What an expand launch is compiled for, and the first axis of its grid.
+
+    `first_blocks[i]` is the first column block of module `i`; `padded_lens[i]` the length of its rows in the stream.
+    """
+
+    num_blocks: int
+    first_blocks: tuple[int, ...]
+    padded_lens: tuple[int, ...]
+    has_single_rows: bool
+    block_r: int
+    block_n: int
+
+
+@lru_cache(maxsize=4096)
+def _plan(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int, max_rank: int) -> ExpandPlan:
+    has_single_rows = is_decode_shaped(num_tokens, num_segments)
+    layouts = [row_layout(out_features, page_elements) for out_features in group.out_features]
+    if not has_single_rows:
+        widest, block_r = 128, 32
+    elif num_segments * group.total_out >= 512 * TARGET_PROGRAMS // 2:
+        widest, block_r = 512, 16
+    else:
+        # Few segments: narrow blocks reach more multiprocessors, and taking more ranks at once spares round trips.
+        widest, block_r = 128, max(16, min(64, triton.next_power_of_2(max_rank)))
+    block_n = min(widest, *(layout.chunk_len for layout in layouts))
+    first_blocks, num_blocks = [], 0
+    for layout in layouts:
+        first_blocks.append(num_blocks)
+        num_blocks += -(-layout.row_len // block_n)
+    return ExpandPlan(
+        num_blocks=num_blocks,
+        first_blocks=tuple(first_blocks),
+        padded_lens=tuple(layout.padded_len for layout in layouts),
+        has_single_rows=has_single_rows,
+        block_r=block_r,
+        block_n=block_n,
+    )
+
+
+def lora_expand(
+    pool: PoolViews,
+    planes: torch.Tensor,
+    layer: int,
+    group: ModuleGroup,
+    tables: AdapterTables,
+    segments: Segments,
+    y: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """`y[t, columns of i] += scale * v[t, i] @ B[slot, modules[i]]ᵀ` with `v = planes.sum(0)[..., :rank]`.
+
+    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; see `layout.py` for where B transposed lies.
+    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]` as `lora_shrink` left them; only entries below
+      `rank` of listed rows are read.
+    - `tables` and `segments` as for `lora_shrink`.
+    - `y` bfloat16, float16 or float32 `[T, group.total_out]`, last axis contiguous: read, summed in float32 and rounded
+      once. Rows that no segment lists, and columns of a module of rank 0, keep their bits.
+    - `pdl` lets the look-ups, and fetching the first block of B, overlap the end of the kernel before, which must be
+      `lora_shrink(pdl=True)`; compute capability 9 and later.
+
+    It allocates nothing and does not wait for the device.
+    """
+    num_planes, _, num_modules, max_rank = planes.shape
+    num_segments = segments.num_segments
+    if not num_segments:
+        return
+    assert y.stride(1) == 1
+    assert planes.dtype is torch.float32
+    assert planes.stride(3) == 1
+    assert num_modules == len(group.modules)
+    _, num_layers, page_elements = pool.adapter.shape
+    plan = _plan(group, page_elements, y.shape[0], num_segments, max_rank)
+    halves_v = pool.adapter.dtype is torch.bfloat16 and y.dtype is not torch.float32
+    launch = {"launch_pdl": True} if pdl else {}
+    expand_kernel[plan.num_blocks, num_segments](
+        planes, y, pool.adapter, tables.page_table, tables.off, tables.rank, tables.scale,
+        segments.rows, segments.starts, segments.slots,
+        layer, planes.stride(0), planes.stride(1), planes.stride(2), y.stride(0),
+        MODULES=group.modules, FIRST_BLOCKS=plan.first_blocks, OUT=group.out_features, OUT_OFFSETS=group.out_offsets,
+        PADDED=plan.padded_lens, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
+        MAX_PAGES=tables.page_table.shape[1], E=page_elements,
+        NUM_SPLITS=num_planes, SPLITS=triton.next_power_of_2(num_planes),
+        HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=tile_rows(segments), BLOCK_R=plan.block_r, BLOCK_N=plan.block_n,
+        HALVES_V=halves_v, DOT_DTYPE=tl.bfloat16 if halves_v and IS_COMPILED else tl.float32,
+        PDL=pdl, num_warps=4, enable_fp_fusion=True, **launch,
+    )  # fmt: skip

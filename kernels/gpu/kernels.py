@@ -1,0 +1,162 @@
+"""The kernels of a GPU, all Triton, behind the interface of `dispatch.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+
+from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_attention, paged_attention
+from loramux.kernels.gpu.expand import lora_expand
+from loramux.kernels.gpu.fused import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
+from loramux.kernels.gpu.gather import lora_gather
+from loramux.kernels.gpu.lora import TILE_ROWS, check_geometry, supports_pdl
+from loramux.kernels.gpu.rotate_and_store import rotate_and_store
+from loramux.kernels.gpu.shrink import lora_shrink, num_splits
+from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
+
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_shapes(
+    pool: PoolViews,
+    groups: Iterable[ModuleGroup],
+    attention: Iterable[AttentionSpec],
+    outer_groups: Iterable[ModuleGroup] = (),
+) -> None:
+    """Raise ValueError, naming the limit, for what the kernels do not take: never in a launch."""
+    if pool.kv.dtype not in KV_DTYPES:
+        raise ValueError(f"K and V are {pool.kv.dtype}; the GPU's kernels take bfloat16, float16 and float32")
+    for group in groups:
+        check_geometry(pool.geometry, group, pool.adapter.dtype)
+    for group in outer_groups:
+        check_geometry(pool.geometry.flat, group, pool.adapter.dtype)
+    for spec in set(attention):
+        check_attention(spec, pool.geometry)
+
+
+class GpuLora:
+    """The adapters' kernels over one page pool in the memory of a GPU; see `GpuKernels`."""
+
+    segment_rows = TILE_ROWS
+
+    def __init__(self, pool: PoolViews, *, pdl: bool = False) -> None:
+        self._pool = pool
+        self._pdl = pdl and supports_pdl(pool.raw.device)
+
+    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
+        """float32 `[num_splits, num_tokens, len(group.modules), segments.max_rank]`."""
+        splits = num_splits(group, self._pool.geometry.adapter_elements, num_tokens, segments.num_segments)
+        shape = (splits, num_tokens, len(group.modules), segments.max_rank)
+        return torch.empty(shape, dtype=torch.float32, device=self._pool.raw.device)
+
+    def lora_shrink(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        planes: torch.Tensor,
+    ) -> None:
+        lora_shrink(self._pool, x, layer, group, tables, segments, planes, pdl=self._pdl)
+
+    def lora_gather(
+        self,
+        tokens: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        planes: torch.Tensor,
+    ) -> None:
+        lora_gather(self._pool, tokens, layer, group, tables, segments, planes)
+
+    def lora_expand(
+        self,
+        planes: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        y: torch.Tensor,
+    ) -> None:
+        # Only a shrink lets the kernel after it begin early.
+        pdl = self._pdl and not group.is_embedding
+        lora_expand(self._pool, planes, layer, group, tables, segments, y, pdl=pdl)
+
+    def lora_add(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        group: ModuleGroup,
+        tables: AdapterTables,
+        segments: Segments,
+        y: torch.Tensor,
+    ) -> None:
+        planes = self.lora_planes(group, x.shape[0], segments)
+        self.lora_shrink(x, layer, group, tables, segments, planes)
+        self.lora_expand(planes, layer, group, tables, segments, y)
+
+
+class GpuKernels(GpuLora):
+    """The kernels over one page pool in the memory of a GPU.
+
+    What a launch is depends on the shapes of its arguments, `Segments.max_rank` and `AttentionBatch.max_q` alone, so
+    that a captured graph serves whatever its tensors hold later. Scratch comes from torch's allocator, which costs no
+    call to the driver after the first steps and gives a graph memory of its own. `num_processors` are the
+    multiprocessors that launches are planned for: those of the pool's GPU where it is not given.
+    """
+
+    def __init__(self, pool: PoolViews, *, pdl: bool = False, num_processors: int | None = None) -> None:
+        super().__init__(pool, pdl=pdl)
+        self.outer = GpuLora(pool.flat, pdl=pdl)
+        if num_processors is None:
+            # Triton's interpreter runs one program after another.
+            num_processors = 1
+            if pool.raw.device.type == "cuda":
+                num_processors = torch.cuda.get_device_properties(pool.raw.device).multi_processor_count
+        self._num_processors = num_processors
+
+    def rotate_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> None:
+        rotate_and_store(q, k, v, cos, sin, self._pool, layer, batch)
+
+    def paged_attention(
+        self, q: torch.Tensor, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
+    ) -> None:
+        plan, elements = _planned(
+            q.shape[0], batch.seq_lens.shape[0], spec, q.dtype.itemsize, batch.max_q <= 1, self._num_processors
+        )
+        workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
+        paged_attention(q, self._pool, layer, batch, spec, plan, workspace, out)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_up)
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gelu_and_mul(gate_up)
+
+
+@lru_cache(maxsize=4096)
+def _planned(
+    num_tokens: int, num_sequences: int, spec: AttentionSpec, itemsize: int, all_short: bool, num_processors: int
+) -> tuple[AttentionPlan, int]:
+    """The launches of a batch and the size of their workspace: the same in every layer, and often in the next step."""
+    plan = attention_plan(num_tokens, num_sequences, spec, itemsize, all_short=all_short, num_processors=num_processors)
+    return plan, plan.workspace_elements(num_tokens, num_sequences, spec)

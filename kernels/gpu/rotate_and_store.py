@@ -1,0 +1,131 @@
+"""Rotary embedding on a GPU, and K and V of a step's rows stored in their pages: one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from loramux.kernels.tables import AttentionBatch, PoolViews
+
+
+def rotate_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pool: PoolViews,
+    layer: int,
+    batch: AttentionBatch,
+) -> None:
+    """Rotate `(a, b)`, the halves of the first `2 * n` elements of each head of q and k, to
+    `(a cos - b sin, b cos + a sin)`; store the rotated k and v of row `t` at `batch.kv_slots[t]`.
+
+    - `q` `[T, num_heads, head_dim]` is changed in place. `k` and `v` `[T, num_kv_heads, head_dim]` are only read. All
+      are float32, float16 or bfloat16, and rows may lie inside wider rows. Arithmetic is float32.
+    - `cos` and `sin` float32 `[T, n]`, contiguous, `2 * n <= head_dim`.
+    - k, once rotated, is rounded to its own dtype and then, as v is, to the pool's (to nearest, ties to even). Both go
+      to `[num_kv_heads, page_tokens, head_dim]` of their page, K in the first half of its elements, as
+      `attention.py` reads them.
+    - A negative slot marks a row that only pads the batch: it is neither rotated nor stored.
+    """
+    geometry = pool.geometry
+    head_dim = geometry.head_dim
+    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    num_rows, half = cos.shape
+    if num_rows:
+        block = triton.next_power_of_2(half)
+        width = geometry.num_kv_heads * head_dim
+        _rotate_and_store[(num_rows,)](
+            q, k, v, cos, sin, pool.kv, batch.kv_slots, q.stride(0), k.stride(0), v.stride(0), layer,
+            NUM_Q=q.shape[1], NUM_KV=geometry.num_kv_heads, HEAD_DIM=head_dim, HALF=half,
+            NUM_LAYERS=geometry.num_layers, PAGE_TOKENS=geometry.page_tokens, BLOCK=block,
+            BLOCK_Q=triton.next_power_of_2(q.shape[1]), BLOCK_KV=triton.next_power_of_2(geometry.num_kv_heads),
+            BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)), BLOCK_V=triton.next_power_of_2(width),
+            num_warps=min(8, triton.next_power_of_2(max(1, block * q.shape[1] // 256))),
+        )  # fmt: skip
+
+
+@triton.jit
+def _rotated(
+    row_ptr: tl.tensor,
+    place: tl.tensor,
+    is_stored: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves of the heads that lie at `place` and HALF behind it, rounded as they are stored in a row."""
+    a = tl.load(row_ptr + place, mask=is_stored, other=0.0).to(tl.float32)
+    b = tl.load(row_ptr + place + HALF, mask=is_stored, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rotate_and_store(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    kv_ptr: tl.tensor,
+    kv_slots_ptr: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    layer: tl.tensor,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    NUM_LAYERS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """All heads of one row; grid `(T,)`."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(kv_slots_ptr + row)
+    if slot < 0:
+        return
+    WIDTH: tl.constexpr = NUM_KV * HEAD_DIM
+    PLANE: tl.constexpr = WIDTH * PAGE_TOKENS
+    page = (slot // PAGE_TOKENS) * NUM_LAYERS + layer
+    # A head's tokens lie side by side in the page.
+    keys = kv_ptr + page * (2 * PLANE) + (slot % PAGE_TOKENS) * HEAD_DIM
+    i = tl.arange(0, BLOCK)[None, :]
+    cos = tl.load(cos_ptr + row * HALF + i, mask=i < HALF, other=0.0)
+    sin = tl.load(sin_ptr + row * HALF + i, mask=i < HALF, other=0.0)
+
+    head = tl.arange(0, BLOCK_Q)[:, None]
+    is_q = (head < NUM_Q) & (i < HALF)
+    q_row = q_ptr + row * q_stride
+    a, b = _rotated(q_row, head * HEAD_DIM + i, is_q, cos, sin, HALF)
+    tl.store(q_row + head * HEAD_DIM + i, a, mask=is_q)
+    tl.store(q_row + head * HEAD_DIM + i + HALF, b, mask=is_q)
+
+    head = tl.arange(0, BLOCK_KV)[:, None]
+    is_k = (head < NUM_KV) & (i < HALF)
+    k_row = k_ptr + row * k_stride
+    a, b = _rotated(k_row, head * HEAD_DIM + i, is_k, cos, sin, HALF)
+    stored = keys + head * (PAGE_TOKENS * HEAD_DIM) + i
+    tl.store(stored, a, mask=is_k)
+    tl.store(stored + HALF, b, mask=is_k)
+    if 2 * HALF < HEAD_DIM:
+        d = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        is_rest = (head < NUM_KV) & (d < HEAD_DIM)
+        rest = tl.load(k_row + head * HEAD_DIM + d, mask=is_rest)
+        tl.store(keys + head * (PAGE_TOKENS * HEAD_DIM) + d, rest, mask=is_rest)
+
+    column = tl.arange(0, BLOCK_V)
+    is_v = column < WIDTH
+    v = tl.load(v_ptr + row * v_stride + column, mask=is_v)
+    values = keys + PLANE + column // HEAD_DIM * (PAGE_TOKENS * HEAD_DIM) + column % HEAD_DIM
+    tl.store(values, v, mask=is_v)

@@ -1,0 +1,354 @@
+"""`x Aᵀ` on the GPU, with A read straight from the pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from loramux.kernels.gpu.lora import (
+    IS_COMPILED,
+    TARGET_PROGRAMS,
+    TILE_ROWS,
+    chunk_addresses,
+    is_decode_shaped,
+    pick,
+    power_of_two_within,
+    tile_rows,
+)
+from loramux.kernels.layout import row_layout
+from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+
+MAX_SPLITS = 16
+"""Planes beyond this cost expand more than they spare shrink."""
+
+MAX_LARGE_SPLITS = 2
+"""The same where segments are large: expand reads the planes of all its rows again for each block of columns."""
+
+ROW_COLUMNS = 256
+"""Columns of A that a program with one row multiplies at a time."""
+
+ROW_CHUNKS = 4
+"""How many times that at most: the loads are unrolled, so that all are in flight together."""
+
+TILE_COLUMNS = 128
+"""Columns of A that a program with more rows multiplies at a time: half as many where its tiles are large."""
+
+STAGES = 5
+"""Depth of that loop's pipeline; one stage is the page table's, whose entry the next needs as an address."""
+
+LARGE_STAGES = 4
+"""The same where tiles are large, so that several programs share a multiprocessor's memory."""
+
+
+@triton.jit
+def read_a(
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    ranks: tl.tensor,
+    rank: tl.tensor,
+    begin: tl.tensor,
+    IN: tl.constexpr,
+    PADDED: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Rows `ranks` of A, columns `[begin, begin + BLOCK_K)`; zero from `rank` and from `IN` on."""
+    is_read = ranks < tl.where(begin < IN, rank, 0)
+    chunk = chunk_addresses(pool, pages, offset + ranks * PADDED + begin, layer, is_read, L, E)
+    column = tl.arange(0, BLOCK_K)
+    is_column = begin + column < IN
+    return tl.load(chunk[:, None] + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0)
+
+
+@triton.jit
+def shrink_row(
+    x: tl.tensor,
+    planes: tl.tensor,
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    row: tl.tensor,
+    x_stride: tl.tensor,
+    plane_row_stride: tl.tensor,
+    rank: tl.tensor,
+    first_rank: tl.tensor,
+    begin: tl.tensor,
+    IN: tl.constexpr,
+    PADDED: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    RANK_STEP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One row: products in registers, one reduction at the end, no tensor cores."""
+    column = tl.arange(0, BLOCK_K)
+    r = first_rank
+    while r < rank:
+        ranks = r + tl.arange(0, BLOCK_R)
+        products = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
+        for k in tl.static_range(0, SPLIT_LEN, BLOCK_K):
+            a = read_a(pool, pages, offset, layer, ranks, rank, begin + k, IN, PADDED, L, E, BLOCK_K)
+            values = tl.load(x + row * x_stride + begin + k + column, mask=begin + k + column < IN, other=0.0)
+            products += a.to(tl.float32) * values.to(tl.float32)[None, :]
+        tl.store(planes + row * plane_row_stride + ranks, tl.sum(products, 1), mask=ranks < rank)
+        r += RANK_STEP
+
+
+@triton.jit
+def shrink_tiles(
+    x: tl.tensor,
+    planes: tl.tensor,
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    segment_rows: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    x_stride: tl.tensor,
+    plane_row_stride: tl.tensor,
+    rank: tl.tensor,
+    first_rank: tl.tensor,
+    begin: tl.tensor,
+    IN: tl.constexpr,
+    PADDED: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    RANK_STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+) -> None:
+    """ROWS rows at a time on tensor cores."""
+    column = tl.arange(0, BLOCK_K)
+    while first < end:
+        listed = first + tl.arange(0, ROWS)
+        is_row = listed < end
+        row = tl.load(segment_rows + listed, mask=is_row, other=0).to(tl.int64)
+        r = first_rank
+        while r < rank:
+            ranks = r + tl.arange(0, BLOCK_R)
+            v = tl.zeros((ROWS, BLOCK_R), tl.float32)
+            for k in tl.range(0, SPLIT_LEN, BLOCK_K, num_stages=STAGES):
+                a = read_a(pool, pages, offset, layer, ranks, rank, begin + k, IN, PADDED, L, E, BLOCK_K)
+                is_column = begin + k + column < IN
+                values = tl.load(
+                    x + row[:, None] * x_stride + (begin + k + column)[None, :],
+                    mask=is_row[:, None] & is_column[None, :],
+                    other=0.0,
+                )
+                v = tl.dot(values.to(DOT_DTYPE), tl.trans(a.to(DOT_DTYPE)), v, input_precision="tf32x3")
+            at = planes + row[:, None] * plane_row_stride + ranks[None, :]
+            tl.store(at, v, mask=is_row[:, None] & (ranks < rank)[None, :])
+            r += RANK_STEP
+        first += ROWS
+
+
+@triton.jit(do_not_specialize=["layer"])
+def shrink_kernel(
+    x: tl.tensor,
+    planes: tl.tensor,
+    pool: tl.tensor,
+    page_table: tl.tensor,
+    off: tl.tensor,
+    rank_table: tl.tensor,
+    segment_rows: tl.tensor,
+    segment_starts: tl.tensor,
+    segment_slots: tl.tensor,
+    layer: tl.tensor,
+    x_stride: tl.tensor,
+    plane_stride: tl.tensor,
+    plane_row_stride: tl.tensor,
+    plane_module_stride: tl.tensor,
+    MODULES: tl.constexpr,
+    NUM_MODULES: tl.constexpr,
+    L: tl.constexpr,
+    M: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    E: tl.constexpr,
+    IN: tl.constexpr,
+    PADDED: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+    RANK_STEP: tl.constexpr,
+    HAS_SINGLE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ROW_K: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program: a segment, a module, columns `[split * SPLIT_LEN, (split + 1) * SPLIT_LEN)` of A, and the ranks
+    `[n * RANK_STEP + b * BLOCK_R, n * RANK_STEP + (b + 1) * BLOCK_R)` for all `n`."""
+    split = tl.program_id(0) % NUM_SPLITS
+    i = tl.program_id(0) // NUM_SPLITS % NUM_MODULES
+    first_rank = tl.program_id(0) // (NUM_SPLITS * NUM_MODULES) * BLOCK_R
+    segment = tl.program_id(1)
+    if PDL:
+        # Expand may start its look-ups; it waits for this grid to end before it reads a plane.
+        tl.extra.cuda.gdc_launch_dependents()
+
+    slot = tl.load(segment_slots + segment).to(tl.int64)
+    if slot < 0:
+        return
+    entry = (slot * L + layer) * M + pick(i, MODULES, NUM_MODULES)
+    rank = tl.load(rank_table + entry)
+    if first_rank >= rank:
+        return
+    offset = tl.load(off + entry * 2)
+    first = tl.load(segment_starts + segment)
+    end = tl.load(segment_starts + segment + 1)
+    pages = page_table + slot * MAX_PAGES
+    plane = planes + split.to(tl.int64) * plane_stride + i * plane_module_stride
+    begin = split * SPLIT_LEN
+
+    is_single = end - first == 1
+    if HAS_SINGLE_ROWS and is_single:
+        row = tl.load(segment_rows + first).to(tl.int64)
+        shrink_row(
+            x, plane, pool, pages, offset, layer, row, x_stride, plane_row_stride, rank, first_rank, begin,
+            IN, PADDED, L, E, SPLIT_LEN, RANK_STEP, BLOCK_R, ROW_K,
+        )  # fmt: skip
+    else:
+        shrink_tiles(
+            x, plane, pool, pages, offset, layer, segment_rows, first, end, x_stride, plane_row_stride, rank,
+            first_rank, begin, IN, PADDED, L, E, SPLIT_LEN, RANK_STEP, ROWS, BLOCK_R, TILE_K, STAGES, DOT_DTYPE,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkPlan:
+    """What a shrink launch is compiled for, and the first axis of its grid."""
+
+    num_programs: int
+    padded_len: int
+    split_len: int
+    rank_step: int
+    has_single_rows: bool
+    block_r: int
+    row_k: int
+    tile_k: int
+    stages: int
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    group: ModuleGroup,
+    page_elements: int,
+    num_tokens: int,
+    num_segments: int,
+    num_splits: int,
+    max_rank: int,
+    rows: int,
+) -> ShrinkPlan:
+    layout = row_layout(group.in_features, page_elements)
+    has_single_rows = is_decode_shaped(num_tokens, num_segments)
+    block_r = 16 if has_single_rows else 32
+    row_k = min(ROW_COLUMNS, layout.chunk_len)
+    num_blocks = -(-group.in_features // row_k)
+    programs = num_splits * len(group.modules)
+    # With few segments the ranks of one adapter are shared out too; with many, idle programs would only be in the way.
+    rank_blocks = min(-(-max_rank // block_r), TARGET_PROGRAMS // (programs * num_segments))
+    rank_blocks = power_of_two_within(max(1, rank_blocks))
+    return ShrinkPlan(
+        num_programs=programs * rank_blocks,
+        padded_len=layout.padded_len,
+        split_len=-(-num_blocks // num_splits) * row_k,
+        rank_step=rank_blocks * block_r,
+        has_single_rows=has_single_rows,
+        block_r=block_r,
+        row_k=row_k,
+        tile_k=min(TILE_COLUMNS if rows == TILE_ROWS else TILE_COLUMNS // 2, layout.chunk_len),
+        stages=STAGES if rows == TILE_ROWS else LARGE_STAGES,
+    )
+
+
+def _dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
+    """What tensor cores multiply: 16 bits where both sides have the same, else float32 as three products of tf32."""
+    if x is not weights or not IS_COMPILED:
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x, tl.float32)
+
+
+def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int) -> int:
+    """How many planes suit a batch: enough to fill the card, at most one per chunk and 16, or 2 with large segments.
+
+    It depends on shapes only, so that a captured graph keeps its planes. `page_elements` is `E`. An embedding sums
+    nothing: its shrink is `lora_gather`.
+    """
+    if group.is_embedding:
+        return 1
+    row_k = min(ROW_COLUMNS, row_layout(group.in_features, page_elements).chunk_len)
+    num_blocks = -(-group.in_features // row_k)
+    wanted = power_of_two_within(max(1, TARGET_PROGRAMS // max(1, num_segments * len(group.modules))))
+    fewest = -(-num_blocks // ROW_CHUNKS) if is_decode_shaped(num_tokens, num_segments) else 1
+    # Segments of up to 16 rows are always more than this.
+    most = MAX_LARGE_SPLITS if num_tokens > TILE_ROWS * num_segments else MAX_SPLITS
+    return min(most, num_blocks, max(fewest, wanted))
+
+
+def lora_shrink(
+    pool: PoolViews,
+    x: torch.Tensor,
+    layer: int,
+    group: ModuleGroup,
+    tables: AdapterTables,
+    segments: Segments,
+    planes: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """`sum over s of planes[s, t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ` for each row `t` of each segment.
+
+    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; see `layout.py` for where A lies.
+    - `x` bfloat16, float16 or float32 `[T, in_features]`, last axis contiguous.
+    - `tables` on the device, contiguous; ranks are at most `max_rank`.
+    - `segments` on the device: `slots` int32 `[num_segments]`, where -1 is a segment that is not there and whose
+      `starts` and `rows` are not read. The grid has `num_segments` columns; everything else is read on the device, so a
+      captured graph serves whatever the segments then hold. Rows of a segment are taken 16 at a time, or 64 where
+      `max_rows` allows as many.
+    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous: plane `s` holds the part
+      of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to `rank`; nothing
+      else is, and nothing is read.
+    - `pdl` lets the next kernel start before this one ends; for the pair with `lora_expand(pdl=True)`, compute
+      capability 9 and later.
+
+    Products are summed in float32. It allocates nothing and does not wait for the device.
+    """
+    num_planes, _, num_modules, max_rank = planes.shape
+    num_segments = segments.num_segments
+    if not num_segments:
+        return
+    assert x.stride(1) == 1
+    assert planes.dtype is torch.float32
+    assert planes.stride(3) == 1
+    assert num_modules == len(group.modules)
+    _, num_layers, page_elements = pool.adapter.shape
+    rows = tile_rows(segments)
+    plan = _plan(group, page_elements, x.shape[0], num_segments, num_planes, max_rank, rows)
+    shrink_kernel[plan.num_programs, num_segments](
+        x, planes, pool.adapter, tables.page_table, tables.off, tables.rank,
+        segments.rows, segments.starts, segments.slots,
+        layer, x.stride(0), planes.stride(0), planes.stride(1), planes.stride(2),
+        MODULES=group.modules, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
+        MAX_PAGES=tables.page_table.shape[1], E=page_elements, IN=group.in_features, PADDED=plan.padded_len,
+        NUM_SPLITS=num_planes, SPLIT_LEN=plan.split_len, RANK_STEP=plan.rank_step,
+        HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=rows,
+        BLOCK_R=plan.block_r, ROW_K=plan.row_k, TILE_K=plan.tile_k, STAGES=plan.stages,
+        DOT_DTYPE=_dot_dtype(x.dtype, pool.adapter.dtype), PDL=pdl, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip

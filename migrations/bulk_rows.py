@@ -1,0 +1,138 @@
+"""Many rows in one statement, in a form whose preparation costs the same for one row and for hundreds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import (
+    JSON,
+    ClauseElement,
+    Column,
+    Connection,
+    Dialect,
+    FromClause,
+    String,
+    Table,
+    bindparam,
+    cast,
+    column,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
+
+from loramux.migrations.pipeline import round_trip
+
+POSTGRESQL = "postgresql"
+ROWS = "rows"
+"""The parameter of a statement on PostgreSQL that is a document of rows."""
+
+
+def rows_of(columns: Sequence[Column[Any]], name: str = ROWS) -> FromClause:
+    """On PostgreSQL, the rows of a JSON document as a table: one parameter, however many rows and columns."""
+    wanted = (column(one.name, one.type) for one in columns)
+    return (
+        func.json_to_recordset(cast(bindparam(name, type_=String), JSON))
+        .table_valued(*wanted)
+        .render_derived(name=name, with_types=True)
+    )
+
+
+def document(rows: Sequence[Any]) -> str:
+    """What `rows_of` reads: dicts by the columns' names."""
+    return msgspec.json.encode(rows).decode()
+
+
+class ManyRows:
+    """A statement that is run with many rows, each a dict by the columns' names; compiled once.
+
+    `postgresql` takes them from `rows_of(columns, name)`; `sqlite`, which has no way to a server, is run once a row.
+    """
+
+    def __init__(
+        self, name: str, columns: Sequence[Column[Any]], postgresql: ClauseElement, sqlite: ClauseElement
+    ) -> None:
+        self.name = name
+        self._documents = {one.name for one in columns if isinstance(one.type, JSON)}
+        self._statements: Mapping[bool, ClauseElement] = {True: postgresql, False: sqlite}
+        self._compiled: dict[bool, tuple[str, tuple[str, ...]]] = {}
+
+    @classmethod
+    def insert(cls, table: Table) -> ManyRows:
+        """Insert rows of all columns."""
+        columns, name = list(table.c), f"new_{table.name}"
+        names = [one.name for one in columns]
+        return cls(name, columns, insert(table).from_select(names, select(*rows_of(columns, name).c)), insert(table))
+
+    @classmethod
+    def update(cls, table: Table, keys: Sequence[Column[Any]], changed: Sequence[Column[Any]]) -> ManyRows:
+        """Set the `changed` columns of the rows that `keys` name."""
+        columns, name = [*keys, *changed], f"changed_{table.name}"
+        rows = rows_of(columns, name)
+        many = update(table).values({one.name: rows.c[one.name] for one in changed})
+        single = update(table).values({one.name: bindparam(f"new_{one.name}", type_=one.type) for one in changed})
+        for key in keys:
+            many = many.where(key == rows.c[key.name])
+            single = single.where(key == bindparam(f"new_{key.name}", type_=key.type))
+        return cls(name, columns, many, single)
+
+    @classmethod
+    def delete(cls, table: Table, keys: Sequence[Column[Any]]) -> ManyRows:
+        """Delete the rows that `keys` name."""
+        name = f"deleted_{table.name}"
+        rows = rows_of(keys, name)
+        many = single = delete(table)
+        for key in keys:
+            many = many.where(key == rows.c[key.name])
+            single = single.where(key == bindparam(f"new_{key.name}", type_=key.type))
+        return cls(name, keys, many, single)
+
+    def run(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Run it with these; nothing where there are none."""
+        write_together(connection, [(self, rows)])
+
+    def compiled(self, dialect: Dialect) -> tuple[str, tuple[str, ...]]:
+        """The statement as the driver takes it, and on SQLite the columns in the order in which it takes them."""
+        is_postgresql = dialect.name == POSTGRESQL
+        found = self._compiled.get(is_postgresql)
+        if found is None:
+            compiled = self._statements[is_postgresql].compile(dialect=dialect)
+            order = getattr(compiled, "positiontup", None) or ()
+            found = str(compiled), tuple(name.removeprefix("new_") for name in order)
+            self._compiled[is_postgresql] = found
+        return found
+
+    def values_of(self, row: Mapping[str, Any], order: Sequence[str]) -> tuple[Any, ...]:
+        """A row as SQLite takes it."""
+        return tuple(document(row[name]) if name in self._documents else row[name] for name in order)
+
+
+def write_together(
+    connection: Connection,
+    writes: Sequence[tuple[ManyRows, Sequence[Mapping[str, Any]]]],
+    is_last: bool = False,
+) -> None:
+    """Run statements in this order, on PostgreSQL with one way to the server for all of them.
+
+    There, `is_last` commits a transaction of `write_by_round_trips` on the same way.
+    """
+    wanted = [(statement, rows) for statement, rows in writes if rows]
+    if connection.dialect.name != POSTGRESQL:
+        for statement, rows in wanted:
+            text, order = statement.compiled(connection.dialect)
+            connection.exec_driver_sql(text, [statement.values_of(row, order) for row in rows])
+    elif wanted:
+        with round_trip(connection, is_last) as run:
+            for statement, rows in wanted:
+                run(statement.compiled(connection.dialect)[0], {statement.name: document(rows)})
+
+
+@functools.lru_cache(maxsize=64)
+def text_of(statement: ClauseElement, dialect: Dialect) -> str:
+    """A statement as the driver takes it. Reading through the driver spares what SQLAlchemy does for each value."""
+    return str(statement.compile(dialect=dialect))

@@ -1,0 +1,1 @@
+"""Tenants, API keys, callers, and what a model name means to them."""

@@ -1,0 +1,357 @@
+"""API keys: `sk-lmx-<public id>-<secret>`, of which only a SHA-256 is stored."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from loramux.migrations import schema
+from loramux.migrations.audit import audit
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.accounts.key_adapters import find_adapter_ids
+from loramux.platform.accounts.key_scopes import DEFAULT_PLATFORM_SCOPES, check_limit, checked_scopes
+from loramux.platform.accounts.keys import ApiKey, CreatedKey, KeyChanges, key_of, principal_of, shown_key
+from loramux.platform.accounts.principal_cache import PrincipalCache
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound
+
+OPERATOR = "operator"
+"""The key id of the operator's own key, which has no row."""
+MIN_ADMIN_KEY = 32
+MAX_NAME = 200
+
+BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
+_PRESENTED = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
+_NO_KEY = bytes(32)
+_FOR_EVER_US = 1 << 62
+_MAX_AHEAD_US = 60_000_000
+"""A key that was rotated further ahead than this was rotated before the clock went back."""
+_OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
+
+
+class KeyRevoked(Conflict):
+    """A revoked key stays as it is."""
+
+    code = "api_key_revoked"
+
+
+class LastAdminKey(Conflict):
+    """Without this key nobody could administer the platform."""
+
+    code = "last_admin_key"
+
+
+class ApiKeys:
+    """The keys in the database, and the operator's own `admin_key`, which is stored nowhere."""
+
+    def __init__(self, database: Database, admin_key: str | None = None) -> None:
+        if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY:
+            raise ValueError(f"the admin key must have at least {MIN_ADMIN_KEY} characters")
+        self._database = database
+        self._admin_sha256 = key_sha256(admin_key) if admin_key is not None else None
+        self._cache = PrincipalCache()
+
+    def create(
+        self,
+        tenant_id: str | None,
+        name: str,
+        scopes: Iterable[str] | None = None,
+        expires_us: int | None = None,
+        adapters: Sequence[str] | None = None,
+    ) -> CreatedKey:
+        """Make a key of a tenant, or of the platform when `tenant_id` is None; raises InvalidRequest and NotFound.
+
+        `adapters` limits it to these, given as identifiers or `[tenant/]name`.
+        """
+        _check_name(name)
+        granted = checked_scopes(tenant_id, scopes)
+        public_id = _random_base62(16)
+        secret = _new_secret(public_id)
+        with self._database.write() as connection:
+            now_us = self._database.now_us(connection)
+            _check_expiry(expires_us, now_us)
+            adapter_ids = _limit(connection, tenant_id, granted, adapters)
+            key = ApiKey(
+                id=new_id("key"),
+                tenant_id=tenant_id,
+                public_id=public_id,
+                name=name,
+                scopes=granted,
+                adapter_ids=None if adapter_ids is None else frozenset(adapter_ids),
+                created_us=now_us,
+                expires_us=expires_us,
+                revoked_us=None,
+                previous_until_us=None,
+            )
+            values = {
+                "id": key.id,
+                "tenant_id": tenant_id,
+                "public_id": public_id,
+                "secret_sha256": key_sha256(secret),
+                "name": name,
+                "scopes": sorted(granted),
+                "adapter_ids": adapter_ids,
+                "created_us": now_us,
+                "expires_us": expires_us,
+            }
+            try:
+                connection.execute(insert(schema.api_keys).values(**values))
+            except IntegrityError:
+                raise NotFound(f"there is no tenant {tenant_id!r}", param="tenant_id") from None
+            audit(connection, now_us, "api_key.create", key.id, tenant_id=tenant_id, after=shown_key(key))
+        return CreatedKey(key=key, secret=secret)
+
+    def list(
+        self,
+        tenant_id: str | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        only: Collection[str] | None = None,
+    ) -> Page[ApiKey]:
+        """Keys of one tenant, or of the platform when `tenant_id` is None; revoked ones too. With `only`, of these."""
+        table = schema.api_keys
+        # `== None` is SQL's IS NULL.
+        query = select(table).where(table.c.tenant_id == tenant_id)
+        if only is not None:
+            query = query.where(table.c.id.in_(only))
+        with self._database.read() as connection:
+            rows, has_more = keyset_rows(connection, query, table.c.id, limit, after, before)
+        return Page(tuple(key_of(row) for row in rows), has_more)
+
+    def get(self, key_id: str) -> ApiKey | None:
+        with self._database.read() as connection:
+            row = connection.execute(select(schema.api_keys).where(schema.api_keys.c.id == key_id)).one_or_none()
+        return key_of(row) if row is not None else None
+
+    def revoke(self, key_id: str) -> ApiKey | None:
+        """End a key for good; revoking again keeps the first time. None where there is no such key.
+
+        Raises LastAdminKey.
+        """
+        table = schema.api_keys
+        with self._database.write() as connection:
+            now_us = self._database.now_us(connection)
+            self._check_not_last_admin(connection, key_id, now_us)
+            revoked = connection.execute(
+                update(table).where(table.c.id == key_id, table.c.revoked_us.is_(None)).values(revoked_us=now_us)
+            )
+            row = connection.execute(select(table).where(table.c.id == key_id)).one_or_none()
+            if row is not None and revoked.rowcount:
+                after = {"revoked_us": now_us}
+                audit(connection, now_us, "api_key.revoke", key_id, tenant_id=row.tenant_id, after=after)
+        self._cache.forget(key_id)
+        return key_of(row) if row is not None else None
+
+    def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
+        """Change a key once `check`, which may raise, has seen it as it is; None where there is no such key.
+
+        Raises InvalidRequest, NotFound, KeyRevoked and LastAdminKey.
+        """
+        table = schema.api_keys
+        if changes.name is not None:
+            _check_name(changes.name)
+        with self._database.write() as connection:
+            key = _locked(connection, key_id)
+            if key is None:
+                return None
+            check(key)
+            _check_not_revoked(key)
+            now_us = self._database.now_us(connection)
+            scopes = key.scopes if changes.scopes is None else checked_scopes(key.tenant_id, changes.scopes)
+            if "platform:admin" not in scopes:
+                self._check_not_last_admin(connection, key_id, now_us)
+            values: dict[str, Any] = {"scopes": sorted(scopes)}
+            if changes.name is not None:
+                values["name"] = changes.name
+            if changes.expires_us is not None:
+                _check_expiry(changes.expires_us, now_us)
+                values["expires_us"] = changes.expires_us
+            if changes.adapters is not None:
+                values["adapter_ids"] = _limit(connection, key.tenant_id, scopes, changes.adapters or None)
+            elif key.adapter_ids is not None:
+                check_limit(scopes)
+            connection.execute(update(table).where(table.c.id == key_id).values(**values))
+            row = connection.execute(select(table).where(table.c.id == key_id)).one()
+            shown = {"before": shown_key(key), "after": shown_key(key_of(row))}
+            audit(connection, now_us, "api_key.change", key_id, tenant_id=key.tenant_id, **shown)
+        self._cache.forget(key_id)
+        return key_of(row)
+
+    def rotate(self, key_id: str, grace_us: int) -> CreatedKey | None:
+        """Give a key a new secret; the one that it had opens for `grace_us` more, and one before that no longer.
+
+        None where there is no such key. Raises KeyRevoked.
+        """
+        table = schema.api_keys
+        with self._database.write() as connection:
+            key = _locked(connection, key_id)
+            if key is None:
+                return None
+            _check_not_revoked(key)
+            now_us = self._database.now_us(connection)
+            secret = _new_secret(key.public_id)
+            values = {
+                "secret_sha256": key_sha256(secret),
+                "previous_sha256": table.c.secret_sha256 if grace_us > 0 else None,
+                "previous_until_us": now_us + grace_us if grace_us > 0 else None,
+                "rotated_us": now_us,
+            }
+            connection.execute(update(table).where(table.c.id == key_id).values(**values))
+            row = connection.execute(select(table).where(table.c.id == key_id)).one()
+            after = {"grace_s": grace_us // 1_000_000}
+            audit(connection, now_us, "api_key.rotate", key_id, tenant_id=key.tenant_id, after=after)
+        self._cache.forget(key_id)
+        return CreatedKey(key=key_of(row), secret=secret)
+
+    def take_back_graces(self) -> int:
+        """Have those graces begin now that began before the clock went back, and would last too long; how many."""
+        table = schema.api_keys
+        with self._database.write() as connection:
+            now_us = self._database.now_us(connection)
+            ahead = update(table).where(table.c.rotated_us > now_us + _MAX_AHEAD_US)
+            until_us = table.c.previous_until_us - (table.c.rotated_us - now_us)
+            return connection.execute(ahead.values(previous_until_us=until_us, rotated_us=now_us)).rowcount
+
+    def forget_recent(self) -> None:
+        """Read every key anew: one of them, or a tenant, may have changed."""
+        self._cache.clear()
+
+    def recent(self, presented: str) -> Principal | None:
+        """Who presents this key, where that was found out within the last five seconds. Does not block."""
+        return self._cache.get(key_sha256(presented), self._database.now_us())
+
+    def authenticate(self, presented: str) -> Principal | None:
+        """Who presents this key; None for a key that is unknown, revoked, expired or of a suspended tenant."""
+        sha256 = key_sha256(presented)
+        if self._is_operators(sha256):
+            return _OPERATORS
+        match = _PRESENTED.fullmatch(presented)
+        if match is None:
+            return None
+        now_us = self._database.now_us()
+        cached = self._cache.get(sha256, now_us)
+        if cached is not None:
+            return cached
+        row = self._find(schema.api_keys.c.public_id == match.group(1))
+        good_until_us = _good_until_us(row, sha256, now_us)
+        if row is None or good_until_us is None:
+            return None
+        principal = principal_of(row)
+        self._cache.put(sha256, principal, now_us, good_until_us)
+        return principal
+
+    def still_opens(self, key_id: str, sha256: bytes) -> Principal | None:
+        """What someone who authenticated earlier, with a key of this SHA-256, may do now. Always read anew.
+
+        None once that secret opens nothing: revoked, expired, rotated away, of a suspended tenant, or another
+        operator's key than this process has.
+        """
+        if key_id == OPERATOR:
+            return _OPERATORS if self._is_operators(sha256) else None
+        row = self._find(schema.api_keys.c.id == key_id)
+        is_good = _good_until_us(row, sha256, self._database.now_us()) is not None
+        return principal_of(row) if row is not None and is_good else None
+
+    def has_platform_admin(self) -> bool:
+        """Whether somebody can administer: the operator's key is set, or a usable platform:admin key exists."""
+        if self._admin_sha256 is not None:
+            return True
+        with self._database.read() as connection:
+            return bool(_admin_key_ids(connection, self._database.now_us(), is_held=False))
+
+    def _check_not_last_admin(self, connection: Connection, key_id: str, now_us: int) -> None:
+        """Raises LastAdminKey where, without this key, there would be no platform administrator any more."""
+        if self._admin_sha256 is None and _admin_key_ids(connection, now_us, is_held=True) == [key_id]:
+            raise LastAdminKey("this is the platform's last administrator's key: make another one first")
+
+    def _is_operators(self, sha256: bytes) -> bool:
+        return self._admin_sha256 is not None and hmac.compare_digest(sha256, self._admin_sha256)
+
+    def _find(self, is_it: ColumnElement[bool]) -> Row[Any] | None:
+        keys, tenants = schema.api_keys, schema.tenants
+        query = select(keys, tenants.c.slug, tenants.c.state).join_from(keys, tenants, isouter=True).where(is_it)
+        with self._database.read() as connection:
+            return connection.execute(query).one_or_none()
+
+
+def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> list[str]:
+    """The usable platform:admin keys; held, they stay as they are until the transaction ends."""
+    table = schema.api_keys
+    query = select(table.c.id, table.c.scopes).where(
+        table.c.tenant_id.is_(None),
+        table.c.revoked_us.is_(None),
+        table.c.expires_us.is_(None) | (table.c.expires_us > now_us),
+    )
+    rows = connection.execute(query.order_by(table.c.id).with_for_update() if is_held else query).all()
+    return [row.id for row in rows if "platform:admin" in row.scopes]
+
+
+def _locked(connection: Connection, key_id: str) -> ApiKey | None:
+    """A key, held until the transaction ends."""
+    table = schema.api_keys
+    row = connection.execute(select(table).where(table.c.id == key_id).with_for_update()).one_or_none()
+    return None if row is None else key_of(row)
+
+
+def _limit(
+    connection: Connection, tenant_id: str | None, scopes: frozenset[str], adapters: Sequence[str] | None
+) -> list[str] | None:
+    if adapters is None:
+        return None
+    check_limit(scopes)
+    if tenant_id is None or not adapters:
+        raise InvalidRequest("a tenant's key is limited to one adapter at least", param="adapters")
+    return find_adapter_ids(connection, tenant_id, adapters)
+
+
+def _check_name(name: str) -> None:
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise InvalidRequest(f"a key's name is 1 to {MAX_NAME} printable characters", param="name")
+
+
+def _check_expiry(expires_us: int | None, now_us: int) -> None:
+    if expires_us is not None and expires_us <= now_us:
+        raise InvalidRequest("a key must expire in the future", param="expires")
+
+
+def _check_not_revoked(key: ApiKey) -> None:
+    if key.revoked_us is not None:
+        raise KeyRevoked("the key is revoked: make another one")
+
+
+def _new_secret(public_id: str) -> str:
+    return f"sk-lmx-{public_id}-{_random_base62(43)}"
+
+
+def _good_until_us(row: Row[Any] | None, sha256: bytes, now_us: int) -> int | None:
+    """Until when a secret opens what its key's row says; None where it opens nothing now."""
+    current = row.secret_sha256 if row is not None else _NO_KEY
+    previous = _NO_KEY if row is None or row.previous_sha256 is None else row.previous_sha256
+    # Both are compared whatever comes of it, so that the time taken says nothing.
+    is_current, is_previous = hmac.compare_digest(sha256, current), hmac.compare_digest(sha256, previous)
+    if row is None or row.revoked_us is not None or row.state not in (None, "active"):
+        return None
+    good_until_us = _FOR_EVER_US if row.expires_us is None else row.expires_us
+    if not is_current:
+        good_until_us = min(good_until_us, (row.previous_until_us or 0) if is_previous else 0)
+    return good_until_us if good_until_us > now_us else None
+
+
+def _random_base62(length: int) -> str:
+    return "".join(secrets.choice(BASE62) for _ in range(length))
+
+
+def key_sha256(presented: str) -> bytes:
+    """What is stored of a key."""
+    return hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()

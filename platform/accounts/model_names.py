@@ -1,0 +1,121 @@
+"""What the `model` field of a call means: the base, or `[tenant/]adapter[@version | :alias]`."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from loramux.adapter_store.registry.records import AdapterRef
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
+
+INFERENCE_SCOPES = frozenset({"adapters", "base"})
+
+_INTEGER = re.compile(r"[1-9][0-9]{0,9}")
+_DIGEST = re.compile(r"sha256:([0-9a-f]{12,64})")
+
+
+class ModelNotFound(NotFound):
+    """Unknown or not granted: the caller cannot tell which."""
+
+    code = "model_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The model {name!r} does not exist or you do not have access to it.", param="model")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterName:
+    """A parsed name; at most one of `version`, `digest_prefix` and `alias` is given. No tenant: the caller's own."""
+
+    tenant: str | None
+    adapter: str
+    version: int | None = None
+    digest_prefix: str | None = None
+    alias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """What a request runs with; `name` is the ledger's: `tenant/adapter@version` or the served base name."""
+
+    name: str
+    adapter: AdapterRef | None
+
+
+def parse_adapter_name(name: str) -> AdapterName | None:
+    """Split a name, at `@` before `:`; None when it cannot name anything. Raises InvalidRequest for both suffixes."""
+    path, has_version, version = name.partition("@")
+    path, has_alias, alias = path.partition(":")
+    digest = _DIGEST.fullmatch(version)
+    if has_version and (has_alias or (":" in version and not version.startswith("sha256:")) or version.count(":") > 1):
+        raise InvalidRequest(
+            "a model name has a version (@) or an alias (:), not both", param="model", code="invalid_model_name"
+        )
+    tenant, slash, adapter = path.rpartition("/")
+    if not adapter or (slash and not tenant) or (has_alias and not alias):
+        return None
+    owner = tenant if slash else None
+    if not has_version:
+        return AdapterName(owner, adapter, alias=alias if has_alias else None)
+    if digest is not None:
+        return AdapterName(owner, adapter, digest_prefix=digest.group(1))
+    return AdapterName(owner, adapter, version=int(version)) if _INTEGER.fullmatch(version) else None
+
+
+class ModelResolver:
+    """Names to models, for one principal. Never falls back to the base."""
+
+    def __init__(self, registry: AdapterRegistry, served_name: str) -> None:
+        self._registry = registry
+        self.served_name = served_name
+
+    def resolve(self, principal: Principal, name: str, sticky: str | None = None) -> ResolvedModel:
+        """Where a name means several versions, equal `sticky` texts get the same one, and None any of them.
+
+        Raises ModelNotFound, InvalidRequest, or PermissionDenied for a key that may not infer at all.
+        """
+        require_inference(principal)
+        if name == self.served_name:
+            if "base" not in principal.scopes:
+                raise ModelNotFound(name)
+            return ResolvedModel(self.served_name, None)
+        parsed = parse_adapter_name(name)
+        if parsed is None or "adapters" not in principal.scopes or principal.tenant_slug is None:
+            raise ModelNotFound(name)
+        adapter = self._registry.resolve(
+            parsed.tenant or principal.tenant_slug,
+            parsed.adapter,
+            version=parsed.version,
+            digest_prefix=parsed.digest_prefix,
+            alias=parsed.alias,
+            caller_id=principal.tenant_id,
+            sticky=secrets.token_hex(8) if sticky is None else f"{principal.tenant_id}:{sticky}",
+        )
+        if adapter is None or not principal.may_name(adapter.adapter_id):
+            raise ModelNotFound(name)
+        return ResolvedModel(adapter_label(adapter), adapter)
+
+    def list_models(self, principal: Principal) -> list[ResolvedModel]:
+        """What the principal can call by a bare name, the base first."""
+        require_inference(principal)
+        models = [ResolvedModel(self.served_name, None)] if "base" in principal.scopes else []
+        if "adapters" in principal.scopes and principal.tenant_id is not None:
+            refs = self._registry.list_models(principal.tenant_id)
+            models += [
+                ResolvedModel(adapter_label(adapter), adapter)
+                for adapter in refs
+                if principal.may_name(adapter.adapter_id)
+            ]
+        return models
+
+
+def adapter_label(adapter: AdapterRef) -> str:
+    return f"{adapter.tenant_slug}/{adapter.adapter_name}@{adapter.version}"
+
+
+def require_inference(principal: Principal) -> None:
+    if principal.tenant_id is None or principal.scopes.isdisjoint(INFERENCE_SCOPES):
+        raise PermissionDenied("this key administers; models are called with a tenant's key")

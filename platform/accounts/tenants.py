@@ -1,0 +1,267 @@
+"""Tenants: the accounts that own adapters and keys and that pay."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from loramux.migrations import schema
+from loramux.migrations.audit import audit
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.errors import Conflict, InvalidRequest
+from loramux.platform.periods import is_timezone
+
+SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+MAX_DISPLAY_NAME = 200
+MAX_WEIGHT = 10_000
+MAX_FLOOR_BYTES = 1 << 50
+MAX_SHARES = 10_000
+MAX_STALE_US = 5_000_000
+
+
+class TenantExists(Conflict):
+    """A tenant with this slug exists."""
+
+    code = "tenant_exists"
+
+
+class TenantInUse(Conflict):
+    """Adapters, keys or usage are the tenant's: it can be suspended, not deleted."""
+
+    code = "tenant_in_use"
+
+
+class InvalidSlug(InvalidRequest):
+    """Not a slug: `[a-z0-9][a-z0-9._-]{0,62}`."""
+
+    code = "invalid_slug"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One account. `weight` is its entitlement in fair scheduling; in `timezone` its days and months begin.
+
+    `host_floor_bytes` is what its adapters keep of an engine's host memory when others' adapters come.
+    """
+
+    id: str
+    slug: str
+    display_name: str
+    state: str
+    weight: int
+    timezone: str
+    host_floor_bytes: int
+    created_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantChanges:
+    """What of a tenant is to change; None leaves it."""
+
+    display_name: str | None = None
+    weight: int | None = None
+    state: Literal["active", "suspended"] | None = None
+    timezone: str | None = None
+    host_floor_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the engine is told of a tenant: its place in fair scheduling and its prefix-cache namespace."""
+
+    key: str
+    weight: int
+    isolation_key: bytes
+    host_floor_bytes: int = 0
+    """What its adapters keep of the host tier."""
+
+
+class Tenants:
+    """The tenants in the database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        # By tenant, with the time of reading; one entry is replaced as a whole, so that threads need no lock.
+        self._shares: dict[str, tuple[int, Share]] = {}
+
+    def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
+        """Make an active tenant; raises InvalidSlug, InvalidRequest and TenantExists."""
+        _check_timezone(timezone)
+        if not SLUG.fullmatch(slug):
+            raise InvalidSlug(
+                "a slug is 1 to 63 characters of a-z, 0-9, '.', '_' and '-', the first a letter or a digit",
+                param="slug",
+            )
+        shown = display_name if display_name is not None else slug
+        _check_display_name(shown)
+        try:
+            with self._database.write() as connection:
+                values = {
+                    "id": new_id("ten"),
+                    "slug": slug,
+                    "display_name": shown,
+                    "state": "active",
+                    "weight": 1,
+                    "timezone": timezone,
+                    "host_floor_bytes": 0,
+                    "created_us": self._database.now_us(connection),
+                }
+                connection.execute(insert(schema.tenants).values(**values, isolation_secret=secrets.token_bytes(32)))
+                tenant = Tenant(**values)  # type: ignore[arg-type]
+                audit(
+                    connection, tenant.created_us, "tenant.create", tenant.id, tenant_id=tenant.id, after=_shown(tenant)
+                )
+        except IntegrityError:
+            raise TenantExists(f"the tenant {slug!r} exists", param="slug") from None
+        return tenant
+
+    def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
+        """Change a tenant once `check`, which may raise, has seen it as it is; None where there is no such tenant.
+
+        Raises InvalidRequest.
+        """
+        table = schema.tenants
+        if changes.display_name is not None:
+            _check_display_name(changes.display_name)
+        if changes.weight is not None and not 1 <= changes.weight <= MAX_WEIGHT:
+            raise InvalidRequest(f"a weight is 1 to {MAX_WEIGHT}", param="weight")
+        if changes.timezone is not None:
+            _check_timezone(changes.timezone)
+        if changes.host_floor_bytes is not None and not 0 <= changes.host_floor_bytes <= MAX_FLOOR_BYTES:
+            raise InvalidRequest(f"a floor is 0 to {MAX_FLOOR_BYTES} bytes", param="host_floor_bytes")
+        with self._database.write() as connection:
+            query = select(table).where(table.c.id == tenant_id)
+            row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
+            if row is None:
+                return None
+            check(_tenant(row))
+            wanted = {name: value for name, value in asdict(changes).items() if value is not None}
+            if wanted:
+                before = _shown(_tenant(row))
+                connection.execute(update(table).where(table.c.id == tenant_id).values(**wanted))
+                row = connection.execute(query).one()
+                now_us, after = self._database.now_us(connection), _shown(_tenant(row))
+                audit(connection, now_us, "tenant.change", tenant_id, tenant_id=tenant_id, before=before, after=after)
+        self._shares.pop(tenant_id, None)
+        return _tenant(row)
+
+    def delete(self, tenant_id: str) -> bool:
+        """Remove a tenant that has never had an adapter nor used anything, with its revoked keys and its quotas.
+
+        False where there is no such tenant; raises TenantInUse.
+        """
+        in_use = TenantInUse("the tenant has adapters, usable keys or usage: suspend it instead")
+        keys, policies = schema.api_keys, schema.quota_policies
+        own_policies = select(policies.c.id).where(policies.c.tenant_id == tenant_id)
+        try:
+            with self._database.write() as connection:
+                row = connection.execute(
+                    select(schema.tenants).where(schema.tenants.c.id == tenant_id).with_for_update()
+                ).one_or_none()
+                if row is None:
+                    return False
+                usable = select(keys.c.id).where(keys.c.tenant_id == tenant_id, keys.c.revoked_us.is_(None)).limit(1)
+                # In this order: a reservation that is gone by now is an entry in the ledger by now.
+                held, spent = schema.reservations.c, schema.usage_events.c
+                runs = select(held.id).where(held.tenant_id == tenant_id).limit(1)
+                ran = select(spent.request_id).where(spent.tenant_id == tenant_id).limit(1)
+                if any(connection.execute(query).first() for query in (usable, runs, ran)):
+                    raise in_use
+                counters = schema.quota_counters
+                connection.execute(delete(counters).where(counters.c.policy_id.in_(own_policies)))
+                for table in (policies, keys, schema.adapter_grants):
+                    connection.execute(delete(table).where(table.c.tenant_id == tenant_id))
+                connection.execute(delete(schema.tenants).where(schema.tenants.c.id == tenant_id))
+                now_us, before = self._database.now_us(connection), _shown(_tenant(row))
+                audit(connection, now_us, "tenant.delete", tenant_id, tenant_id=tenant_id, before=before)
+        except IntegrityError:
+            # Something else still names it.
+            raise in_use from None
+        self._shares.pop(tenant_id, None)
+        return True
+
+    def get(self, id_or_slug: str) -> Tenant | None:
+        # A slug has no more than 63 characters, so nothing but an identifier or a slug reaches the database.
+        if not SLUG.fullmatch(id_or_slug):
+            return None
+        table = schema.tenants
+        query = select(table).where((table.c.id == id_or_slug) | (table.c.slug == id_or_slug))
+        with self._database.read() as connection:
+            found = {row.id: _tenant(row) for row in connection.execute(query)}
+        # A slug may look like another tenant's identifier; the identifier wins.
+        return found.get(id_or_slug) or next(iter(found.values()), None)
+
+    def list(self, limit: int, after: str | None = None, before: str | None = None) -> Page[Tenant]:
+        table = schema.tenants
+        with self._database.read() as connection:
+            rows, has_more = keyset_rows(connection, select(table), table.c.id, limit, after, before)
+        return Page(tuple(_tenant(row) for row in rows), has_more)
+
+    def share(self, tenant_id: str) -> Share:
+        """The tenant's share; its isolation key is derived, so that the secret itself never leaves the database."""
+        table = schema.tenants
+        query = select(table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes).where(
+            table.c.id == tenant_id
+        )
+        with self._database.read() as connection:
+            row = connection.execute(query).one()
+        isolation_key = hmac.digest(row.isolation_secret, b"loramux prefix cache", "sha256")
+        share = Share(tenant_id, row.weight, isolation_key, row.host_floor_bytes)
+        if len(self._shares) >= MAX_SHARES:
+            self._shares.clear()
+        self._shares[tenant_id] = (self._database.now_us(), share)
+        return share
+
+    def recent_share(self, tenant_id: str) -> Share | None:
+        """The tenant's share, where it was read within the last five seconds. Does not block."""
+        read_us, share = self._shares.get(tenant_id, (0, None))
+        # A clock that went back must not make an entry live longer.
+        return share if 0 <= self._database.now_us() - read_us < MAX_STALE_US else None
+
+    def forget_recent(self) -> None:
+        """Read every share anew: a tenant may have changed."""
+        self._shares.clear()
+
+
+def _check_display_name(text: str) -> None:
+    if not 1 <= len(text) <= MAX_DISPLAY_NAME or not text.isprintable():
+        raise InvalidRequest(f"a display name is 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name")
+
+
+def _check_timezone(timezone: str) -> None:
+    if not is_timezone(timezone):
+        raise InvalidRequest("a timezone is an IANA name such as Europe/Berlin or UTC", param="timezone")
+
+
+def _shown(tenant: Tenant) -> dict[str, object]:
+    """For the audit log."""
+    return {
+        "slug": tenant.slug,
+        "display_name": tenant.display_name,
+        "state": tenant.state,
+        "weight": tenant.weight,
+        "timezone": tenant.timezone,
+        "host_floor_bytes": tenant.host_floor_bytes,
+    }
+
+
+def _tenant(row: Row[Any]) -> Tenant:
+    return Tenant(
+        id=row.id,
+        slug=row.slug,
+        display_name=row.display_name,
+        state=row.state,
+        weight=row.weight,
+        timezone=row.timezone,
+        host_floor_bytes=row.host_floor_bytes,
+        created_us=row.created_us,
+    )

@@ -1,0 +1,1 @@
+"""Reserve and settle quota, many requests in one transaction."""

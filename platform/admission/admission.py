@@ -1,0 +1,203 @@
+"""Admission: quota is reserved before a request runs and settled, once, when the truth is known."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from sqlalchemy import Connection, bindparam, delete, insert, not_, select, tuple_, update
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.platform.admission.records import (
+    RECOVERED,
+    Checkpoint,
+    Closing,
+    Extension,
+    Operation,
+    Outcome,
+    Reservation,
+    ReservationRequest,
+)
+from loramux.platform.admission.reservation_rows import LEASE_US
+from loramux.platform.admission.transaction import MAX_ATTEMPTS, AdmissionBatch, Uncounted
+from loramux.platform.ledger.price_list import PriceReader
+from loramux.platform.ledger.rollups import MAX_BATCHES, UsageRollups
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.quotas.counter_rows import QuotaState
+from loramux.platform.quotas.policy_cache import PolicyReader
+
+_RECOVER_AT_ONCE = 100
+
+KEPT_WINDOWS_US = 100 * 86_400_000_000
+"""Counters of days and months are kept for so long after these began."""
+
+_SWEEP_AT_ONCE = 1000
+
+_CHECKPOINT = (
+    update(schema.reservations)
+    .where(schema.reservations.c.id == bindparam("request_id"), schema.reservations.c.state == "open")
+    .values(checkpoint_tokens=bindparam("tokens"), lease_expires_us=bindparam("until_us"))
+)
+
+
+class Admission:
+    """Reserve, checkpoint, settle, recover: the same on SQLite and PostgreSQL. `AdmissionBatch` says how.
+
+    Blocking. A gateway commits through `GroupCommit`, which puts many operations into one transaction.
+    `note_overdrawn` is told how many settlements came after recovery and took a hard limit beyond what it admits.
+    """
+
+    def __init__(self, database: Database, note_overdrawn: Callable[[int], None] = lambda _: None) -> None:
+        self._database = database
+        self._note_overdrawn = note_overdrawn
+        self._policies = PolicyReader(database)
+        self._prices = PriceReader(database)
+        self._rollups = UsageRollups(database)
+        self._turn = threading.Lock()
+
+    @property
+    def num_writers(self) -> int:
+        """How many transactions at once are of use: SQLite lets one write, PostgreSQL works while we judge others."""
+        return 1 if self._database.is_sqlite else 2
+
+    def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
+        """Reserve and close in one transaction, judged in this order; the outcome of each.
+
+        A refused operation takes nothing and does not touch the others. Raises SQLAlchemyError, and then none of
+        them is done.
+        """
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                with self._commit() as connection:
+                    batch = AdmissionBatch(connection, self._database, self._policies, self._prices)
+                    outcomes = batch.apply(operations)
+                if batch.num_overdrawn:
+                    self._note_overdrawn(batch.num_overdrawn)
+                return outcomes
+            except Uncounted as missing:
+                # In a transaction of its own: who makes counters while it holds others could wait in a circle.
+                with self._write() as connection:
+                    QuotaState(connection).make(missing.bindings)
+        raise RuntimeError("the rules change faster than they can be applied")
+
+    def reserve(self, request: ReservationRequest) -> Reservation:
+        """Take what the request may cost at most; raises QuotaExceeded or RequestTooLarge and then takes nothing."""
+        outcome = self._only(request)
+        assert isinstance(outcome, Reservation)
+        return outcome
+
+    def extend(self, request_id: str, tokens: int) -> bool:
+        """Hold more tokens for a request that runs; False where a policy refuses, or it is settled already."""
+        return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
+
+    def settle(self, request_id: str, settlement: Settlement) -> bool:
+        """Charge the truth, release the rest and write the usage event. False: it was settled before.
+
+        Where the reservation was recovered meanwhile, the difference is charged and written as an adjustment; that may
+        pass a limit, since the tokens are used.
+        """
+        return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
+
+    def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[str]:
+        """Note the tokens delivered so far and extend the leases; a reservation that is not open is left alone.
+
+        Returns those of the requests that somebody has asked to be cancelled.
+        """
+        if not checkpoints:
+            return []
+        with self._write() as connection:
+            lease_expires_us = self._database.now_us(connection) + LEASE_US
+            # One order for all gateways, so that two of them never wait for each other.
+            ordered = sorted(checkpoints, key=lambda item: item.request_id)
+            connection.execute(
+                _CHECKPOINT,
+                [
+                    {"request_id": item.request_id, "tokens": item.completion_tokens, "until_us": lease_expires_us}
+                    for item in ordered
+                ],
+            )
+            table = schema.reservations
+            wanted = {item.request_id for item in checkpoints}
+            # Few are ever cancelled: those of all gateways are fewer than the requests of this one.
+            flagged = connection.execute(
+                select(table.c.id).where(table.c.state == "open", table.c.cancel_requested_us.is_not(None))
+            ).scalars()
+            return [request_id for request_id in flagged if request_id in wanted]
+
+    def recover_expired(self) -> int:
+        """Settle reservations whose gateway is gone, at prompt and last checkpoint; how many there were.
+
+        A lease that lies ahead by more than twice its length was written before the clock went back, and has expired.
+        """
+        table = schema.reservations
+        with self._database.read() as connection:
+            now_us = self._database.now_us(connection)
+            is_held = table.c.lease_expires_us.between(now_us, now_us + 2 * LEASE_US)
+            query = select(table).where(table.c.state == "open", not_(is_held))
+            expired = connection.execute(query.order_by(table.c.id).limit(_RECOVER_AT_ONCE)).all()
+        closings = [
+            Closing(
+                request_id=row.id,
+                settlement=Settlement(
+                    status=RECOVERED, prompt_tokens=row.prompt_tokens, completion_tokens=row.checkpoint_tokens
+                ),
+                lease_expires_us=row.lease_expires_us,
+            )
+            for row in expired
+        ]
+        return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
+
+    def sweep_counters(self) -> int:
+        """Remove some counters of days and months long past of which nothing is held; how many those were."""
+        counters = schema.quota_counters
+        key = (counters.c.policy_id, counters.c.subject_id, counters.c.window_start_us)
+        with self._write() as connection:
+            before_us = self._database.now_us(connection) - KEPT_WINDOWS_US
+            # What has no window begins at 0. What somebody else holds is left for the next time.
+            past = counters.c.window_start_us.between(1, before_us) & (counters.c.reserved == 0)
+            some = select(*key).where(past).limit(_SWEEP_AT_ONCE).with_for_update(skip_locked=True)
+            return connection.execute(delete(counters).where(tuple_(*key).in_(some))).rowcount
+
+    def probe(self) -> None:
+        """Write something of no importance; raises SQLAlchemyError where the database does not take it."""
+        signals = schema.signals
+        with self._write() as connection:
+            counted = update(signals).where(signals.c.name == "probe").values(value=signals.c.value + 1)
+            if connection.execute(counted).rowcount == 0:
+                connection.execute(insert(signals).values(name="probe", value=1))
+
+    def roll_up(self) -> int:
+        """Add to the rollups what has been settled; how many transactions of settlements those were."""
+        total = 0
+        while True:
+            # In turn with the committer, which waits for a short fold rather than polls for SQLite's lock.
+            with self._turn if self._database.is_sqlite else nullcontext():
+                folded = self._rollups.fold()
+            total += folded
+            if folded < MAX_BATCHES:
+                return total
+
+    def _only(self, operation: Operation) -> Outcome:
+        """The outcome of one operation alone; raises it where it is an error."""
+        (outcome,) = self.commit([operation])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    @contextmanager
+    def _commit(self) -> Iterator[Connection]:
+        """A transaction of an `AdmissionBatch`."""
+        with self._write() if self._database.is_sqlite else self._database.write_by_round_trips() as connection:
+            yield connection
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        if not self._database.is_sqlite:
+            with self._database.write() as connection:
+                yield connection
+            return
+        # SQLite's waiting writers poll; those who take turns here are woken at once.
+        with self._turn, self._database.write() as connection:
+            yield connection

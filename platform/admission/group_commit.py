@@ -1,0 +1,189 @@
+"""Threads that commit reservations and settlements: what comes while one commits shares the next transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.database_health import TROUBLE, DatabaseState
+from loramux.platform.admission.records import Operation, Outcome
+
+MAX_OPERATIONS = 256
+"""The most that one transaction takes: it holds the locks of every policy in it."""
+
+NoteCommit = Callable[[int, float, bool], None]
+"""Told of each transaction: how many operations it had, how many seconds it took, and whether it failed."""
+
+WORTH_ANOTHER = 32
+"""So many operations are committed beside those that are under way; fewer gather."""
+
+MAX_ATTEMPTS = 4
+RETRY_S = 0.02
+PASSING_STATES = ("40001", "40P01")
+"""Serialisation failure, deadlock: PostgreSQL's codes for what is right the next time."""
+
+_log = structlog.get_logger(__name__)
+
+
+class CommitterClosed(RuntimeError):
+    """The gateway has stopped; the operation was not done."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    operation: Operation
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Any]
+
+
+class GroupCommit:
+    """Runs operations on threads of its own, as many in one transaction as have gathered.
+
+    An operation that finds the threads idle is committed at once; the others gather while one is at work, so that a
+    busy gateway waits for the disk once for many requests and an idle one never waits for company. Where enough have
+    gathered, a second thread judges them while the database works for the first. A refusal, or a statement that the
+    database does not accept, touches only its own operation.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        note_commit: NoteCommit | None = None,
+        state: DatabaseState | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        self._admission = admission
+        self._note_commit = note_commit
+        self._state = state if state is not None else DatabaseState()
+        self._waiting: deque[_Waiting] = deque()
+        self._has_changed = threading.Condition()
+        self._is_closed = False
+        self._num_under_way = 0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"group-commit-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, operation: Operation) -> asyncio.Future[Any]:
+        """A future of the running loop: the outcome, or its exception. Cancelling it does not undo the operation.
+
+        After `close` the exception is CommitterClosed, and nothing is done.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        with self._has_changed:
+            if self._is_closed:
+                answer.set_exception(CommitterClosed("the gateway has stopped"))
+                return answer
+            self._waiting.append(_Waiting(operation, loop, answer))
+            # A thread that finds nothing worth its while was woken, and took the interpreter, for nothing.
+            if self._is_worth_it():
+                self._has_changed.notify()
+        return answer
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Commit what waits, and end. Blocking; what a database that does not answer holds up after `timeout_s` fails.
+
+        Its thread is then left to end with the process.
+        """
+        with self._has_changed:
+            self._is_closed = True
+            self._has_changed.notify_all()
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if ends_s is None else max(0.0, ends_s - time.monotonic()))
+        with self._has_changed:
+            left = list(self._waiting)
+            self._waiting.clear()
+        _answer(left, [CommitterClosed("the gateway has stopped")] * len(left))
+
+    def _run(self) -> None:
+        while batch := self._next():
+            started_s = time.monotonic()
+            self._state.begin_commit()
+            outcomes = self._commit([waiting.operation for waiting in batch])
+            with self._has_changed:
+                self._num_under_way -= len(batch)
+                if self._is_worth_it():
+                    # Another goes on while this one answers.
+                    self._has_changed.notify()
+            self._state.end_commit(next((one for one in outcomes if isinstance(one, TROUBLE)), None))
+            if self._note_commit is not None:
+                has_failed = any(isinstance(outcome, SQLAlchemyError) for outcome in outcomes)
+                self._note_commit(len(batch), time.monotonic() - started_s, has_failed)
+            _answer(batch, outcomes)
+
+    def _next(self) -> list[_Waiting]:
+        """What has gathered; nothing once it is closed."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._is_closed or self._is_worth_it())
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
+            self._num_under_way += len(batch)
+            if self._is_worth_it():
+                self._has_changed.notify()
+            return batch
+
+    def _is_worth_it(self) -> bool:
+        """Whether to commit now what waits, rather than let it gather until another thread has done its part."""
+        return len(self._waiting) >= (WORTH_ANOTHER if self._num_under_way else 1)
+
+    def _commit(self, operations: list[Operation], attempt: int = 1) -> list[Outcome]:
+        try:
+            return self._admission.commit(operations)
+        except TROUBLE as error:
+            if _is_passing(error) and attempt < MAX_ATTEMPTS:
+                # Nothing of it was done, and whoever was in its way has gone on.
+                time.sleep(random.uniform(0, RETRY_S * attempt))
+                return self._commit(operations, attempt + 1)
+            # The database is in trouble, which each of them would find out anew.
+            return [error] * len(operations)
+        except DBAPIError as error:
+            if len(operations) == 1:
+                return [error]
+            _log.warning("a batch was refused; each operation gets a transaction", error=repr(error.orig))
+            return [outcome for operation in operations for outcome in self._commit([operation])]
+        except SQLAlchemyError as error:
+            return [error] * len(operations)
+        except Exception as error:
+            _log.exception("committing failed")
+            return [error] * len(operations)
+
+
+def _is_passing(error: SQLAlchemyError) -> bool:
+    """Whether the database only chose this transaction to give way to another, as at a deadlock."""
+    return getattr(getattr(error, "orig", None), "sqlstate", None) in PASSING_STATES
+
+
+def _answer(batch: list[_Waiting], outcomes: list[Outcome]) -> None:
+    """Hand the outcomes over, with one call a loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Outcome]]] = {}
+    for waiting, outcome in zip(batch, outcomes, strict=True):
+        by_loop.setdefault(waiting.loop, []).append((waiting.answer, outcome))
+    for loop, answers in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_resolve, answers)
+        except RuntimeError:
+            # The loop has ended, and with it everybody who waited.
+            continue
+
+
+def _resolve(answers: list[tuple[asyncio.Future[Any], Outcome]]) -> None:
+    for answer, outcome in answers:
+        if answer.done():
+            continue
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)

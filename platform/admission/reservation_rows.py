@@ -1,0 +1,166 @@
+"""The reservations that one transaction works with: locked in one order, kept in memory, written once.
+
+There are rows of requests that run, and of those whose gateway seemed dead, which may still be corrected. A request
+that was settled is in the ledger and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import ARRAY, Connection, Select, String, any_, bindparam, cast, select
+
+from loramux.migrations import schema
+from loramux.migrations.bulk_rows import POSTGRESQL, ManyRows, text_of
+from loramux.migrations.pipeline import round_trip
+from loramux.platform.admission.records import RECOVERED, ReservationRequest
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.quotas.decisions import Charge
+
+LEASE_US = 30_000_000
+"""A reservation whose gateway has written no checkpoint for this long is recovered."""
+
+_reservations = schema.reservations
+_COLUMNS = tuple(_reservations.c.keys())
+_OPEN = ManyRows.insert(_reservations)
+_RECOVER = ManyRows.update(_reservations, [_reservations.c.id], [_reservations.c.state])
+_SETTLE = ManyRows.delete(_reservations, [_reservations.c.id])
+_EXTEND = ManyRows.update(
+    _reservations, [_reservations.c.id], [_reservations.c.reserved_tokens, _reservations.c.charges]
+)
+_CHARGES = msgspec.json.Decoder(list[Charge])
+
+
+@functools.cache
+def _locked(dialect: str) -> Select[*tuple[Any, ...]]:
+    """Reservations by the list that the parameter `ids` is; their charges as text."""
+    columns = [cast(one, String).label(one.name) if one.name == "charges" else one for one in _reservations.c]
+    ids = bindparam("ids", type_=ARRAY(String)) if dialect == POSTGRESQL else bindparam("ids", expanding=True)
+    of_ids = _reservations.c.id == any_(ids) if dialect == POSTGRESQL else _reservations.c.id.in_(ids)
+    return select(*columns).where(of_ids).order_by(_reservations.c.id).with_for_update()
+
+
+class ReservationRows:
+    """Rows of reservations by their ids: those that are open, and those that were recovered and may be corrected.
+
+    Whoever changes a reservation locks it first, and before any counter: see `QuotaState`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.known: set[str] = set()
+        """The ids of those of the requests that ever had a reservation."""
+        self.open: dict[str, dict[str, Any]] = {}
+        self.recovered: dict[str, dict[str, Any]] = {}
+        self.charged: dict[str, Settlement] = {}
+        """What recovered requests were charged by their last checkpoints."""
+        self._opened: list[dict[str, Any]] = []
+        self._extended: dict[str, dict[str, Any]] = {}
+        self._recovered: list[dict[str, Any]] = []
+        self._settled: list[dict[str, Any]] = []
+
+    def read(self, ids: Collection[str]) -> None:
+        """Lock those of these that there are."""
+        dialect = self._connection.dialect
+        statement = _locked(dialect.name)
+        if dialect.name == POSTGRESQL:
+            with round_trip(self._connection) as run:
+                result = run(text_of(statement, dialect), {"ids": list(ids)})
+            found: Sequence[Sequence[Any]] = result.fetchall()
+        else:
+            found = self._connection.execute(statement, {"ids": list(ids)}).all()
+        for one in found:
+            row = dict(zip(_COLUMNS, one, strict=True))
+            self.known.add(row["id"])
+            if row["state"] in ("open", RECOVERED):
+                row["charges"] = _CHARGES.decode(row["charges"])
+                kept = self.open if row["state"] == "open" else self.recovered
+                kept[row["id"]] = row
+        self._read_charged(list(self.recovered))
+        self._read_settled([one for one in ids if one not in self.known])
+
+    def find(self, request_id: str) -> dict[str, Any] | None:
+        """One that may be changed."""
+        return self.open.get(request_id) or self.recovered.get(request_id)
+
+    def held(self) -> Iterator[dict[str, Any]]:
+        """All that may be changed."""
+        yield from self.open.values()
+        yield from self.recovered.values()
+
+    def add(self, request: ReservationRequest, charges: Sequence[Charge], now_us: int) -> None:
+        """Open one."""
+        self._opened.append(
+            {
+                "id": request.request_id,
+                "tenant_id": request.tenant_id,
+                "api_key_id": request.api_key_id,
+                "adapter_version_id": request.adapter_version_id,
+                "model": request.model,
+                "endpoint": request.endpoint,
+                "base": request.base,
+                "end_user": request.end_user,
+                "state": "open",
+                "prompt_tokens": request.prompt_tokens,
+                "reserved_tokens": request.reserved_tokens,
+                "charges": charges,
+                "checkpoint_tokens": 0,
+                "created_us": now_us,
+                "lease_expires_us": now_us + LEASE_US,
+                "cancel_requested_us": None,
+            }
+        )
+
+    def extend(self, request_id: str, tokens: int, charges: Sequence[Charge]) -> None:
+        """Have an open one hold so many tokens more, and these charges."""
+        row = self.open[request_id]
+        row["charges"] = charges
+        row["reserved_tokens"] += tokens
+        self._extended[request_id] = {
+            "id": request_id,
+            "reserved_tokens": row["reserved_tokens"],
+            "charges": charges,
+        }
+
+    def settle(self, request_id: str) -> None:
+        """Have one end: from here on it is none of `open` or `recovered`."""
+        (self.open if request_id in self.open else self.recovered).pop(request_id)
+        self._settled.append({"id": request_id})
+
+    def recover(self, request_id: str) -> None:
+        """Have an open one wait for a settlement that may still come, in another transaction than this."""
+        del self.open[request_id]
+        self._recovered.append({"id": request_id, "state": RECOVERED})
+
+    def writes(self) -> list[tuple[ManyRows, list[dict[str, Any]]]]:
+        """What writes that which was changed, in this order: what is extended and closed at once is the same row."""
+        return [
+            (_OPEN, self._opened),
+            (_EXTEND, list(self._extended.values())),
+            (_RECOVER, self._recovered),
+            (_SETTLE, self._settled),
+        ]
+
+    def _read_charged(self, request_ids: list[str]) -> None:
+        events = schema.usage_events
+        query = select(events).where(events.c.request_id.in_(request_ids))
+        for row in self._connection.execute(query) if request_ids else ():
+            self.charged[row.request_id] = Settlement(
+                status=row.status,
+                prompt_tokens=row.prompt_tokens,
+                completion_tokens=row.completion_tokens,
+                cached_tokens=row.cached_tokens,
+            )
+
+    def _read_settled(self, request_ids: list[str]) -> None:
+        """Of requests without a reservation: those that had one. Few are settled twice.
+
+        A statement of its own after the locks were waited for, so that it sees what their holder has written.
+        """
+        if request_ids:
+            events = schema.usage_events
+            query = select(events.c.request_id).where(events.c.request_id.in_(request_ids))
+            self.known.update(self._connection.execute(query).scalars())

@@ -1,0 +1,297 @@
+"""One transaction for many admissions: locked in one order, judged in memory in the order of arrival, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection
+
+from loramux.migrations.bulk_rows import POSTGRESQL, write_together
+from loramux.migrations.database import Database, Moment
+from loramux.migrations.pipeline import round_trip
+from loramux.platform.admission.records import (
+    Closing,
+    Extension,
+    LoadCharge,
+    Operation,
+    Outcome,
+    Reservation,
+    ReservationRequest,
+)
+from loramux.platform.admission.reservation_rows import ReservationRows
+from loramux.platform.ledger.entries import LedgerEntries, adapters_of
+from loramux.platform.ledger.price_list import PriceReader
+from loramux.platform.ledger.prices import Price, PriceBook, cost_of
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.quotas.counter_rows import QuotaState
+from loramux.platform.quotas.counters import CounterKey
+from loramux.platform.quotas.decisions import Decision, QuotaExceeded, RequestTooLarge, decide, extend
+from loramux.platform.quotas.metrics import Unit
+from loramux.platform.quotas.policy_cache import PolicyReader
+from loramux.platform.quotas.rules import Binding, Demand, Spent
+
+_Asking = ReservationRequest | LoadCharge
+
+MAX_ATTEMPTS = 20
+"""How often the rules may change under a transaction before it is given up."""
+
+
+class Uncounted(Exception):
+    """Since the counters were locked the rules have changed, or a day has ended, and others are needed besides.
+
+    Nothing was judged. The transaction is begun anew, with the `bindings` whose counters may have to be made.
+    """
+
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        super().__init__("the rules changed while they were applied")
+        self.bindings = bindings
+
+
+class AdmissionBatch:
+    """The work of one transaction that may write.
+
+    It locks the reservations in the order of their ids and then the counters in that of their keys: see `QuotaState`.
+    Rules and prices come from books that are kept between transactions: see `PolicyReader` and `PriceReader`.
+    """
+
+    def __init__(self, connection: Connection, database: Database, policies: PolicyReader, prices: PriceReader) -> None:
+        self._connection = connection
+        self._database = database
+        self._policies = policies
+        self._rules = policies.book(connection)
+        self._now_us = 0
+        self._quotas = QuotaState(connection)
+        self._reservations = ReservationRows(connection)
+        self._prices = prices
+        self._entries = LedgerEntries(connection, prices)
+        self._book = PriceBook((), 0)
+        self._adapters: Mapping[str, str] = {}
+        self.num_overdrawn = 0
+        """Settlements that came after recovery and took a hard limit beyond what it admits."""
+
+    def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
+        """The outcome of each; a refused one takes nothing. Raises Uncounted and SQLAlchemyError, and then nothing
+        is changed."""
+        asking = [operation for operation in operations if isinstance(operation, ReservationRequest | LoadCharge)]
+        others = [operation for operation in operations if isinstance(operation, Extension | Closing)]
+        if others:
+            self._reservations.read({operation.request_id for operation in others})
+        self._lock_counters(asking, others)
+        if self._rules.has_costs:
+            self._read_prices([one for one in asking if isinstance(one, ReservationRequest)])
+        outcomes = [self._judge(operation) for operation in operations]
+        self._write()
+        return outcomes
+
+    def _lock_counters(self, asking: Sequence[_Asking], others: Sequence[Extension | Closing]) -> None:
+        """Lock what the rules name, and see that they still do."""
+        self._read_rules(asking)
+        wanted = self._wanted(asking, self._policies.latest_us)
+        moment = self._read_counters({binding.key for binding in wanted}.union(self._held_keys(others)))
+        self._now_us = moment.now_us
+        if moment.epoch != self._rules.epoch:
+            self._rules = self._policies.renewed(moment.epoch)
+            self._read_rules(asking)
+        uncounted = [one for one in self._wanted(asking, self._now_us) if one.key not in self._quotas.counters]
+        if uncounted:
+            raise Uncounted(uncounted)
+
+    def _read_counters(self, keys: Collection[CounterKey]) -> Moment:
+        """Lock these counters and then read the time, in a statement of its own that sees what has committed by now."""
+        if self._connection.dialect.name != POSTGRESQL:
+            self._quotas.read(keys)
+            return self._policies.moment(self._connection)
+        with round_trip(self._connection) as run:
+            counters = self._quotas.ask(run, keys) if keys else None
+            moment = self._policies.ask_moment(run)
+        if counters is not None:
+            self._quotas.take(counters.fetchall())
+        return self._policies.take_moment(moment.fetchall()[0])
+
+    def _read_rules(self, asking: Sequence[_Asking]) -> None:
+        subjects: set[str] = set()
+        for request in asking:
+            subjects.add(request.tenant_id)
+            subjects.add(request.api_key_id)
+            if request.adapter_id is not None:
+                subjects.add(request.adapter_id)
+        charged = {charge.policy_id for reservation in self._reservations.held() for charge in reservation["charges"]}
+        self._rules.read(self._connection, subjects, {request.tenant_id for request in asking}, charged)
+
+    def _wanted(self, asking: Sequence[_Asking], now_us: int) -> list[Binding]:
+        return [
+            binding
+            for request in asking
+            for binding in self._rules.bindings(request.tenant_id, request.api_key_id, request.adapter_id, now_us)
+        ]
+
+    def _held_keys(self, operations: Sequence[Extension | Closing]) -> set[CounterKey]:
+        """The counters that these change."""
+        keys = set()
+        for operation in operations:
+            reservation = self._reservations.find(operation.request_id)
+            if reservation is None:
+                continue
+            for _, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
+                if binding is not None and _is_changed(binding, operation):
+                    keys.add(binding.key)
+        return keys
+
+    def _read_prices(self, requests: Sequence[ReservationRequest]) -> None:
+        self._book = self._prices.book(self._connection, self._now_us)
+        versions = {request.adapter_version_id for request in requests}
+        versions.update(row["adapter_version_id"] for row in self._reservations.held())
+        self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
+
+    def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
+        """What tokens cost a request, as the ledger will have it; None too where no budget is in money."""
+        if self._book.is_empty:
+            return None
+        adapter_id = None if version_id is None else self._adapters.get(version_id)
+        return self._book.price_of(tenant_id, adapter_id, admitted_us)
+
+    def _price_of(self, reservation: Mapping[str, Any]) -> Price | None:
+        return self._price(reservation["tenant_id"], reservation["adapter_version_id"], reservation["created_us"])
+
+    def _bindings(self, request: _Asking) -> Sequence[Binding]:
+        return self._rules.bindings(request.tenant_id, request.api_key_id, request.adapter_id, self._now_us)
+
+    def _judge(self, operation: Operation) -> Outcome:
+        if isinstance(operation, Closing):
+            return self._close(operation)
+        if isinstance(operation, Extension):
+            return self._extend(operation)
+        try:
+            return self._load(operation) if isinstance(operation, LoadCharge) else self._reserve(operation)
+        except (QuotaExceeded, RequestTooLarge) as refusal:
+            return refusal
+
+    def _reserve(self, request: ReservationRequest) -> Reservation:
+        price = self._price(request.tenant_id, request.adapter_version_id, self._now_us)
+        completion = request.reserved_tokens - request.prompt_tokens
+        demand = Demand(
+            tokens=request.reserved_tokens,
+            cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
+            loads=int(request.loads_adapter),
+        )
+        decision = self._admit(self._bindings(request), demand)
+        self._reservations.add(request, decision.charges, self._now_us)
+        return Reservation(
+            request.request_id, request.reserved_tokens, self._now_us, decision.limits, decision.exceeded
+        )
+
+    def _load(self, charge: LoadCharge) -> bool:
+        bindings = [binding for binding in self._bindings(charge) if binding.metric.unit is Unit.LOADS]
+        self._admit(bindings, Demand(tokens=0, loads=1))
+        return True
+
+    def _admit(self, bindings: Sequence[Binding], demand: Demand) -> Decision:
+        """Judge a demand and count it; raises QuotaExceeded and RequestTooLarge."""
+        try:
+            decision = decide(bindings, self._quotas.counters, demand, self._now_us)
+        except (QuotaExceeded, RequestTooLarge):
+            self._note_step_back(bindings)
+            raise
+        for key, counter in decision.counters.items():
+            self._quotas.change(key, counter)
+        return decision
+
+    def _note_step_back(self, bindings: Sequence[Binding]) -> None:
+        """Have the buckets of a refused request refill from now on where the clock has gone back.
+
+        A refusal writes nothing else, and a refill time that stays ahead would be taken back at each refusal again.
+        """
+        for binding in bindings:
+            counter = self._quotas.counters.get(binding.key)
+            if counter is None:
+                continue
+            current = binding.current(counter, self._now_us)
+            if current.refilled_us < counter.refilled_us:
+                self._quotas.change(binding.key, current)
+
+    def _extend(self, extension: Extension) -> bool | LookupError:
+        reservation = self._reservations.open.get(extension.request_id)
+        if reservation is None:
+            return self._not_open(extension.request_id)
+        held = self._rules.held(reservation["charges"], reservation["tenant_id"])
+        cost_nanos = cost_of(self._price_of(reservation), 0, 0, extension.tokens)
+        demand = Demand(tokens=extension.tokens, cost_nanos=cost_nanos)
+        granted = extend(held, self._quotas.counters, demand, self._now_us)
+        if granted is None:
+            self._note_step_back([binding for _, binding in held if binding is not None])
+            return False
+        counters, charges = granted
+        for key, counter in counters.items():
+            self._quotas.change(key, counter)
+        self._reservations.extend(extension.request_id, extension.tokens, charges)
+        return True
+
+    def _not_open(self, request_id: str) -> bool | LookupError:
+        return False if request_id in self._reservations.known else LookupError(f"there is no reservation {request_id}")
+
+    def _close(self, closing: Closing) -> bool | LookupError:
+        reservation = self._reservations.open.get(closing.request_id)
+        if reservation is None and closing.request_id in self._reservations.recovered and not closing.is_recovery:
+            return self._correct(closing)
+        if reservation is None:
+            return self._not_open(closing.request_id)
+        if closing.is_recovery and closing.lease_expires_us != reservation["lease_expires_us"]:
+            # A gateway that was only slow has extended its lease since.
+            return False
+        settlement = closing.settlement
+        spent = _spent(settlement, self._price_of(reservation))
+        for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
+            # A limit that was lifted meanwhile no longer binds.
+            if binding is None or not binding.is_settled_by(spent):
+                continue
+            if (counter := self._quotas.counters.get(binding.key)) is not None:
+                counter = binding.give_back(binding.current(counter, self._now_us), charge.amount, spent)
+                self._quotas.change(binding.key, counter)
+        if closing.is_recovery:
+            self._reservations.recover(closing.request_id)
+        else:
+            self._reservations.settle(closing.request_id)
+        self._entries.charge(reservation, settlement)
+        return True
+
+    def _correct(self, closing: Closing) -> bool:
+        """Settle a request whose gateway had seemed dead: what it cost beyond, or less than, what it was charged."""
+        reservation = self._reservations.recovered[closing.request_id]
+        charged, truth = self._reservations.charged[closing.request_id], closing.settlement
+        price = self._price_of(reservation)
+        guess, spent = _spent(charged, price), _spent(truth, price)
+        is_overdrawn = False
+        for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
+            if binding is None or not binding.is_settled_by(spent):
+                continue
+            if (counter := self._quotas.counters.get(binding.key)) is not None:
+                counter = binding.correct(binding.current(counter, self._now_us), charge.amount, guess, spent)
+                self._quotas.change(binding.key, counter)
+                is_more = spent.of(binding.metric) > guess.of(binding.metric)
+                is_overdrawn |= is_more and binding.is_hard and binding.is_overdrawn(counter)
+        self.num_overdrawn += is_overdrawn
+        self._reservations.settle(closing.request_id)
+        self._entries.correct(reservation, charged, truth)
+        return True
+
+    def _write(self) -> None:
+        entries = self._entries.writes(self._now_us)
+        writes = [self._quotas.writes(), *self._reservations.writes(), *entries]
+        write_together(self._connection, writes, is_last=True)
+
+
+def _is_changed(binding: Binding, operation: Extension | Closing) -> bool:
+    """Whether an operation changes what is counted for a policy that its reservation holds something of."""
+    if isinstance(operation, Extension):
+        return binding.is_extended
+    return binding.is_settled_by(_spent(operation.settlement, None))
+
+
+def _spent(settlement: Settlement, price: Price | None) -> Spent:
+    return Spent(
+        tokens=settlement.tokens,
+        cost_nanos=settlement.cost_nanos(price),
+        has_run=settlement.has_run,
+        has_begun=settlement.has_begun,
+    )

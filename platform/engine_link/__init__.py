@@ -1,0 +1,1 @@
+"""Reaching an engine process and supervising it."""

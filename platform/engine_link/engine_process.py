@@ -1,0 +1,165 @@
+"""One run of an engine's process: started, watched through its record and its output, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from loramux.engine.config import EngineConfig
+from loramux.engine.server.step_record import StepRecord
+from loramux.platform.engine_link.output_lines import OutputLines
+from loramux.platform.engine_link.process_output import ProcessOutput
+
+ENGINE_COMMAND = (sys.executable, "-m", "loramux.engine.server.process")
+"""Called with the socket's path and the descriptor of the step record."""
+
+KILL_WAIT_S = 2.0
+"""How long a killed process may take to be gone. One that a driver holds in the kernel never is."""
+
+THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
+"""Idle kernel threads spin for about 0.2 ms, then sleep (GNU OpenMP).
+
+A step has dozens of parallel regions with less than that between them, and waking a thread takes 0.1 ms. Threads that
+spin for ever would take the cores from the gateway, and from each other whenever one waits for a time slice.
+"""
+
+MEMORY_ENVIRONMENT = {
+    "GLIBC_TUNABLES": ":".join(
+        (
+            "glibc.malloc.hugetlb=1",
+            f"glibc.malloc.mmap_threshold={32 << 20}",
+            f"glibc.malloc.trim_threshold={1 << 30}",
+            f"glibc.malloc.top_pad={64 << 20}",
+        )
+    )
+}
+"""What a step frees serves the next one, in huge pages where the kernel gives them to whoever asks (GNU libc).
+
+Otherwise each activation of a large step is mapped anew: 20,000 page faults for sixteen prompts of 64 tokens. Weights
+are read from small pages at half the speed. 32 MiB is the largest threshold that the C library takes.
+"""
+
+log = structlog.get_logger()
+
+
+class EngineProcess:
+    """A process that was started; `close` it, however it ended."""
+
+    def __init__(self, process: asyncio.subprocess.Process, record: StepRecord, output: ProcessOutput) -> None:
+        self._process = process
+        self._output = output
+        self.record = record
+
+    @staticmethod
+    async def launch(
+        command: tuple[str, ...], config: EngineConfig, socket_path: Path, lines: OutputLines | None = None
+    ) -> EngineProcess:
+        """Start an engine that will listen at `socket_path`; what it prints goes to `lines`, or as it is."""
+        record_fd = StepRecord.new_file(config.max_sequences)
+        output = ProcessOutput() if lines is None else ProcessOutput(lines.take, lines.end)
+        try:
+            record = StepRecord(record_fd)
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                str(socket_path),
+                str(record_fd),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output.write_fd,
+                stderr=output.write_fd,
+                pass_fds=(record_fd,),
+                # A session of its own: Ctrl-C at the terminal is for the supervisor, which drains first.
+                start_new_session=True,
+                env=_environment(config.program_dir),
+            )
+        except BaseException:
+            output.close()
+            raise
+        finally:
+            os.close(record_fd)
+        output.close_write_end()
+        assert process.stdin is not None
+        # Standard input stays open: the engine ends when this process does. One that has died already says so itself.
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(msgspec.json.encode(config) + b"\n")
+            await process.stdin.drain()
+        return EngineProcess(process, record, output)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def how_it_ended(self) -> str:
+        """Its end and its last words, in one line."""
+        code = self.exit_code
+        if code is None:
+            end = "it still runs"
+        elif code < 0:
+            end = f"killed by {_signal_name(-code)}"
+        else:
+            end = f"exit code {code}"
+        line = self._output.last_line()
+        return end if line is None else f"{end}: {line}"
+
+    def last_line(self) -> str | None:
+        return self._output.last_line()
+
+    def kill(self) -> None:
+        if self.exit_code is None:
+            self._process.kill()
+
+    async def end(self, grace_s: float) -> None:
+        """Ask it to end, and kill it when it has not after `grace_s`; takes at most KILL_WAIT_S longer."""
+        if self.exit_code is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            if not await self._has_ended_within(grace_s):
+                self.kill()
+                if not await self._has_ended_within(KILL_WAIT_S):
+                    log.error("the engine cannot be killed", pid=self.pid)
+        self.close()
+
+    def close(self) -> None:
+        """Free what this side holds of it."""
+        self._output.last_line()
+        self._output.close()
+        self.record.close()
+
+    async def _has_ended_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._process.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _environment(program_dir: str | None = None) -> dict[str, str]:
+    programs = {} if program_dir is None else {"TRITON_CACHE_DIR": program_dir}
+    return {
+        **THREADS_ENVIRONMENT,
+        **MEMORY_ENVIRONMENT,
+        **programs,
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }

@@ -1,0 +1,230 @@
+"""A supervised engine process on this machine, and the client that talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from loramux.engine.config import EngineConfig
+from loramux.engine.messages import Add
+from loramux.platform.engine_link.connected_engine import ConnectedEngine
+from loramux.platform.engine_link.crash_strikes import RequestStrikes
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.engine_link.engine_connection import EngineConnection
+from loramux.platform.engine_link.engine_process import ENGINE_COMMAND, EngineProcess
+from loramux.platform.engine_link.engine_socket import EngineSocketDirectory, SocketUnusable
+from loramux.platform.engine_link.output_lines import OutputLines
+from loramux.platform.engine_link.watchdog import Watchdog
+
+END_GRACE_S = 1.0
+"""How long an engine that is told to end may finish its step; by then its streams have been ended."""
+
+CONNECT_POLL_S = 0.02
+
+log = structlog.get_logger()
+
+
+class EngineStartError(Exception):
+    """The engine cannot start; its own sentence says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """How an engine is watched, and when it is started again."""
+
+    step_timeout_s: float = 60.0
+    """A step that takes longer hangs."""
+    start_timeout_s: float = 300.0
+    """The same for the start, and for the first step after it, which may have to compile."""
+    first_delay_s: float = 0.2
+    """Before the restart after a steady run; it doubles with each run that is not steady."""
+    max_delay_s: float = 30.0
+    steady_s: float = 60.0
+
+    @property
+    def look_interval_s(self) -> float:
+        return min(1.0, self.step_timeout_s / 4)
+
+    def delay_s(self, num_short_runs: int) -> float:
+        """How long to wait after so many runs in a row that were not steady."""
+        # The exponent has a cap of its own: a power without one overflows in the end.
+        return float(min(self.max_delay_s, self.first_delay_s * 2 ** min(num_short_runs, 32)))
+
+
+class LocalEngine(ConnectedEngine):
+    """Starts an engine process, starts it again when it dies or hangs, and is its client.
+
+    While no engine runs, `submit` raises EngineUnavailable and `is_ready` is false; streams that were open when it
+    died end with Finished(reason="error", code="engine_unavailable"). A request that was running at two deaths ends
+    at once with the code `request_excluded`. Other gateways may use the engine through `socket_path`, which lies in
+    `socket_directory` where that can hold a socket. What an engine prints goes to `lines`, or to
+    standard error as it is.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        supervision: Supervision | None = None,
+        command: tuple[str, ...] = ENGINE_COMMAND,
+        clock: Callable[[], float] = time.monotonic,
+        socket_directory: Path | None = None,
+        lines: OutputLines | None = None,
+    ) -> None:
+        super().__init__(RequestStrikes(clock))
+        self._config = config
+        self._supervision = supervision if supervision is not None else Supervision()
+        self._command = command
+        self._clock = clock
+        self._lines = lines
+        try:
+            self._socket = EngineSocketDirectory(socket_directory)
+        except SocketUnusable as error:
+            raise EngineStartError(str(error)) from error
+        self._ran_at_death: frozenset[str] = frozenset()
+        self._process: EngineProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._is_hung = False
+        self._trouble: str | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """False from when a step hangs until its process is gone, which is for good if it cannot be killed."""
+        return not self._is_hung
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it is not ready, in a line for operators: the last engine's end and its last words."""
+        return None if self.is_ready else self._trouble
+
+    @property
+    def socket_path(self) -> Path:
+        """Where the engine listens, for further gateways too; the same for all its runs."""
+        return self._socket.path
+
+    @property
+    def pid(self) -> int | None:
+        """The running engine's process id."""
+        return None if self._process is None else self._process.pid
+
+    async def spawn(self) -> None:
+        """Begin to start the engine and return; `start` waits for it. Lets the caller import while the engine loads."""
+        if self._process is None:
+            await self._launch()
+
+    async def start(self) -> None:
+        """Wait until the engine can run sequences; raises EngineStartError with its reason when it cannot."""
+        await self.spawn()
+        try:
+            await self._connect()
+        except (EngineStartError, EngineUnavailable) as error:
+            await self.close()
+            raise EngineStartError(str(error)) from error
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def close(self) -> None:
+        """Stop supervising, end the process and remove its socket; takes a few seconds at most, whatever hangs."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        # An engine that still loads would not notice that it should end; it holds nothing that could be lost.
+        grace_s = END_GRACE_S if self.is_ready and not self._is_hung else 0.0
+        self._disconnect(frozenset())
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end(grace_s)
+        self._socket.close()
+
+    async def _launch(self) -> None:
+        self.socket_path.unlink(missing_ok=True)
+        config = msgspec.structs.replace(self._config, ran_at_death=tuple(sorted(self._ran_at_death)))
+        self._process = await EngineProcess.launch(self._command, config, self.socket_path, self._lines)
+
+    async def _connect(self) -> None:
+        """Connect to the launched process once it listens."""
+        process = self._process
+        assert process is not None
+        timeout_s = self._supervision.start_timeout_s
+        deadline = self._clock() + timeout_s
+        while not self.socket_path.exists():
+            if process.exit_code is not None:
+                raise EngineStartError(f"the engine did not start: {process.last_line() or process.how_it_ended()}")
+            if self._clock() > deadline:
+                raise EngineStartError(f"the engine was not ready within {timeout_s:.0f} s")
+            await asyncio.sleep(CONNECT_POLL_S)
+        opening = asyncio.ensure_future(EngineConnection.open(self.socket_path, self._note_end))
+        exited = asyncio.ensure_future(process.wait())
+        try:
+            await asyncio.wait({opening, exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                raise EngineStartError(f"the engine did not start: {process.how_it_ended()}")
+            self._connection = opening.result()
+        finally:
+            opening.cancel()
+            exited.cancel()
+        self._trouble = None
+
+    def _disconnect(self, running: frozenset[str]) -> list[Add]:
+        """End every stream; what was open of the sequences that were running."""
+        connection, self._connection = self._connection, None
+        return [] if connection is None else connection.close(running)
+
+    async def _supervise(self) -> None:
+        """Wait for the engine's death, end what ran on it, and start it again; forever."""
+        num_short_runs = 0
+        while True:
+            assert self._process is not None
+            worked_s = await self._until_death(self._process)
+            if worked_s > self._supervision.steady_s:
+                num_short_runs = 0
+            delay_s = self._supervision.delay_s(num_short_runs)
+            num_short_runs += 1
+            log.error("engine died", reason=self._trouble, restart_in_s=delay_s)
+            self._process.close()
+            await asyncio.sleep(delay_s)
+            try:
+                await self._launch()
+                await self._connect()
+                log.info("engine restarted", pid=self.pid)
+            except Exception as error:
+                # Whatever it was, the next round tries again; a process that cannot be reached is of no use.
+                log.error("engine restart failed", reason=str(error))
+                self._process.kill()
+
+    async def _until_death(self, process: EngineProcess) -> float:
+        """Wait until the process is gone, killing it when its loop hangs; the seconds that it was of use."""
+        limits = self._supervision
+        interval_s = limits.look_interval_s
+        watchdog = Watchdog(limits.step_timeout_s, limits.start_timeout_s, max_gap_s=2 * interval_s)
+        started = looked = self._clock()
+        exited = asyncio.ensure_future(process.wait())
+        try:
+            while not (await asyncio.wait({exited}, timeout=interval_s))[0]:
+                now = self._clock()
+                if self.is_ready and watchdog.look(process.record.progress(), now - looked):
+                    self._is_hung = True
+                    log.error("engine hangs", pid=process.pid, stalled_s=round(watchdog.stalled_s, 1))
+                    self._bury(process)
+                    process.kill()
+                looked = now
+        finally:
+            exited.cancel()
+        self._bury(process)
+        self._trouble = process.how_it_ended()
+        if self._is_hung:
+            self._trouble = f"it made no progress for {watchdog.stalled_s:.0f} s; {self._trouble}"
+            self._is_hung = False
+        return self._clock() - started - watchdog.stalled_s
+
+    def _bury(self, process: EngineProcess) -> None:
+        """End the streams of an engine that is dead or as good as dead, and remember what it died of."""
+        if self.is_ready:
+            self._ran_at_death = process.record.running()
+            self._strikes.strike(self._disconnect(self._ran_at_death))

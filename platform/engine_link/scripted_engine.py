@@ -1,0 +1,283 @@
+"""An engine that says what it is told to: a shipped fake for tests of everything in front of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from loramux.adapter_store.tiers.tier_contents import KeptAdapter, TierContents
+from loramux.adapter_store.tiers.tier_figures import TierFigures
+from loramux.engine.messages import (
+    Abort,
+    AdapterState,
+    Add,
+    EngineReady,
+    Extend,
+    Finished,
+    ResidentAdapter,
+    SequenceOutput,
+    Stats,
+    TokenLogprobs,
+)
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What one sequence does: emit `token_ids`, up to the request's max_tokens, pause there if it may, then end.
+
+    With fewer tokens than max_tokens it ends as if by an end-of-sequence token, which is committed but not emitted.
+    """
+
+    token_ids: tuple[int, ...]
+    delay_s: float = 0.0
+    """Before each token."""
+    tokens_per_output: int = 1
+    stall_after: int | None = None
+    """Emit this many tokens and then nothing more until aborted."""
+    ignores_abort: bool = False
+    """Never answer an abort, as an engine that hangs."""
+    abort_delay_s: float = 0.0
+    """Answer an abort this much later, as an engine that is in a long step."""
+    error: str | None = None
+    """End with this code after the tokens."""
+    cached_tokens: int = 0
+
+
+def echo(add: Add) -> Script:
+    """Say the prompt, again and again, up to max_tokens."""
+    times = -(-add.max_tokens // len(add.prompt))
+    return Script(token_ids=(add.prompt * times)[: add.max_tokens])
+
+
+class ScriptedEngine:
+    """An EngineClient without an engine. `adds`, `extensions` and `aborts` record what it was asked."""
+
+    def __init__(self, script: Callable[[Add], Script] = echo, max_model_len: int = 1024) -> None:
+        self.script = script
+        self.adds: list[Add] = []
+        self.extensions: list[Extend] = []
+        self.aborts: list[Abort] = []
+        self.resident: dict[str, int] = {}
+        self.pinned: set[str] = set()
+        self.unloadable: set[str] = set()
+        self._info = EngineReady(
+            max_model_len=max_model_len, num_pages=64, page_tokens=16, device="cpu", dtype="float32"
+        )
+        self._is_ready = True
+        self.is_live = True
+        self._running: dict[str, _Sequence] = {}
+
+    @property
+    def info(self) -> EngineReady | None:
+        return self._info if self._is_ready else None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_ready
+
+    @property
+    def trouble(self) -> str | None:
+        return None if self._is_ready else "killed by SIGKILL: last words"
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
+        if not self._is_ready:
+            raise EngineUnavailable("the engine is not running")
+        self.adds.append(add)
+        sequence = self._running[add.sequence_id] = _Sequence(add, self.script(add))
+        return self._stream(sequence)
+
+    def abort(self, sequence_id: str, keep: int | None = None) -> None:
+        self.aborts.append(Abort(sequence_id=sequence_id, keep=keep))
+        sequence = self._running.get(sequence_id)
+        if sequence is not None and not sequence.script.ignores_abort:
+            sequence.keep = keep
+            asyncio.get_running_loop().call_later(sequence.script.abort_delay_s, sequence.end, "abort")
+
+    def die(self) -> None:
+        """End every stream as a dead engine's are ended, and be unavailable until `revive`."""
+        self._is_ready = False
+        for sequence in self._running.values():
+            sequence.end("engine_unavailable")
+
+    def revive(self) -> None:
+        self._is_ready = True
+
+    def extend(self, sequence_id: str, max_tokens: int) -> None:
+        self.extensions.append(Extend(sequence_id=sequence_id, max_tokens=max_tokens))
+        if sequence_id in self._running:
+            self._running[sequence_id].extend(max_tokens)
+
+    async def load(self, digest: str, timeout_s: float) -> AdapterState:
+        if not self._is_ready:
+            raise EngineUnavailable("the engine is not running")
+        if digest in self.unloadable:
+            return AdapterState(call_id="load", digest=digest, state="failed", code="adapter_unavailable")
+        self.resident[digest] = 1
+        return AdapterState(call_id="load", digest=digest, state="resident", num_pages=1)
+
+    async def unload(self, digest: str, timeout_s: float) -> AdapterState:
+        self.resident.pop(digest, None)
+        self.pinned.discard(digest)
+        return AdapterState(call_id="unload", digest=digest, state="absent")
+
+    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
+        if is_pinned:
+            self.pinned.add(digest)
+            return await self.load(digest, timeout_s)
+        self.pinned.discard(digest)
+        return AdapterState(call_id="pin", digest=digest, state="resident" if digest in self.resident else "absent")
+
+    async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
+        if not self._is_ready:
+            raise EngineUnavailable("the engine is not running")
+        num_used = sum(self.resident.values())
+        return Stats(
+            call_id="stats",
+            num_steps=len(self.adds),
+            num_running=len(self._running),
+            num_waiting=0,
+            num_pages=self._info.num_pages,
+            num_free_pages=self._info.num_pages - num_used,
+            num_kv_pages=0,
+            num_adapter_pages=num_used,
+            num_prefix_pages=0,
+            cached_tokens=0,
+            prompt_tokens=sum(len(add.prompt) for add in self.adds),
+            completion_tokens=0,
+            num_adapter_loads=len(self.resident),
+            num_adapter_evictions=0,
+            num_preemptions=0,
+            mixed_steps=0,
+            max_adapters_in_step=0,
+            loading=TierFigures().snapshot(),
+            adapters=tuple(
+                ResidentAdapter(digest=digest, slot=slot, num_pages=pages, num_users=0, is_pinned=digest in self.pinned)
+                for slot, (digest, pages) in enumerate(self.resident.items())
+            ),
+            page_bytes=PAGE_BYTES,
+            num_slots=self._info.num_pages,
+            tiers=tuple(self._tier(tier) for tier in ("host", "disk")) if with_tiers else (),
+        )
+
+    def _tier(self, tier: str) -> TierContents:
+        """Every tier holds what the pool does."""
+        kept = tuple(
+            KeptAdapter(digest=digest, num_bytes=pages * PAGE_BYTES, idle_s=0.0)
+            for digest, pages in self.resident.items()
+        )
+        return TierContents(
+            tier=tier,
+            used_bytes=sum(one.num_bytes for one in kept),
+            max_bytes=self._info.num_pages * PAGE_BYTES,
+            num_adapters=len(kept),
+            num_evictions=0,
+            adapters=kept,
+        )
+
+    async def close(self) -> None:
+        self.die()
+
+    async def _stream(self, sequence: _Sequence) -> AsyncIterator[SequenceOutput | Finished]:
+        add, script = sequence.add, sequence.script
+        try:
+            while sequence.ending is None and (tokens := sequence.next_tokens() or await sequence.extended_tokens()):
+                if await sequence.ends_within(script.delay_s):
+                    break
+                sequence.num_committed += len(tokens)
+                yield SequenceOutput(
+                    sequence_id=add.sequence_id,
+                    token_ids=tokens,
+                    logprobs=tuple(_logprobs(add, token) for token in tokens)
+                    if add.sampling.num_logprobs is not None
+                    else (),
+                )
+            if script.stall_after is not None and sequence.num_committed >= script.stall_after:
+                await sequence.ends_within(None)
+            yield sequence.finished()
+        finally:
+            self._running.pop(add.sequence_id, None)
+
+
+class _Sequence:
+    """One running sequence and how it is told to end."""
+
+    def __init__(self, add: Add, script: Script) -> None:
+        self.add = add
+        self.script = script
+        self.num_committed = 0
+        self.keep: int | None = None
+        self.ending: str | None = None
+        self._max_tokens = add.max_tokens
+        self._ended = asyncio.Event()
+        self._extended = asyncio.Event()
+
+    def extend(self, max_tokens: int) -> None:
+        self._max_tokens = max(self._max_tokens, max_tokens)
+        self._extended.set()
+
+    async def extended_tokens(self) -> tuple[int, ...]:
+        """The next tokens once the limit is raised, where it is reached and the sequence may pause there."""
+        if self.num_committed < self._max_tokens or self.add.pause_s <= 0:
+            return ()
+        self._extended.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._extended.wait(), self.add.pause_s)
+        return self.next_tokens()
+
+    def end(self, ending: str) -> None:
+        self.ending = self.ending or ending
+        self._ended.set()
+
+    async def ends_within(self, seconds: float | None) -> bool:
+        """Wait, but not beyond being told to end; whether it was."""
+        if seconds == 0.0:
+            await asyncio.sleep(0)
+            return self._ended.is_set()
+        try:
+            await asyncio.wait_for(self._ended.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def next_tokens(self) -> tuple[int, ...]:
+        limit = min(self._max_tokens, len(self.script.token_ids))
+        if self.script.stall_after is not None:
+            limit = min(limit, self.script.stall_after)
+        return self.script.token_ids[
+            self.num_committed : min(limit, self.num_committed + self.script.tokens_per_output)
+        ]
+
+    def finished(self) -> Finished:
+        reason, code, committed = "length", None, self.num_committed
+        if self.ending == "abort":
+            reason, committed = "abort", committed if self.keep is None else min(committed, self.keep)
+        elif self.ending is not None or self.script.error is not None:
+            reason, code = "error", self.ending or self.script.error
+        elif committed < self._max_tokens:
+            reason, committed = "stop", committed + 1
+        return Finished(
+            sequence_id=self.add.sequence_id,
+            reason=reason,
+            prompt_tokens=len(self.add.prompt),
+            completion_tokens=committed,
+            cached_tokens=self.script.cached_tokens,
+            code=code,
+        )
+
+
+def _logprobs(add: Add, token_id: int) -> TokenLogprobs:
+    """The chosen token first, then ids from 0 up: a fixed shape that tests can write down."""
+    others = [other for other in range((add.sampling.num_logprobs or 0) + 1) if other != token_id]
+    ranked = [token_id, *others][: add.sampling.num_logprobs or 0]
+    return TokenLogprobs(
+        token_id=token_id, logprob=-0.5, top=tuple((other, -0.5 * (i + 1)) for i, other in enumerate(ranked))
+    )

@@ -1,0 +1,72 @@
+"""Loads of adapters ahead of requests, which count as those that requests cause."""
+
+from __future__ import annotations
+
+import asyncio
+
+from loramux.engine.messages import AdapterState
+from loramux.platform.admission.database_health import DatabaseState, DatabaseTrouble
+from loramux.platform.admission.group_commit import GroupCommit
+from loramux.platform.admission.records import LoadCharge
+from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
+from loramux.platform.generation.cold_loads import ResidentAdapters
+
+CHARGE_WAIT_S = 5.0
+"""How long a load waits for its charge."""
+
+
+class AdapterLoads:
+    """Has the engine load adapters for the admin side, and lets `residents` know, so that no request pays again."""
+
+    def __init__(
+        self, engine: EngineClient, residents: ResidentAdapters, commit: GroupCommit, state: DatabaseState
+    ) -> None:
+        self._engine = engine
+        self._residents = residents
+        self._commit = commit
+        self._state = state
+
+    async def load(self, digest: str, charge: LoadCharge | None, timeout_s: float) -> AdapterState:
+        """Load an adapter; where the engine does not hold it, `charge` is counted first. None charges nobody.
+
+        Raises QuotaExceeded and then loads nothing, EngineUnavailable, what is in TROUBLE, and TimeoutError where the
+        engine is still loading it after `timeout_s`.
+        """
+        if charge is not None:
+            await self._admit(digest, charge)
+        try:
+            answer = await self._engine.load(digest, timeout_s)
+        except TimeoutError:
+            self._residents.note_loading(digest)
+            raise
+        self._note(answer)
+        return answer
+
+    async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
+        """Load an adapter and keep it, or let it go again: an operator's call, which charges nobody."""
+        answer = await self._engine.pin(digest, is_pinned, timeout_s)
+        if is_pinned:
+            self._note(answer)
+        return answer
+
+    async def _admit(self, digest: str, charge: LoadCharge) -> None:
+        if not self._engine.is_ready:
+            # It cannot be asked, and then nothing is charged.
+            raise EngineUnavailable("the engine is not running")
+
+        async def count(is_cold: bool) -> None:
+            if is_cold:
+                self._state.check()
+                await asyncio.shield(self._commit.submit(charge))
+
+        try:
+            async with asyncio.timeout(CHARGE_WAIT_S):
+                await self._residents.admit(charge.tenant_id, digest, count)
+        except TimeoutError:
+            raise DatabaseTrouble("the charge takes too long") from None
+
+    def _note(self, answer: AdapterState) -> None:
+        if answer.state == "resident":
+            self._residents.note_loading(answer.digest)
+        elif answer.state == "failed":
+            self._residents.note_failed(answer.digest)

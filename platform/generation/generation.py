@@ -1,0 +1,318 @@
+"""One admitted request in the engine: submit, read, stop, settle. It outlives its client's connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+
+from loramux.engine.messages import Add, Finished, SamplingParams
+from loramux.platform.accounts.model_names import ResolvedModel
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.accounts.tenants import Share
+from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
+from loramux.platform.errors import ApiError, RequestCancelled
+from loramux.platform.generation.choice import Choice, ChoiceDelta
+from loramux.platform.generation.engine_failures import engine_failure
+from loramux.platform.generation.pending_deltas import PendingDeltas
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.telemetry.tracing import begin_span, traced
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+
+FINISHED_WAIT_S = 1.0
+"""How long the engine may take to say what an aborted sequence cost while a client waits for the answer's end."""
+
+ABANDONED_WAIT_S = 60.0
+"""The same where nobody waits: longer than any step, since the engine reads an abort between steps."""
+
+CHUNK_TOKENS = 1024
+"""How many tokens a choice is granted at a time where its request does not say how many it wants."""
+
+EXTEND_AHEAD_TOKENS = 128
+"""So many tokens before the end of what was granted, more is asked for, so that the sequence need not pause."""
+
+PAUSE_S = 2.0
+"""How long a sequence waits at the end of what was granted; a refused one ends after it, with `length`."""
+
+Settle = Callable[[str, Settlement], Awaitable[None]]
+Extend = Callable[[str, int], Awaitable[bool]]
+"""Holds so many more tokens for a request; False where it may have no more."""
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a request asks for, checked and tokenised. `max_tokens` and `granted_tokens` are each choice's.
+
+    Only `granted_tokens` are reserved and run at first; what lies beyond is asked for when it is needed.
+    """
+
+    request_id: str
+    principal: Principal
+    tenant_id: str
+    share: Share
+    model: ResolvedModel
+    endpoint: str
+    prompts: tuple[tuple[int, ...], ...]
+    num_choices: int
+    max_tokens: int
+    granted_tokens: int
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    tokens_at_once: int
+    """So many the engine may tell of together: 1 where the client, or a stop string, waits for each."""
+    base: str
+    end_user: str | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self.prompt_tokens + self.num_sequences * self.granted_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.num_choices
+
+    def adds(self, traceparent: str | None = None) -> list[Add]:
+        """One sequence a choice, in the order of the choices' indices; their spans lie below `traceparent`."""
+        return [self._add(p, c, traceparent) for p in range(len(self.prompts)) for c in range(self.num_choices)]
+
+    def _add(self, prompt_index: int, choice: int, traceparent: str | None) -> Add:
+        sampling = self.sampling
+        if sampling.seed is not None and choice:
+            # Choices of one prompt differ; the first is what n = 1 would give.
+            sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
+        adapter = self.model.adapter
+        return Add(
+            sequence_id=f"{self.request_id}-{prompt_index * self.num_choices + choice}",
+            prompt=self.prompts[prompt_index],
+            max_tokens=self.granted_tokens,
+            pause_s=PAUSE_S if self.granted_tokens < self.max_tokens else 0.0,
+            tokens_at_once=self.tokens_at_once,
+            sampling=sampling,
+            digest=adapter.digest if adapter is not None else None,
+            share_key=self.share.key,
+            weight=self.share.weight,
+            isolation_key=self.share.isolation_key,
+            traceparent=traceparent,
+            host_floor_bytes=self.share.host_floor_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the caller is told and charged."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Generation:
+    """Runs in a task of its own, so that a client that leaves cannot cut the settlement short.
+
+    `deltas` yields what the choices say and ends once the request is settled; `usage` is then known. `observe_gap` is
+    told the seconds between two tokens of a choice.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: EngineClient,
+        tokenizer: ModelTokenizer,
+        settle: Settle,
+        extend: Extend,
+        clock: Callable[[], int],
+        observe_gap: Callable[[float], None] | None = None,
+    ) -> None:
+        self.plan = plan
+        self._observe_gap = observe_gap
+        self._engine = engine
+        self._settle = settle
+        self._extend = extend
+        self._granted = plan.granted_tokens
+        self._extending: asyncio.Task[None] | None = None
+        self._clock = clock
+        self._span = begin_span("generate")
+        traceparent = None if self._span is None else self._span.traceparent
+        self._choices = [Choice(i, add, tokenizer, plan.stops) for i, add in enumerate(plan.adds(traceparent))]
+        self._events = PendingDeltas()
+        self._is_stopping = asyncio.Event()
+        self.is_abandoned = False
+        self._watch: asyncio.Task[None] | None = None
+        self._failure: ApiError | None = None
+        self.first_token_us: int | None = None
+        self.usage = Usage(0, 0, 0)
+        self.status = "open"
+
+    @property
+    def num_pending(self) -> int:
+        """Deltas that the client has not taken yet; a bounded number, however slow it is."""
+        return len(self._events)
+
+    @property
+    def num_received(self) -> int:
+        """Tokens delivered so far, for checkpoints."""
+        return sum(choice.num_received for choice in self._choices)
+
+    async def deltas(self) -> AsyncIterator[ChoiceDelta]:
+        """What the choices say, as it comes; raises ApiError when the request failed."""
+        while (event := await self._events.get()) is not None:
+            yield event
+        if self._failure is not None:
+            raise self._failure
+
+    def abandon_when(self, gone: Coroutine[Any, Any, None]) -> None:
+        """Abandon the request when `gone` returns, which it does when the client has left."""
+
+        async def watch() -> None:
+            await gone
+            self.abandon()
+
+        self._watch = asyncio.create_task(watch())
+
+    def abandon(self) -> None:
+        """The client is gone: end every sequence; what was committed is paid for."""
+        if self.status == "open" and not self._is_stopping.is_set():
+            self.is_abandoned = True
+            self._stop()
+
+    def cancel(self) -> None:
+        """An administrator wants it ended: the client is told so, and what was committed is paid for."""
+        if self.status == "open" and not self._is_stopping.is_set():
+            self._fail(RequestCancelled("an administrator cancelled this request"))
+
+    async def run(self) -> None:
+        """Read every choice to its end, then settle."""
+        readers = [asyncio.create_task(self._read(choice)) for choice in self._choices]
+        all_read = asyncio.create_task(asyncio.wait(readers))
+        stopping = asyncio.create_task(self._is_stopping.wait())
+        await asyncio.wait({all_read, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        # After an abort the engine's last word is worth waiting for, but not for ever.
+        _, late = await asyncio.wait(readers, timeout=ABANDONED_WAIT_S if self.is_abandoned else FINISHED_WAIT_S)
+        for task in (*late, all_read, stopping):
+            task.cancel()
+        if self.is_abandoned:
+            for choice, reader in zip(self._choices, readers, strict=True):
+                if reader in late:
+                    choice.give_up()
+        settlement = self._settlement()
+        self.usage = Usage(settlement.prompt_tokens, settlement.completion_tokens, settlement.cached_tokens)
+        if self._span is not None:
+            self._span.set("loramux.completion_tokens", settlement.completion_tokens)
+            self._span.end(None if self._failure is None else self._failure.code)
+        try:
+            with traced("settle"):
+                await self._settle(self.plan.request_id, settlement)
+        finally:
+            # Whatever happened, who waits for the end must not wait for ever.
+            self.status = settlement.status
+            if self._watch is not None:
+                self._watch.cancel()
+            self._events.close()
+
+    async def _read(self, choice: Choice) -> None:
+        try:
+            await self._follow(choice)
+        except EngineUnavailable:
+            self._fail(engine_failure("engine_unavailable", None))
+        except Exception:
+            log.exception("reading a sequence failed", request_id=self.plan.request_id)
+            self._fail(ApiError("an internal error; it is in the server's log"))
+
+    async def _follow(self, choice: Choice) -> None:
+        """Submit one choice and turn what the engine says of it into deltas."""
+        if self._is_stopping.is_set():
+            return
+        last_s: float | None = None
+        async for item in self._engine.submit(choice.add):
+            if isinstance(item, Finished):
+                self._finish(choice, item)
+                return
+            if self.first_token_us is None:
+                self.first_token_us = self._clock()
+            if self._observe_gap is not None:
+                now_s = time.monotonic()
+                if last_s is not None:
+                    # Tokens that waited for each other came together; each counts with its part of the time.
+                    for _ in item.token_ids:
+                        self._observe_gap((now_s - last_s) / len(item.token_ids))
+                last_s = now_s
+            delta = choice.feed(item)
+            self._ask_for_more(choice)
+            if delta is None:
+                continue
+            self._events.put(delta)
+            if choice.is_done:
+                # A stop string was found: the engine need not go on, and only its last word is missing.
+                self._engine.abort(choice.add.sequence_id, keep=choice.keep)
+                if all(other.is_done for other in self._choices):
+                    self._is_stopping.set()
+
+    def _ask_for_more(self, choice: Choice) -> None:
+        """Have the reservation and the sequences extended by a chunk before this choice has used up what it has."""
+        if (
+            self._granted < self.plan.max_tokens
+            and choice.num_received >= self._granted - EXTEND_AHEAD_TOKENS
+            and not choice.is_done
+            and self._extending is None
+        ):
+            self._extending = asyncio.create_task(self._grow())
+
+    async def _grow(self) -> None:
+        # Should the request settle first, the extension finds its reservation closed and holds nothing.
+        wanted = min(self.plan.max_tokens, self._granted + CHUNK_TOKENS)
+        if not await self._extend(self.plan.request_id, (wanted - self._granted) * self.plan.num_sequences):
+            # Not asked again: the sequences end where their tokens do.
+            return
+        self._granted = wanted
+        self._extending = None
+        for choice in self._choices:
+            if choice.finished is None:
+                self._engine.extend(choice.add.sequence_id, wanted)
+
+    def _finish(self, choice: Choice, finished: Finished) -> None:
+        delta = choice.finish(finished)
+        if delta is not None:
+            self._events.put(delta)
+        if choice.is_done or self.is_abandoned:
+            return
+        code = finished.code if finished.reason == "error" else "engine_unavailable"
+        self._fail(engine_failure(code, finished.message))
+
+    def _fail(self, failure: ApiError) -> None:
+        """One choice failed, and with it the request."""
+        if self._failure is None:
+            self._failure = failure
+            self._stop()
+
+    def _stop(self) -> None:
+        self._is_stopping.set()
+        for choice in self._choices:
+            if choice.finished is None:
+                self._engine.abort(choice.add.sequence_id, keep=choice.keep)
+
+    def _settlement(self) -> Settlement:
+        choices = self._choices
+        n = self.plan.num_choices
+        # A prompt is paid for once, however many choices continue it.
+        groups = [choices[start : start + n] for start in range(0, len(choices), n)]
+        is_complete = all(choice.is_done for choice in choices)
+        is_failed = self._failure is not None and not isinstance(self._failure, RequestCancelled)
+        status = "failed" if is_failed else "completed" if is_complete else "aborted"
+        return Settlement(
+            status=status,
+            prompt_tokens=sum(max(choice.prompt_tokens for choice in group) for group in groups),
+            completion_tokens=sum(choice.completion_tokens for choice in choices),
+            cached_tokens=sum(min((c.cached_tokens for c in group if c.has_run), default=0) for group in groups),
+            first_token_us=self.first_token_us,
+            has_run=any(choice.has_run for choice in choices),
+        )

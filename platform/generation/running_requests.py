@@ -1,0 +1,255 @@
+"""The requests that run in this gateway: reserved, started, checkpointed, drained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.database_health import TROUBLE, DatabaseState, DatabaseTrouble
+from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
+from loramux.platform.admission.records import Checkpoint, Extension, Reservation, ReservationRequest
+from loramux.platform.admission.reservation_rows import LEASE_US
+from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.generation.cold_loads import ResidentAdapters
+from loramux.platform.generation.generation import Generation, Plan
+from loramux.platform.generation.settler import Settling
+from loramux.platform.telemetry.metrics import GatewayMetrics
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+
+RESERVE_WAIT_S = 5.0
+"""How long a request waits for its reservation."""
+
+TEND_INTERVAL_S = 1.0
+"""How often a database in trouble is tried again, and what was spooled is looked for."""
+
+RECOVERY_GRACE_S = LEASE_US / 1_000_000
+"""After trouble, gateways first get a lease's time to say what runs and what was settled."""
+
+CHECKPOINT_INTERVAL_S = 5.0
+
+SWEEP_INTERVAL_S = 3600.0
+"""How often counters of windows long past are looked for."""
+
+log = structlog.get_logger()
+
+
+class Call(Protocol):
+    """Runs a blocking function on a thread."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+
+
+class LiveRequests(Protocol):
+    """The requests that a gateway in this process runs; asked on its event loop."""
+
+    def progress(self) -> Mapping[str, int]:
+        """Tokens received so far, by request."""
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at once; False where it is not run here."""
+
+
+class NoLiveRequests:
+    """For a process without a gateway."""
+
+    def progress(self) -> Mapping[str, int]:
+        return {}
+
+    def cancel(self, request_id: str) -> bool:
+        return False
+
+
+class RunningRequests:
+    """Owns the task of every admitted request until it is settled. `maintain` must run beside the server."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        commit: GroupCommit,
+        engine: EngineClient,
+        tokenizer: ModelTokenizer,
+        metrics: GatewayMetrics,
+        call: Call,
+        clock: Callable[[], int],
+        state: DatabaseState,
+        settling: Settling,
+        residents: ResidentAdapters,
+    ) -> None:
+        self._state = state
+        self._settling = settling
+        self._admission = admission
+        self._commit = commit
+        self._engine = engine
+        self._residents = residents
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._call = call
+        self._clock = clock
+        self._tasks: dict[asyncio.Task[None], Generation] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._tasks)
+
+    async def reserve(self, plan: Plan) -> Reservation:
+        """Hold what the request may cost; raises QuotaExceeded, RequestTooLarge, and what is in TROUBLE."""
+        self._check()
+        adapter = plan.model.adapter
+        if adapter is None:
+            return await self._reserve(plan, loads_adapter=False)
+        try:
+            # Whoever waits for its turn waits no longer than one that has it.
+            async with asyncio.timeout(RESERVE_WAIT_S):
+                return await self._residents.admit(plan.tenant_id, adapter.digest, partial(self._reserve, plan))
+        except TimeoutError:
+            raise DatabaseTrouble("the reservation takes too long") from None
+
+    def _check(self) -> None:
+        """Raise DatabaseTrouble where a reservation could not be taken now, or its settlement could not be kept."""
+        self._state.check()
+        trouble = self._settling.trouble
+        if trouble is not None:
+            raise DatabaseTrouble(trouble)
+
+    async def _reserve(self, plan: Plan, loads_adapter: bool) -> Reservation:
+        self._check()
+        adapter = plan.model.adapter
+        request = ReservationRequest(
+            request_id=plan.request_id,
+            tenant_id=plan.tenant_id,
+            api_key_id=plan.principal.key_id,
+            model=plan.model.name,
+            adapter_version_id=adapter.version_id if adapter is not None else None,
+            adapter_id=adapter.adapter_id if adapter is not None else None,
+            endpoint=plan.endpoint,
+            prompt_tokens=plan.prompt_tokens,
+            reserved_tokens=plan.reserved_tokens,
+            base=plan.base,
+            end_user=plan.end_user,
+            loads_adapter=loads_adapter,
+        )
+        # Shielded: a reservation that commits while its client leaves must still be settled by someone.
+        reserving = self._commit.submit(request)
+        try:
+            reservation: Reservation = await asyncio.wait_for(asyncio.shield(reserving), RESERVE_WAIT_S)
+        except asyncio.CancelledError:
+            reserving.add_done_callback(lambda done: self._settling.settle_unrun(plan.request_id, done))
+            raise
+        except TimeoutError:
+            reserving.add_done_callback(lambda done: self._settling.settle_unrun(plan.request_id, done))
+            raise DatabaseTrouble("the reservation takes too long") from None
+        except TROUBLE:
+            # It may have been committed all the same, with only the answer lost.
+            await self._settling.spool_unrun(plan.request_id)
+            raise
+        return reservation
+
+    def start(self, plan: Plan) -> Generation:
+        """Run a reserved request; it is settled whatever becomes of its client."""
+        gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
+        generation = Generation(
+            plan, self._engine, self._tokenizer, self._settling.settle, self._extend, self._clock, gaps.observe
+        )
+        task = asyncio.create_task(generation.run(), name=plan.request_id)
+        self._tasks[task] = generation
+        self._metrics.running.inc()
+        task.add_done_callback(self._forget)
+        return generation
+
+    def progress(self) -> Mapping[str, int]:
+        """Tokens received so far, by request."""
+        return {generation.plan.request_id: generation.num_received for generation in self._tasks.values()}
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request for an administrator; what was committed is paid for. False where it is not run here."""
+        for generation in self._tasks.values():
+            if generation.plan.request_id == request_id:
+                generation.cancel()
+                return True
+        return False
+
+    async def maintain(self) -> None:
+        """Checkpoint what runs, recover what a dead gateway left, roll up, and settle what was spooled, for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_leases())
+            group.create_task(self._tend_database())
+            group.create_task(self._residents.follow())
+
+    async def _keep_leases(self) -> None:
+        sweep_s = time.monotonic()
+        while True:
+            try:
+                await self.checkpoint()
+                if self._may_recover():
+                    num_recovered = await self._call(self._admission.recover_expired)
+                    self._metrics.recovered.inc(num_recovered)
+                await self._call(self._admission.roll_up)
+                if time.monotonic() >= sweep_s:
+                    num_swept = await self._call(self._admission.sweep_counters)
+                    # Where there were some, there may be more.
+                    sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
+            except SQLAlchemyError as error:
+                log.warning("checkpoint failed; trying again", error=str(error))
+            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+
+    def _may_recover(self) -> bool:
+        """Not while gateways that are well may have been unable to say so."""
+        return not self._settling.has_waiting and self._state.well_for_s > RECOVERY_GRACE_S
+
+    async def _tend_database(self) -> None:
+        """Find out when a database that failed takes writes again, and then settle the settlements that wait."""
+        while True:
+            try:
+                await self._settling.spool_held()
+                if self._state.has_failed:
+                    await self._call(self._admission.probe)
+                    self._state.note_well()
+                    log.info("the database takes writes again")
+                if self._settling.has_waiting and self._state.trouble is None:
+                    await self._settling.replay()
+            except (SQLAlchemyError, OSError) as error:
+                log.warning("the database or the spool is in trouble; trying again", error=type(error).__name__)
+            await asyncio.sleep(TEND_INTERVAL_S)
+
+    async def checkpoint(self) -> None:
+        """Write down how far every request is, extend its lease, and end those that are to be cancelled."""
+        checkpoints = [Checkpoint(item.plan.request_id, item.num_received) for item in self._tasks.values()]
+        checkpoints += self._settling.checkpoints()
+        if checkpoints:
+            for request_id in await self._call(self._admission.checkpoint, checkpoints):
+                self.cancel(request_id)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until every request is settled or on the disk; False when some are not after `timeout_s`.
+
+        `maintain` must run meanwhile: it settles what waits in memory.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._tasks:
+                    await asyncio.wait(set(self._tasks))
+                await self._settling.none_held()
+        except TimeoutError:
+            return False
+        return not self._tasks
+
+    async def _extend(self, request_id: str, tokens: int) -> bool:
+        """Hold more tokens for a request; False where it may have no more."""
+        try:
+            return bool(await self._commit.submit(Extension(request_id=request_id, tokens=tokens)))
+        except (SQLAlchemyError, CommitterClosed) as error:
+            log.warning("extending failed", request_id=request_id, error=str(error))
+            return False
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        self._metrics.running.dec()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a request's task failed", request_id=task.get_name(), exc_info=error)

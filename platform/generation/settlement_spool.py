@@ -1,0 +1,226 @@
+"""Settlements that the database could not take, on the local disk until it can."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from loramux.platform.admission.records import Closing
+
+CURRENT, LEFT, REFUSED = "settlements.jsonl", "replaying.jsonl", "refused.jsonl"
+
+ALLOCATED_BYTES = 4 << 20
+"""Disk space that the spool takes before it needs it, and each time that it needs more; 18,000 settlements."""
+
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What a file system answers that allocates nothing beforehand."""
+
+log = structlog.get_logger()
+
+
+class SpoolFull(Exception):
+    """What waits has reached the most that may."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolContents:
+    """The whole records that wait in the spool, and the number of damaged lines."""
+
+    closings: tuple[Closing, ...]
+    num_damaged: int
+
+
+class SettlementSpool:
+    """A file in a directory of one process; its space is allocated beforehand, so a full disk does not stop it.
+
+    Each record is a line of its CRC-32 and JSON, written in place after the one before and fsynced; zeros fill the rest
+    of the file. Settling twice changes nothing, so records may be replayed as often as it takes. `begin_replay` reads
+    the records that wait and `end_replay` marks them as settled; once none waits, zeros are written over all of them.
+    None of this takes new space, except keeping a record that the database refused.
+
+    A file whose first byte is zero holds nothing, whatever follows. A torn last line, as a crash leaves it, was
+    acknowledged to nobody; a damaged line elsewhere is reported and kept. Lines in the file LEFT are replayed at the
+    next start and then removed: an earlier version left them, or an operator took them from the log.
+    Blocking.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._directory = directory
+        self._path = directory / CURRENT
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._allocated = 0
+        # The records in [0, _settled) are settled, those in [_settled, _end) wait; a replay has read up to _replayed.
+        self._settled = 0
+        self._replayed = 0
+        self._damaged: list[bytes] = []
+        left = directory / LEFT
+        self._left_bytes = left.stat().st_size if left.exists() else 0
+        data = self._path.read_bytes() if self._path.exists() else b""
+        self._end = _end_of_records(data)
+        try:
+            with self._opened() as file:
+                self._clear(file, self._end, len(data.rstrip(b"\0")))
+                self._allocate(file, 1)
+        except OSError as error:
+            # The next settlement tries again.
+            log.warning("the spool of settlements has no space allocated", error=str(error))
+
+    @property
+    def num_bytes(self) -> int:
+        """How much waits; 0: nothing."""
+        return self._left_bytes + self._end - self._settled
+
+    def append(self, closing: Closing) -> None:
+        """Keep a settlement; it is on the disk when this returns. Raises SpoolFull and OSError."""
+        line = record_of(closing)
+        with self._lock:
+            if self._end + len(line) > self._max_bytes:
+                raise SpoolFull(f"the spool holds {self._end} bytes, its limit is {self._max_bytes}")
+            with self._opened() as file:
+                self._allocate(file, self._end + len(line))
+                try:
+                    _write_all(file, line, self._end)
+                    os.fsync(file)
+                except OSError:
+                    # Half a line would swallow the next one.
+                    with contextlib.suppress(OSError):
+                        _write_all(file, bytes(len(line)), self._end)
+                    raise
+            self._end += len(line)
+
+    def begin_replay(self) -> SpoolContents:
+        """The records that wait, to be settled now."""
+        with self._lock:
+            left = (self._directory / LEFT).read_bytes() if self._left_bytes else b""
+            self._replayed = self._end
+            lines = [*left.split(b"\n"), *self._read(self._settled, self._end).split(b"\n")]
+        found = [(line, _closing_of(line)) for line in lines if line]
+        self._damaged = [line for line, closing in found if closing is None]
+        return SpoolContents(tuple(closing for _, closing in found if closing is not None), len(self._damaged))
+
+    def end_replay(self, refused: Iterable[Closing] = ()) -> None:
+        """Mark what `begin_replay` read as settled, but keep aside what the database `refused` for good.
+
+        Raises OSError where that cannot be kept, and then everything still waits.
+        """
+        with self._lock:
+            kept = [*map(msgspec.json.encode, refused), *self._damaged]
+            if kept:
+                log.error("settlements could not be replayed and are kept", count=len(kept), file=REFUSED)
+                with (self._directory / REFUSED).open("ab") as file:
+                    file.writelines(line + b"\n" for line in kept)
+                    file.flush()
+                    os.fsync(file.fileno())
+            if self._left_bytes:
+                (self._directory / LEFT).unlink()
+            if kept or self._left_bytes:
+                self._sync_directory()
+            self._left_bytes, self._damaged = 0, []
+            self._settled = self._replayed
+            if self._settled == self._end:
+                self._empty()
+
+    def _empty(self) -> None:
+        """Begin at the start of the file again. Where this fails, settled records may be replayed: no change."""
+        num_bytes, self._settled, self._end = self._end, 0, 0
+        if num_bytes == 0:
+            return
+        with self._opened() as file:
+            # This one byte empties the file, wherever a crash stops the rest.
+            self._clear(file, 0, 1)
+            if num_bytes > ALLOCATED_BYTES:
+                os.ftruncate(file, ALLOCATED_BYTES)
+                self._allocated = ALLOCATED_BYTES
+            self._clear(file, 1, min(num_bytes, ALLOCATED_BYTES))
+
+    def _allocate(self, file: int, num_bytes: int) -> None:
+        """Allocate at least `num_bytes` of the file on the disk; raises OSError."""
+        if num_bytes <= self._allocated:
+            return
+        wanted = min(self._max_bytes, -(-num_bytes // ALLOCATED_BYTES) * ALLOCATED_BYTES)
+        try:
+            os.posix_fallocate(file, 0, wanted)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            log.warning("the file system allocates no space beforehand: a full disk will stop the spool", file=CURRENT)
+            wanted = self._max_bytes
+        os.fsync(file)
+        self._sync_directory()
+        self._allocated = wanted
+
+    def _clear(self, file: int, start: int, end: int) -> None:
+        """Write zeros over the bytes in [start, end)."""
+        if start < end:
+            _write_all(file, bytes(end - start), start)
+            os.fsync(file)
+
+    def _read(self, start: int, end: int) -> bytes:
+        if start == end:
+            return b""
+        with self._path.open("rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    def _sync_directory(self) -> None:
+        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def record_of(closing: Closing) -> bytes:
+    """The line that the spool keeps of a settlement."""
+    body = msgspec.json.encode(closing)
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def _write_all(file: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        num_written = os.pwrite(file, view, offset)
+        view, offset = view[num_written:], offset + num_written
+
+
+def _end_of_records(data: bytes) -> int:
+    """Where the next record goes: after the last whole line that was written to its end."""
+    if data.startswith(b"\0"):
+        return 0
+    end = data.rstrip(b"\0").rfind(b"\n") + 1
+    last = data.rfind(b"\n", 0, max(end - 1, 0)) + 1
+    is_torn = b"\0" in data[last:end]
+    if is_torn or data[end:].strip(b"\0"):
+        log.warning("a settlement was cut short by a crash before it was acknowledged", file=CURRENT)
+    return last if is_torn else end
+
+
+def _closing_of(line: bytes) -> Closing | None:
+    """The settlement of a line; None where the line is not as it was written."""
+    checksum, _, body = line.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(body):
+        return None
+    try:
+        return msgspec.json.decode(body, type=Closing)
+    except msgspec.MsgspecError:
+        return None

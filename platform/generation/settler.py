@@ -1,0 +1,227 @@
+"""Requests settled: in the database, or on the disk or in memory until the database takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import structlog
+
+from loramux.platform.admission.database_health import TROUBLE, DatabaseState
+from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
+from loramux.platform.admission.records import Checkpoint, Closing
+from loramux.platform.generation.settlement_spool import SettlementSpool, SpoolFull, record_of
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.telemetry.metrics import GatewayMetrics
+
+SETTLE_WAIT_S = 2.0
+"""How long a settlement may be under way before it is spooled too."""
+
+REPLAY_AT_ONCE = 256
+
+NEVER_RAN = Settlement(status="aborted", prompt_tokens=0, completion_tokens=0, has_run=False, has_begun=False)
+
+log = structlog.get_logger()
+
+
+class Settling:
+    """Closes reservations, whatever becomes of the database.
+
+    A settlement that the database does not take waits in the spool. One that the spool does not take either waits in
+    memory, until the database or the spool is well again. While one waits in memory no request is admitted, so what
+    waits there never exceeds the reservations that were open or under way when the trouble began.
+    """
+
+    def __init__(
+        self, commit: GroupCommit, metrics: GatewayMetrics, state: DatabaseState, spool: SettlementSpool | None = None
+    ) -> None:
+        self._commit = commit
+        self._metrics = metrics
+        self._state = state
+        self._spool = spool
+        # One thread of its own: the others may all wait for the database.
+        self._spooling = ThreadPoolExecutor(1, thread_name_prefix="spool")
+        self._unrun: set[asyncio.Future[None]] = set()
+        self._held: dict[str, Closing] = {}
+        self._none_is_held = asyncio.Event()
+        self._none_is_held.set()
+        self._is_closed = False
+
+    async def settle(self, request_id: str, settlement: Settlement) -> None:
+        """Settle in the database, or keep the settlement on the disk or in memory; settling twice changes nothing."""
+        closing = Closing(request_id=request_id, settlement=settlement)
+        is_kept = False
+        try:
+            is_kept = await self._settle_now(closing) or await self._spool_one(closing)
+        finally:
+            if is_kept:
+                self._count(settlement)
+            else:
+                self._hold(closing)
+
+    def settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
+        """Give back what `reserving`, which is done, may hold for a request that nobody waits for any more."""
+        error = None if reserving.cancelled() else reserving.exception()
+        if reserving.cancelled() or not (error is None or isinstance(error, TROUBLE)):
+            return
+        settle = self.settle(request_id, NEVER_RAN) if error is None else self.spool_unrun(request_id)
+        settling = asyncio.ensure_future(settle)
+        self._unrun.add(settling)
+        settling.add_done_callback(self._unrun.discard)
+
+    async def spool_unrun(self, request_id: str) -> None:
+        """Have a request's reservation given back later, should there be one: only its answer may have been lost."""
+        closing = Closing(request_id=request_id, settlement=NEVER_RAN)
+        is_kept = False
+        try:
+            is_kept = await self._spool_one(closing)
+        finally:
+            if not is_kept:
+                self._hold(closing)
+
+    @property
+    def num_held(self) -> int:
+        """Settlements that wait in memory."""
+        return len(self._held)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether settlements wait on the disk or in memory."""
+        return bool(self._held) or (self._spool is not None and self._spool.num_bytes > 0)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no request can be admitted now, in a line for operators."""
+        if not self._held:
+            return None
+        return f"{len(self._held)} settlements wait in memory: neither the database nor the spool takes them"
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The tokens of the settlements in memory, which also extend their leases if the database takes only those."""
+        return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
+
+    async def none_held(self) -> None:
+        """Return once no settlement waits in memory."""
+        await self._none_is_held.wait()
+
+    async def spool_held(self) -> None:
+        """Move settlements from memory to the spool until it takes no more."""
+        for closing in tuple(self._held.values()):
+            if not await self._spool_one(closing):
+                return
+            self._release(closing)
+
+    async def replay(self) -> None:
+        """Settle the settlements in memory and on the disk; once the database is in trouble the rest goes on waiting.
+
+        Raises OSError where the disk fails, which holds up only the settlements there.
+        """
+        held = tuple(self._held.values())
+        refused = await self._settle_all(held)
+        if refused is None:
+            return
+        for closing in held:
+            self._release(closing, is_settled=closing not in refused)
+        self._note_settled(held, refused)
+        if self._spool is None or self._spool.num_bytes == 0:
+            return
+        loop = asyncio.get_running_loop()
+        contents = await loop.run_in_executor(self._spooling, self._spool.begin_replay)
+        refused = await self._settle_all(contents.closings)
+        if refused is None:
+            return
+        await loop.run_in_executor(self._spooling, self._spool.end_replay, refused)
+        self._note_settled(contents.closings, refused)
+
+    def close(self) -> None:
+        """End the thread of the spool, and log in full every settlement that still waits in memory."""
+        self._is_closed = True
+        self._spooling.shutdown()
+        for closing in tuple(self._held.values()):
+            self._give_up(closing)
+
+    async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
+        """Log and return the settlements that the database refuses for good; None where it is in trouble."""
+        refused = []
+        for start in range(0, len(closings), REPLAY_AT_ONCE):
+            some = closings[start : start + REPLAY_AT_ONCE]
+            outcomes = await asyncio.gather(*map(self._commit.submit, some), return_exceptions=True)
+            for closing, outcome in zip(some, outcomes, strict=True):
+                if isinstance(outcome, (*TROUBLE, CommitterClosed)):
+                    return None
+                # Nothing was reserved where only the answer seemed lost.
+                if isinstance(outcome, BaseException) and closing.settlement.has_run:
+                    log.error("a settlement was refused", error=repr(outcome), **_in_full(closing))
+                    refused.append(closing)
+        return refused
+
+    def _note_settled(self, closings: Sequence[Closing], refused: Sequence[Closing]) -> None:
+        self._metrics.settle_failures.inc(len(refused))
+        if closings:
+            log.info("waiting settlements are in the ledger", count=len(closings), refused=len(refused))
+
+    async def _settle_now(self, closing: Closing) -> bool:
+        """Whether the database took it, or had it already."""
+        if self._state.trouble is not None:
+            return False
+        settling = self._commit.submit(closing)
+        try:
+            # Shielded: what takes too long is spooled as well, and the second of the two changes nothing.
+            await asyncio.wait_for(asyncio.shield(settling), SETTLE_WAIT_S)
+        except TimeoutError:
+            settling.add_done_callback(_look_away)
+            return False
+        except Exception as error:
+            # The settlement is known and must not be lost; a replay finds out whether the database refuses it.
+            log.warning("settling failed", request_id=closing.request_id, error=str(error))
+            return False
+        return True
+
+    async def _spool_one(self, closing: Closing) -> bool:
+        """Put a settlement on the disk; False where that failed as well."""
+        if self._spool is None:
+            return False
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._spooling, self._spool.append, closing)
+        except (SpoolFull, OSError) as error:
+            log.error("THE SPOOL OF SETTLEMENTS TAKES NO MORE", request_id=closing.request_id, error=str(error))
+            return False
+        return True
+
+    def _hold(self, closing: Closing) -> None:
+        """Keep a settlement in memory."""
+        self._held[closing.request_id] = closing
+        self._none_is_held.clear()
+        if self._is_closed:
+            self._give_up(closing)
+
+    def _release(self, closing: Closing, *, is_settled: bool = True) -> None:
+        del self._held[closing.request_id]
+        if is_settled:
+            self._count(closing.settlement)
+        if not self._held:
+            self._none_is_held.set()
+
+    def _count(self, settlement: Settlement) -> None:
+        if settlement.has_begun:
+            self._metrics.count_settlement(settlement)
+
+    def _give_up(self, closing: Closing) -> None:
+        self._metrics.settle_failures.inc()
+        log.error(
+            "the gateway stops before this is settled: put the record into DATA_DIR/spool/replaying.jsonl",
+            **_in_full(closing),
+        )
+
+
+def _in_full(closing: Closing) -> dict[str, str]:
+    """What the log says of a settlement that somebody has to look after."""
+    return {"request_id": closing.request_id, "record": record_of(closing).decode().rstrip()}
+
+
+def _look_away(done: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more; its exception, if any, is not to be reported as forgotten."""
+    if not done.cancelled():
+        done.exception()

@@ -1,0 +1,1 @@
+"""Usage events, rollups, reports and prices."""

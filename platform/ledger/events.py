@@ -1,0 +1,161 @@
+"""The ledger: what was used, as events and as sums."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row, Select, func, select, tuple_
+
+from loramux.migrations import schema
+from loramux.migrations.database import LONGEST_READ_S, Database
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.report import UsageRow, answer
+
+AMOUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
+EXPORT_ROWS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageEvent:
+    """One settled request, adjusted where it was recovered first. `tenant` is the slug."""
+
+    request_id: str
+    tenant_id: str
+    tenant: str
+    api_key_id: str
+    adapter_id: str | None
+    adapter_version_id: str | None
+    model: str
+    endpoint: str
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    started_us: int
+    finished_us: int
+    first_token_us: int | None
+    base: str
+    end_user: str | None
+    cost_nanos: int
+    price_id: str | None
+
+
+class Ledger:
+    """Reads usage events; only Admission writes them."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def report(
+        self,
+        tenant_id: str | None,
+        start_us: int,
+        end_us: int,
+        bucket: str | None = None,
+        group_by: Sequence[str] = (),
+        timezone: str = "UTC",
+    ) -> tuple[UsageRow, ...]:
+        """Sums of what finished in `[start_us, end_us)`: see UsageQuestion, whose InvalidRequest this raises."""
+        return answer(
+            self._database,
+            UsageQuestion(
+                tenant_id=tenant_id,
+                start_us=start_us,
+                end_us=end_us,
+                bucket=bucket,
+                group_by=tuple(group_by),
+                timezone=timezone,
+            ),
+        )
+
+    def events(
+        self,
+        tenant_id: str | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        start_us: int | None = None,
+        end_us: int | None = None,
+        only: Collection[str] | None = None,
+    ) -> Page[UsageEvent]:
+        """Settled requests with their adjustments, those that started last first; all tenants when it is None.
+
+        With `only`, requests of these adapters.
+        """
+        query = _select_events(tenant_id, start_us, end_us, only)
+        with self._database.read(LONGEST_READ_S) as connection:
+            rows, has_more = keyset_rows(connection, query, schema.usage_events.c.request_id, limit, after, before)
+        return Page(tuple(_event(row) for row in rows), has_more)
+
+    def export(
+        self,
+        tenant_id: str | None,
+        start_us: int,
+        end_us: int,
+        after: UsageEvent | None = None,
+        only: Collection[str] | None = None,
+    ) -> Sequence[UsageEvent]:
+        """The next part of a list that is as long as the ledger: at most EXPORT_ROWS, in the order they finished.
+
+        Each part is a transaction of its own, so that a slow reader holds nothing back.
+        """
+        events = schema.usage_events.c
+        query = _select_events(tenant_id, start_us, end_us, only)
+        if after is not None:
+            place = (after.finished_us, after.request_id)
+            # The first condition is what an index finds.
+            query = query.where(
+                events.finished_us >= after.finished_us, tuple_(events.finished_us, events.request_id) > place
+            )
+        query = query.order_by(events.finished_us, events.request_id).limit(EXPORT_ROWS)
+        with self._database.read(LONGEST_READ_S) as connection:
+            return [_event(row) for row in connection.execute(query)]
+
+
+def _select_events(
+    tenant_id: str | None, start_us: int | None, end_us: int | None, only: Collection[str] | None
+) -> Select[Any]:
+    events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
+    rest = [column for column in events.c if column.name not in AMOUNTS]
+    amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in AMOUNTS]
+    # Every event has a tenant, but an outer join is never begun with the few tenants: it walks along the events.
+    adjusted = events.outerjoin(tenants, tenants.c.id == events.c.tenant_id).outerjoin(
+        adjustments, adjustments.c.request_id == events.c.request_id
+    )
+    query: Select[Any] = select(*rest, *amounts, tenants.c.slug).select_from(adjusted)
+    if tenant_id is not None:
+        query = query.where(events.c.tenant_id == tenant_id)
+    if only is not None:
+        query = query.where(events.c.adapter_id.in_(only))
+    if start_us is not None:
+        query = query.where(events.c.finished_us >= start_us)
+    if end_us is not None:
+        query = query.where(events.c.finished_us < end_us)
+    return query
+
+
+def _event(row: Row[Any]) -> UsageEvent:
+    return UsageEvent(
+        request_id=row.request_id,
+        tenant_id=row.tenant_id,
+        tenant=row.slug,
+        api_key_id=row.api_key_id,
+        adapter_id=row.adapter_id,
+        adapter_version_id=row.adapter_version_id,
+        model=row.model,
+        endpoint=row.endpoint,
+        status=row.status,
+        prompt_tokens=row.prompt_tokens,
+        cached_tokens=row.cached_tokens,
+        completion_tokens=row.completion_tokens,
+        started_us=row.started_us,
+        finished_us=row.finished_us,
+        first_token_us=row.first_token_us,
+        base=row.base,
+        end_user=row.end_user,
+        cost_nanos=row.cost_nanos,
+        price_id=row.price_id,
+    )

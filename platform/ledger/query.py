@@ -1,0 +1,99 @@
+"""What a report over the ledger is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.ledger.grains import DAY_US, HOUR_US, MINUTE_US, Grain, grains_for
+from loramux.platform.ledger.ranges import BUCKET_US
+from loramux.platform.periods import is_timezone
+
+MAX_BUCKETS = 10_000
+MAX_LOCAL_DAYS = 800
+LAST_LOCAL_US = 221_845_392_000_000_000
+"""The first of January 9000: calendars end soon after."""
+MAX_SINGLE_US = 31 * DAY_US
+"""The longest range of a report that only single requests can answer."""
+MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
+"""The same over all tenants: the last 24 hours, from a whole one on."""
+
+MAX_SUMMED = 1_000_000
+"""Rows of the ledger and its rollups that one report adds up."""
+MAX_SUMMED_BY_END_USER = 100_000
+"""The same where the groups are as many as a tenant's clients have names for."""
+
+GROUPED_BY = {
+    "tenant": "tenant_id",
+    "key": "api_key_id",
+    "adapter": "adapter_id",
+    "version": "adapter_version_id",
+    "model": "model",
+    "base": "base",
+    "endpoint": "endpoint",
+    "end_user": "end_user",
+    "status": "status",
+}
+"""The columns of the ledger by the names of groups."""
+GROUPS = tuple(GROUPED_BY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageQuestion:
+    """Sums of what finished in `[start_us, end_us)`, by bucket and groups; raises InvalidRequest with the field.
+
+    `tenant_id` None is all tenants; `adapter_ids` None is all adapters and the base. `bucket` is `1m`, `1h`, `1d` or
+    None for the whole range; buckets are cut to the range, and days begin at the midnights of `timezone`.
+    """
+
+    tenant_id: str | None
+    start_us: int
+    end_us: int
+    bucket: str | None = None
+    group_by: tuple[str, ...] = ()
+    timezone: str = "UTC"
+    adapter_ids: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start_us < 2**62:
+            raise InvalidRequest("start is not a time after 1970", param="start")
+        if not self.start_us < self.end_us < 2**62:
+            raise InvalidRequest("end must lie after start", param="end")
+        if self.bucket is not None and self.bucket not in BUCKET_US:
+            raise InvalidRequest(f"buckets are {', '.join(BUCKET_US)}", param="bucket")
+        if set(self.group_by) - set(GROUPS) or len(set(self.group_by)) != len(self.group_by):
+            raise InvalidRequest(f"groups are {', '.join(GROUPS)}, each at most once", param="group_by")
+        if not is_timezone(self.timezone):
+            raise InvalidRequest("there is no such timezone: use a name such as Europe/Berlin", param="timezone")
+        self._check_size()
+
+    def _check_size(self) -> None:
+        if self.has_local_days and self.end_us > LAST_LOCAL_US:
+            raise InvalidRequest("days of a timezone are known until the year 9000", param="end")
+        length_us = self.end_us - self.start_us
+        if self.bucket is not None and length_us // BUCKET_US[self.bucket] > MAX_BUCKETS:
+            raise InvalidRequest(f"the range holds more than {MAX_BUCKETS} buckets of {self.bucket}", param="bucket")
+        if self.has_local_days and length_us // DAY_US > MAX_LOCAL_DAYS:
+            raise InvalidRequest(f"a report by days of a timezone spans {MAX_LOCAL_DAYS} of them", param="start")
+        is_by_minute = self.bucket == "1m" and MINUTE_US not in self.grains()
+        if not is_by_minute and "end_user" not in self.group_by:
+            return
+        what = "by end user" if "end_user" in self.group_by else "by minute"
+        if length_us > MAX_SINGLE_US:
+            raise InvalidRequest(f"a report {what} spans {MAX_SINGLE_US // DAY_US} days at most", param="start")
+        if self.tenant_id is None and length_us > MAX_SINGLE_OF_ALL_US:
+            raise InvalidRequest(f"a report {what} over more than 25 hours is for one tenant", param="tenant")
+
+    @property
+    def has_local_days(self) -> bool:
+        return self.bucket == "1d" and self.timezone != "UTC"
+
+    @property
+    def max_summed(self) -> int:
+        return MAX_SUMMED_BY_END_USER if "end_user" in self.group_by else MAX_SUMMED
+
+    def grains(self) -> dict[int, Grain]:
+        """What rollups answer it, by the length of their spans."""
+        of_tenant = () if self.tenant_id is None else ("tenant_id",)
+        of_adapters = () if self.adapter_ids is None else ("adapter_id",)
+        return grains_for([*of_tenant, *of_adapters, *(GROUPED_BY[name] for name in self.group_by)])

@@ -1,0 +1,133 @@
+"""Reports over the ledger: sums by bucket and group, or those of the largest groups alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection
+
+from loramux.migrations.database import LONGEST_READ_S, Database
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.ledger.grains import AMOUNTS
+from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.ranges import BUCKET_US, local_days
+from loramux.platform.ledger.report_sql import OPTIONAL, select_all, select_largest, select_num_summed
+
+MAX_ROWS = 50_000
+MAX_TOP = 1000
+
+_UNCACHED = {"compiled_cache": None}
+"""SQLAlchemy would keep each compiled report: tens of thousands of objects, since hardly two have the same ranges.
+
+Every full garbage collection goes through them, while every request waits.
+"""
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Sums over `[start_us, end_us)`; a field that was not grouped by is None. `tenant` is the slug."""
+
+    start_us: int
+    end_us: int
+    tenant: str | None = None
+    key: str | None = None
+    adapter: str | None = None
+    version: str | None = None
+    model: str | None = None
+    base: str | None = None
+    endpoint: str | None = None
+    end_user: str | None = None
+    status: str | None = None
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+
+
+@dataclass(frozen=True, slots=True)
+class LargestRows:
+    """The `rows` that were asked for of `num_groups`, and the sum of all of these, which is of no group."""
+
+    rows: tuple[UsageRow, ...]
+    num_groups: int
+    total: UsageRow
+
+
+def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
+    """The rows, oldest bucket first, then by the groups' values. Raises InvalidRequest for too many of them, and
+    for more to add up than a report may; ReadTooLong.
+
+    Whole spans are answered by the rollups and by what waits to be added to them; the cut ends by events. It is one
+    statement, so that a fold that commits meanwhile is seen wholly or not at all. An adjustment counts when it
+    was written, with its request's groups and no request of its own.
+    """
+    days = local_days(question.start_us, question.end_us, question.timezone) if question.has_local_days else []
+    with database.read(LONGEST_READ_S) as connection:
+        _check_summed(connection, question, days)
+        rows = connection.execute(select_all(question, days).limit(MAX_ROWS + 1), execution_options=_UNCACHED).all()
+    if len(rows) > MAX_ROWS:
+        raise InvalidRequest(
+            f"the report has more than {MAX_ROWS} rows: take fewer groups, longer buckets or a shorter range",
+            param="group_by",
+        )
+    ends = dict(zip(days, [*days[1:], question.end_us], strict=False))
+    return tuple(_rows(rows, question, ends))
+
+
+def largest(database: Database, question: UsageQuestion, top: int) -> LargestRows:
+    """Those of the groups that used most tokens, the largest first, and what all of them make together.
+
+    The question has no bucket. Raises InvalidRequest, with the field, and ReadTooLong.
+    """
+    if question.bucket is not None:
+        raise InvalidRequest("the largest groups are those of the whole range: leave bucket away", param="top")
+    if not 1 <= top <= MAX_TOP:
+        raise InvalidRequest(f"top is a number from 1 to {MAX_TOP}", param="top")
+    with database.read(LONGEST_READ_S) as connection:
+        _check_summed(connection, question, ())
+        rows = connection.execute(select_largest(question, top), execution_options=_UNCACHED).all()
+    # Behind each row are how many groups there are, and their sums.
+    num_groups, *sums = rows[0][-1 - len(AMOUNTS) :] if rows else [0] * (1 + len(AMOUNTS))
+    total = UsageRow(start_us=question.start_us, end_us=question.end_us, **dict(zip(AMOUNTS, sums, strict=True)))
+    return LargestRows(tuple(_rows([row[: -1 - len(AMOUNTS)] for row in rows], question, {})), num_groups, total)
+
+
+def _check_summed(connection: Connection, question: UsageQuestion, days: Sequence[int]) -> None:
+    """Refuse what would read too many rows before it reads them; counting them takes a fiftieth of the time."""
+    limit = question.max_summed
+    query = select_num_summed(question, days, limit + 1)
+    if connection.execute(query, execution_options=_UNCACHED).scalar_one() > limit:
+        raise InvalidRequest(
+            f"the report would add up more than {limit} rows of the ledger: take a shorter range, or fewer groups",
+            param="start",
+            code="report_too_large",
+        )
+
+
+def _rows(rows: Sequence[Sequence[Any]], question: UsageQuestion, ends: Mapping[int, int]) -> Iterator[UsageRow]:
+    """Rows of the bucket, the groups and the amounts, in this order; there are thousands of them."""
+    start_us, end_us = question.start_us, question.end_us
+    num_buckets, groups = int(question.bucket is not None), question.group_by
+    optional = OPTIONAL.intersection(groups)
+    for row in rows:
+        if question.bucket is not None:
+            bucket_us = row[0]
+            following_us = ends[bucket_us] if ends else bucket_us + BUCKET_US[question.bucket]
+            start_us, end_us = max(question.start_us, bucket_us), min(question.end_us, following_us)
+        fields = dict(zip(groups, row[num_buckets:], strict=False))
+        for name in optional:
+            fields[name] = fields[name] or None
+        requests, prompt, cached, completion, cost = row[num_buckets + len(groups) :]
+        yield UsageRow(
+            start_us=start_us,
+            end_us=end_us,
+            requests=requests,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            completion_tokens=completion,
+            cost_nanos=cost,
+            **fields,
+        )

@@ -1,0 +1,165 @@
+"""Sums of the ledger by minutes, hours, days and weeks, added up behind the settlements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    CompoundSelect,
+    Connection,
+    Row,
+    bindparam,
+    cast,
+    delete,
+    func,
+    literal,
+    select,
+    union_all,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.migrations.upserts import upsert
+from loramux.platform.ledger.grains import AMOUNTS, GRAINS, MINUTE_US, SERIES, Grain
+from loramux.platform.ledger.series import SeriesKey, SeriesNumbers
+
+EVERYBODY = ""
+"""The tenant of the series that sum all tenants."""
+
+MAX_BATCHES = 64
+"""How many transactions of settlements one fold takes: SQLite's only writer waits for it."""
+
+Sums = dict[tuple[int, SeriesKey], list[int]]
+"""Amounts by the start of a span and by series."""
+
+_events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
+_rollups = schema.usage_rollups
+
+
+class UsageRollups:
+    """Adds what was settled to the rollups, once.
+
+    Settlements write one row into `usage_batches` in their own transaction, and touch no rollup: one hot tenant's
+    requests of many gateways never wait for each other's sums. A fold takes such rows away and adds their events and
+    adjustments in one transaction of its own. So an entry of the ledger is either in the rollups or in a batch that
+    waits, in every state that a reader can see and after every crash, whatever the clocks of gateways say.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._numbers = SeriesNumbers()
+
+    def fold(self, max_batches: int = MAX_BATCHES) -> int:
+        """Add some of what waits, the oldest first; how many batches those were. Several gateways may call it."""
+        waiting = select(_batches.c.id, _batches.c.at_us).order_by(_batches.c.at_us, _batches.c.id).limit(max_batches)
+        with self._database.read() as connection:
+            if connection.execute(select(_batches.c.id).limit(1)).first() is None:
+                # An idle gateway takes no writer's lock.
+                return 0
+        numbers: Mapping[SeriesKey, int] = {}
+        with self._database.write() as connection:
+            # Another gateway's fold keeps those that it holds; none waits for the other.
+            rows = connection.execute(waiting.with_for_update(skip_locked=True)).all()
+            if rows:
+                ids = [row.id for row in rows]
+                numbers = self._add(connection, _sums(connection.execute(_facts(ids, {row.at_us for row in rows}))))
+                connection.execute(delete(_batches).where(_batches.c.id.in_(ids)))
+        self._numbers.remember(numbers)
+        return len(rows)
+
+    def fold_all(self) -> int:
+        """Fold until nothing waits; how many batches there were."""
+        total = 0
+        while folded := self.fold():
+            total += folded
+        return total
+
+    def _add(self, connection: Connection, sums: Sums) -> Mapping[SeriesKey, int]:
+        """Add sums to the rows of every grain and span; the numbers of the series that were added to."""
+        by_grain = {grain: _by_spans(sums, grain) for grain in GRAINS}
+        keys = {key for by_span in by_grain.values() for _, key in by_span[min(by_span)]}
+        numbers = self._numbers.find(connection, keys)
+        rows = [
+            (grain.number, span_us, start_us, key[0], numbers[key], *amounts)
+            for grain, by_span in by_grain.items()
+            for span_us, spans in by_span.items()
+            for (start_us, key), amounts in spans.items()
+        ]
+        # In one order everywhere, so that two folds never wait for each other in a circle.
+        if rows:
+            _upsert(connection, sorted(rows))
+        return numbers
+
+
+def _facts(batch_ids: Sequence[int], times_us: Iterable[int]) -> CompoundSelect[Any]:
+    """The entries of some batches: when, of which series, and how much."""
+    # The times are what an index finds; the batch is what decides.
+    times = sorted(times_us)
+    events = select(_events.c.finished_us, *_series_columns(), literal(1), *(_events.c[name] for name in AMOUNTS[1:]))
+    events = events.where(_events.c.finished_us.in_(times), _events.c.batch_id.in_(batch_ids))
+    adjustments = select(
+        _adjustments.c.created_us, *_series_columns(), literal(0), *(_adjustments.c[name] for name in AMOUNTS[1:])
+    ).select_from(_adjustments.join(_events, _events.c.request_id == _adjustments.c.request_id))
+    adjustments = adjustments.where(_adjustments.c.created_us.in_(times), _adjustments.c.batch_id.in_(batch_ids))
+    return union_all(events, adjustments)
+
+
+def _series_columns() -> list[ColumnElement[Any]]:
+    return [func.coalesce(_events.c[name], "") for name in SERIES]
+
+
+def _sums(facts: Iterable[Row[Any]]) -> Sums:
+    """Facts by minute and by all that tells them apart."""
+    sums: Sums = {}
+    for fact in facts:
+        at_us, key, amounts = fact[0], tuple(fact[1 : 1 + len(SERIES)]), fact[1 + len(SERIES) :]
+        _add_to(sums, (at_us - at_us % MINUTE_US, key), amounts)
+    return sums
+
+
+def _by_spans(sums: Sums, grain: Grain) -> dict[int, Sums]:
+    """What is added to each span of a grain."""
+    is_kept = [name in grain.keeps for name in SERIES]
+    finest: Sums = {}
+    for (at_us, key), amounts in sums.items():
+        kept = tuple(value if keep else "" for value, keep in zip(key, is_kept, strict=True))
+        _add_to(finest, (at_us, kept), amounts)
+    found: dict[int, Sums] = {}
+    for span_us in sorted(grain.spans_us):
+        longer: Sums = {}
+        for (at_us, key), amounts in finest.items():
+            _add_to(longer, (at_us - at_us % span_us, key), amounts)
+        # Each span is made of whole ones of the span before.
+        found[span_us] = finest = longer
+    return found
+
+
+def _add_to(sums: Sums, place: tuple[int, SeriesKey], amounts: Sequence[int]) -> None:
+    row = sums.get(place)
+    if row is None:
+        sums[place] = list(amounts)
+    else:
+        for index, amount in enumerate(amounts):
+            row[index] += amount
+
+
+def _upsert(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Make rollups, or add to those that are there; a value for each column."""
+    columns = list(_rollups.c)
+    names = [column.name for column in columns]
+    added = upsert(connection, _rollups)
+    if connection.dialect.name == "postgresql":
+        # All rows are one statement's, of which the server has a plan, however many there are.
+        arrays = [func.unnest(cast(bindparam(column.name), ARRAY(column.type))) for column in columns]
+        added = added.from_select(names, select(*arrays))
+    statement = added.on_conflict_do_update(
+        index_elements=[column.name for column in _rollups.primary_key],
+        set_={name: _rollups.c[name] + added.excluded[name] for name in AMOUNTS},
+    )
+    if connection.dialect.name == "postgresql":
+        connection.execute(statement, dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+    else:
+        connection.execute(statement, [dict(zip(names, row, strict=True)) for row in rows])

@@ -1,0 +1,1 @@
+"""The public listener: routes, request and answer shapes, errors, and the OpenAPI document."""

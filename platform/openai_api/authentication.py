@@ -1,0 +1,42 @@
+"""Who calls a route of the gateway: a dependency that every route but health names."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.errors import Unauthenticated
+from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.telemetry.tracing import traced
+
+
+async def services_of(request: Request) -> GatewayServices:
+    return cast(GatewayServices, request.app.state.services)
+
+
+Services = Annotated[GatewayServices, Depends(services_of)]
+
+
+async def authenticated(request: Request, services: Services) -> Principal:
+    """The caller; raises Unauthenticated."""
+    with traced("authenticate"):
+        return await _authenticate(request, services)
+
+
+async def _authenticate(request: Request, services: Services) -> Principal:
+    kind, _, presented = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not presented.strip():
+        raise Unauthenticated("give an API key: Authorization: Bearer sk-lmx-...", code="missing_api_key")
+    # Most keys were seen a moment ago, for which no thread is needed.
+    principal = services.api_keys.recent(presented.strip())
+    if principal is None:
+        principal = await services.call(services.api_keys.authenticate, presented.strip())
+    if principal is None:
+        # OpenAI's own first words: litellm knows a refused key from a malformed request by them alone.
+        raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
+    return principal
+
+
+Caller = Annotated[Principal, Depends(authenticated)]

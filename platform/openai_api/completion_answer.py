@@ -1,0 +1,88 @@
+"""The bodies of `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loramux.engine.messages import TokenLogprobs
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.generation import Usage
+from loramux.platform.openai_api.answers import Document, merged, shown_logprob, usage_body
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionAnswer:
+    """One text completion; `model` is the name that the client used, `echoes` the text before each choice's own."""
+
+    id: str
+    model: str
+    created_s: int
+    tokenizer: ModelTokenizer
+    has_logprobs: bool
+    include_usage: bool
+    echoes: Sequence[str] = ()
+    _begun: set[int] = field(default_factory=set)
+    _offsets: dict[int, int] = field(default_factory=dict)
+    """Characters of each choice whose log-probabilities have been told."""
+
+    def chunks(self, delta: ChoiceDelta) -> list[Document]:
+        chunk = {**self._head(), "choices": [self._choice(delta)]}
+        return [{**chunk, "usage": None} if self.include_usage else chunk]
+
+    def usage_chunk(self, usage: Usage) -> Document:
+        return {**self._head(), "choices": [], "usage": usage_body(usage)}
+
+    def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
+        choices = [self._choice(choice) for choice in merged(deltas)]
+        return {**self._head(), "choices": choices, "usage": usage_body(usage)}
+
+    def _head(self) -> Document:
+        return {"id": self.id, "object": "text_completion", "created": self.created_s, "model": self.model}
+
+    def _choice(self, delta: ChoiceDelta) -> Document:
+        return {
+            "text": self._echo(delta.index) + delta.text,
+            "index": delta.index,
+            "logprobs": self._logprobs(delta.index, delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _echo(self, index: int) -> str:
+        """What a choice's first piece begins with."""
+        if not self.echoes or index in self._begun:
+            return ""
+        self._begun.add(index)
+        return self.echoes[index]
+
+    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> Document | None:
+        if not self.has_logprobs:
+            return None
+        tokens = [self._spelled(entry.token_id) for entry in logprobs]
+        offsets = []
+        offset = self._offsets.get(index, 0)
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[index] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": [shown_logprob(entry.logprob) for entry in logprobs],
+            "top_logprobs": [self._top(entry) for entry in logprobs],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The most likely tokens and the chosen one, best first."""
+        ranked = {self._spelled(token_id): shown_logprob(logprob) for token_id, logprob in entry.top}
+        ranked.setdefault(self._spelled(entry.token_id), shown_logprob(entry.logprob))
+        return ranked
+
+    def _spelled(self, token_id: int) -> str:
+        spelled = self.tokenizer.token_bytes(token_id)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            # Parts of a character would all look alike as U+FFFD; OpenAI writes them so.
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

@@ -1,0 +1,146 @@
+"""The one place where an exception becomes a response, and where every response gets its `x-request-id`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loramux.migrations.database import ReadTooLong
+from loramux.migrations.identifiers import new_id
+from loramux.platform.admission.database_health import DatabaseTrouble
+from loramux.platform.admission.group_commit import CommitterClosed
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
+
+ENGINE_RETRY_S = 5.0
+DATABASE_RETRY_S = 5.0
+
+Translation = Callable[[Exception], ApiError]
+log = structlog.get_logger()
+
+
+def engine_unavailable(_: Exception | None = None) -> ApiError:
+    return Unavailable("the engine is restarting; try again", code="engine_unavailable", retry_after_s=ENGINE_RETRY_S)
+
+
+def quota_unavailable(_: Exception | None = None) -> ApiError:
+    return Unavailable(
+        "the database cannot be reached; try again", code="quota_unavailable", retry_after_s=DATABASE_RETRY_S
+    )
+
+
+def _read_too_long(_: Exception) -> ApiError:
+    return Unavailable(
+        "the database took too long over this: ask for a shorter range or less of it, or try again later",
+        code="read_timeout",
+        retry_after_s=DATABASE_RETRY_S,
+    )
+
+
+TRANSLATIONS: Mapping[type[Exception], Translation] = {
+    EngineUnavailable: engine_unavailable,
+    OperationalError: quota_unavailable,
+    InterfaceError: quota_unavailable,
+    PoolTimeout: quota_unavailable,
+    DatabaseTrouble: quota_unavailable,
+    CommitterClosed: quota_unavailable,
+    ReadTooLong: _read_too_long,
+}
+
+
+def install_error_handling(app: FastAPI, translations: Mapping[type[Exception], Translation] | None = None) -> None:
+    """Give an app the envelope for every error and `x-request-id` on every response.
+
+    `translations` turn further exceptions, and their subclasses, into an ApiError.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        told = error if isinstance(error, ApiError) else _translated(error, known)
+        request.state.error_code = told.code
+        return error_response(told)
+
+    known = {**TRANSLATIONS, **(translations or {})}
+    for kind in (ApiError, HTTPException, RequestValidationError, *known):
+        app.add_exception_handler(kind, answer)
+    app.add_middleware(RequestIds)
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.envelope(), error.status, error.response_headers())
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def request_id_of(request: Request) -> str:
+    """The identifier of this request in its response, the logs and the ledger."""
+    return str(request.state.request_id)
+
+
+class RequestIds:
+    """Outermost: names each request, tells the caller, and answers what no handler caught with a plain 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # Always our own: an identifier that a client chose could collide in the ledger.
+        request_id = new_id("req")
+        scope.setdefault("state", {})["request_id"] = request_id
+        has_started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        # Whatever is logged on behalf of this request says so.
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_named)
+            except Exception:
+                log.exception("request failed", path=scope["path"])
+                if has_started:
+                    raise
+                failure = error_response(ApiError("an internal error; it is in the server's log"))
+                await failure(scope, receive, send_named)
+
+
+def _translated(error: Exception, known: Mapping[type[Exception], Translation]) -> ApiError:
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        return InvalidRequest(str(first["msg"]), param=".".join(str(part) for part in first["loc"][1:]) or None)
+    if isinstance(error, HTTPException):
+        return _of_status(error)
+    for kind in type(error).__mro__:
+        if kind in known:
+            log.warning("request refused", error=repr(error))
+            return known[kind](error)
+    raise error
+
+
+def _of_status(error: HTTPException) -> ApiError:
+    if error.status_code == 404:
+        return NotFound("there is nothing at this path")
+    if error.status_code == 405:
+        return MethodNotAllowed("this path has no such method", headers=error.headers)
+    if error.status_code < 500:
+        return InvalidRequest(str(error.detail))
+    return ApiError(str(error.detail))

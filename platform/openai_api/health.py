@@ -1,0 +1,85 @@
+"""`/health/live` and `/health/ready`, on both listeners and without a key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from fastapi import APIRouter
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.responses import Response
+
+from loramux.migrations.database import Database
+from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.openai_api.error_responses import json_response
+from loramux.platform.openai_api.openapi import Responses
+from loramux.platform.openai_api.openapi_schemas import HealthDocument
+
+DATABASE_WAIT_S = 2.0
+
+
+def health_router(
+    database: Database,
+    engine: EngineClient,
+    trouble: Callable[[], str | None] = lambda: None,
+    *,
+    tells_why: bool = False,
+) -> APIRouter:
+    """Routes that say whether this process lives, and whether a request sent now would be served.
+
+    Live: the engine made a step, or none was needed. An engine that is being restarted needs nobody else's help; one
+    that hangs and cannot be killed does. Ready: the engine runs, the database answers, and the gateway knows of no
+    `trouble` with it, such as that it takes no writes. `tells_why` adds the reasons to `ready`, for operators.
+    """
+    router = APIRouter()
+    ping = _Ping(database)
+
+    unwell: Responses = {503: {"model": HealthDocument, "description": "Not so."}}
+
+    @router.get("/health/live", tags=["health"], response_model=HealthDocument, responses=unwell)
+    async def live() -> Response:
+        """Whether this process lives: restart it where it does not."""
+        is_live = engine.is_live
+        return json_response({"status": "live" if is_live else "not live"}, 200 if is_live else 503)
+
+    @router.get("/health/ready", tags=["health"], response_model=HealthDocument, responses=unwell)
+    async def ready() -> Response:
+        """Whether a request sent now would be served."""
+        known = trouble()
+        checks = {"engine": engine.is_ready, "database": known is None and await ping.is_answered()}
+        is_ready = all(checks.values())
+        body = {"status": "ready" if is_ready else "not ready", **checks}
+        reasons = [reason for reason in (engine.trouble, known) if reason is not None]
+        if tells_why and reasons:
+            body["reason"] = "; ".join(reasons)
+        return json_response(body, 200 if is_ready else 503)
+
+    return router
+
+
+class _Ping:
+    """Asks the database whether it answers; one question at a time, so that a silent one holds only one thread.
+
+    The thread is none of those that serve calls, so that no flood of these makes a server look unwell.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._asking: asyncio.Future[None] | None = None
+
+    async def is_answered(self) -> bool:
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(asyncio.to_thread(_ping, self._database))
+        # Its failure is told to whoever waits; where nobody does any more, nobody misses it.
+        self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        try:
+            await asyncio.wait_for(asyncio.shield(self._asking), DATABASE_WAIT_S)
+        except (SQLAlchemyError, TimeoutError):
+            return False
+        return True
+
+
+def _ping(database: Database) -> None:
+    with database.read() as connection:
+        connection.execute(select(1))

@@ -1,0 +1,56 @@
+"""`GET /v1/models` and `/v1/models/{id}`: what the caller may name in a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from loramux.adapter_store.registry.records import AdapterRef
+from loramux.platform.accounts.model_names import ResolvedModel
+from loramux.platform.openai_api.authentication import Caller, Services
+from loramux.platform.openai_api.error_responses import json_response
+from loramux.platform.openai_api.openapi_schemas import ModelDocument, ModelList
+from loramux.platform.openai_api.services import GatewayServices
+
+router = APIRouter()
+
+
+@router.get("/v1/models", tags=["models"], response_model=ModelList)
+async def list_models(caller: Caller, services: Services) -> Response:
+    """List what the caller may name in a request: the base, and adapters by their bare names."""
+    models = await services.call(services.resolver.list_models, caller)
+    data = [_body(services, model, _bare_name(model)) for model in models]
+    return json_response({"object": "list", "data": data})
+
+
+# A model's name may hold a slash.
+@router.get("/v1/models/{name:path}", tags=["models"], response_model=ModelDocument)
+async def retrieve_model(name: str, caller: Caller, services: Services) -> Response:
+    """One model, by any name that a request may give it; `root` says which version that is."""
+    model = await services.call(services.resolver.resolve, caller, name)
+    return json_response(_body(services, model, name))
+
+
+def _bare_name(model: ResolvedModel) -> str:
+    adapter = model.adapter
+    return model.name if adapter is None else f"{adapter.tenant_slug}/{adapter.adapter_name}"
+
+
+def _body(services: GatewayServices, model: ResolvedModel, name: str) -> dict[str, Any]:
+    adapter = model.adapter
+    return {
+        "id": name,
+        "object": "model",
+        "created": services.model.created_s if adapter is None else _created_s(adapter),
+        "owned_by": "loramux" if adapter is None else adapter.tenant_slug,
+        "root": model.name,
+        "parent": None if adapter is None else services.model.served_name,
+        "max_model_len": services.max_model_len,
+    }
+
+
+def _created_s(adapter: AdapterRef) -> int:
+    """When the version was made: its identifier is a UUIDv7, which begins with milliseconds."""
+    return int(adapter.version_id.partition("_")[2][:12], 16) // 1000

@@ -1,0 +1,111 @@
+"""A request's body: capped before it is read, strict JSON, checked against a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect, Request
+
+from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
+from loramux.platform.errors import InvalidRequest, PayloadTooLarge
+
+M = TypeVar("M", bound=BaseModel)
+
+BODY_TIMEOUT_S = 60.0
+"""How long a client may take to send a body, however steadily."""
+BODY_STALL_S = 10.0
+"""How long a client may send nothing of it."""
+MAX_PARSED_AT_ONCE = 64 * 1024
+"""Bytes that are parsed in less than a millisecond; a longer body would hold up every other request."""
+
+_CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body; raises PayloadTooLarge as soon as it is known to be too long, and InvalidRequest."""
+    too_large = PayloadTooLarge(f"the body may have at most {max_bytes} bytes")
+    declared = request.headers.get("content-length", "")
+    # The digits are counted first: a number of thousands of digits need not be parsed to be too large.
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise too_large
+    chunks, size = [], 0
+    try:
+        with anyio.fail_after(min(BODY_STALL_S, BODY_TIMEOUT_S)) as scope:
+            end_s = anyio.current_time() + BODY_TIMEOUT_S
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise too_large
+                chunks.append(chunk)
+                scope.deadline = min(anyio.current_time() + BODY_STALL_S, end_s)
+    except TimeoutError:
+        raise InvalidRequest(
+            f"the body took longer than {BODY_TIMEOUT_S:g} s, or stopped for {BODY_STALL_S:g} s", code="body_timeout"
+        ) from None
+    except ClientDisconnect:
+        raise InvalidRequest("the body ended early", code="incomplete_body") from None
+    return b"".join(chunks)
+
+
+async def parse_body_on(
+    compute: Callable[[Callable[[bytes, type[M]], M], bytes, type[M]], Awaitable[M]], body: bytes, model: type[M]
+) -> M:
+    """`parse_body`, through `compute`, which runs a function on a thread, where it would take long."""
+    if len(body) <= MAX_PARSED_AT_ONCE:
+        return parse_body(body, model)
+    return await compute(parse_body, body, model)
+
+
+def parse_body(body: bytes, model: type[M]) -> M:
+    """Raises InvalidRequest with the offending field's name."""
+    try:
+        document = parse_strict_json(body)
+        _check_characters(body, document)
+    except InvalidJson as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(document, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
+
+
+def _check_characters(body: bytes, document: Any) -> None:
+    """Raises InvalidJson for half of a surrogate pair: JSON can spell it, but it is no character of any text."""
+    if b"\\ud" not in body.lower():
+        return
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidJson("a text holds half of a surrogate pair") from None
+
+
+def _refusal(error: ErrorDetails) -> InvalidRequest:
+    param = _path(error["loc"])
+    kind = error["type"]
+    if kind == "missing":
+        message = f"{param} is required"
+    elif kind == "extra_forbidden":
+        message = f"{param} is not a parameter of this call"
+    else:
+        message = f"{param}: {error['msg'].removeprefix('Value error, ')}"
+    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    return InvalidRequest(message, param=param, code=code)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`; a name that a client invented is cut."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            name = part[:100]
+            path += f".{name}" if path else name
+    return path

@@ -1,0 +1,298 @@
+"""The bodies of OpenAI calls: strict types, no unknown fields, and nothing accepted that is not done.
+
+A field that cannot change the answer is accepted and ignored. One that would change it, but is not supported, may
+only hold the value that asks for nothing. The number of errors that one body can cause is bounded: lists fail at their
+first bad item, and at most one unknown field is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from loramux.engine.messages import SamplingParams
+from loramux.engine.scheduling.request_limits import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, REPETITION_PENALTIES
+from loramux.platform.errors import InvalidRequest
+
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 2048
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_CHAT_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
+MAX_METADATA = 64
+MAX_MODEL_NAME = 256
+INT64 = 2**63
+
+T = TypeVar("T")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown_field(cls, document: Any) -> Any:
+        # Each unknown field is an error of its own to pydantic; the first is enough to refuse the body.
+        fields = cls.model_fields
+        if not isinstance(document, dict) or len(document) <= len(fields):
+            return document
+        unknown = next(name for name in document if name not in fields)
+        return {name: document[name] for name in (*fields, unknown) if name in document}
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _usable_stops(stops: list[str] | None) -> list[str] | None:
+    if stops is not None and len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops or ()):
+        raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters")
+    return stops
+
+
+def _few_entries(value: Any) -> Any:
+    # Counted before the values are looked at: a dict does not fail at its first bad one.
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"at most {MAX_METADATA} entries are allowed")
+    return value
+
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+
+
+def _usable_bias(value: Any) -> Any:
+    """Token ids as JSON spells keys, each in one way only, so that no token is named twice."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"at most {MAX_BIASED_TOKENS} entries are allowed")
+    for key, bias in value.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise ValueError("keys are token ids, written as whole numbers")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"values are numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return value
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(_Strict):
+    """What chat and completions have in common."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are not supported, and the values with which they ask for nothing."""
+
+    model: str = Field(max_length=MAX_MODEL_NAME)
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop: Annotated[
+        Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_one_or_many), AfterValidator(_usable_stops)
+    ] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=INT64)
+    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_usable_bias)] | None = None
+
+    # vLLM's extensions.
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
+
+    # Cannot change the answer.
+    user: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what is well-formed but cannot be done."""
+        for name, neutral in self.NEUTRAL.items():
+            if getattr(self, name) not in neutral:
+                raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+
+    def sampling(self, num_logprobs: int | None, vocab_size: int) -> SamplingParams:
+        stop_ids = tuple(self.stop_token_ids or ())
+        bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
+        for param, ids in (("stop_token_ids", stop_ids), ("logit_bias", [token for token, _ in bias])):
+            if not all(0 <= token < vocab_size for token in ids):
+                raise InvalidRequest(f"token ids lie in 0 to {vocab_size - 1}", param=param)
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            # vLLM and Hugging Face write "every token" as -1 or 0.
+            top_k=max(0, _or(self.top_k, 0)),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            logit_bias=tuple((token, value) for token, value in bias if value),
+            seed=self.seed,
+            num_logprobs=num_logprobs,
+            stop_token_ids=stop_ids,
+            ignore_eos=bool(self.ignore_eos),
+            min_tokens=_or(self.min_tokens, 0),
+        )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """One or several prompts, each a text or token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise ValueError("a prompt is a text, a list of texts, token ids, or a list of token ids")
+    if not value:
+        raise ValueError("the prompt is empty")
+    if _is_ids(value):
+        return (tuple(value),)
+    if not isinstance(value[0], int) and len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed")
+    if all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if all(isinstance(item, list) and item and _is_ids(item) for item in value):
+        return tuple(tuple(item) for item in value)
+    raise ValueError("a list of prompts holds only texts, or only non-empty lists of token ids")
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int and 0 <= item < INT64 for item in value)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `/v1/completions`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.NEUTRAL,
+        "suffix": (None, ""),
+    }
+
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, lt=INT64)
+    echo: bool | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        # 1 is what OpenAI's clients send without being asked; n, too, leaves nothing to choose between.
+        if self.best_of not in (None, 1, self.num_choices):
+            raise InvalidRequest(
+                "best_of is not supported: ask for n choices", param="best_of", code="unsupported_parameter"
+            )
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo is not supported together with logprobs", param="echo", code="unsupported_parameter"
+            )
+
+
+def _content(value: Any) -> Any:
+    """The parts of a message as one text."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('only parts {"type": "text", "text": ...} are supported')
+        if set(part) != {"type", "text"}:
+            raise ValueError("a text part has no other fields than type and text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class ChatMessage(_Strict):
+    """One message. The fields that are only null are those of our own answers, which clients send back."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content)]
+    name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """The body of `/v1/chat/completions`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.NEUTRAL,
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "reasoning_effort": (None,),
+        "verbosity": (None,),
+        "web_search_options": (None,),
+        "response_format": (None, {"type": "text"}),
+    }
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_CHAT_LOGPROBS)
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    response_format: Any = None
+
+    # Cannot change the answer.
+    metadata: Annotated[dict[str, str], BeforeValidator(_few_entries)] | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

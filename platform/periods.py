@@ -1,0 +1,71 @@
+"""The days and months of a timezone as half-open ranges of microseconds, whatever its clocks are put to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from enum import StrEnum
+from functools import lru_cache
+from zoneinfo import ZoneInfo, available_timezones
+
+MAX_ZONE = 64
+
+
+class Period(StrEnum):
+    """The window of a budget."""
+
+    DAY = "day"
+    MONTH = "month"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`[start_us, end_us)`."""
+
+    start_us: int
+    end_us: int
+
+
+NO_WINDOW = Window(0, 2**62)
+"""Of what is not counted by days or months."""
+
+
+def is_timezone(name: str) -> bool:
+    """Whether it is the name of an IANA timezone that this machine knows."""
+    return len(name) <= MAX_ZONE and name in _zones()
+
+
+def window_at(period: Period, timezone: str, now_us: int) -> Window:
+    """The day or month of the timezone in which a moment lies.
+
+    A midnight that the clocks skip is the moment at which they do; one that comes twice is the first of the two.
+    """
+    zone = _zone(timezone)
+    today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()
+    window = _window(period, zone, today)
+    # Clocks that go back across midnight show yesterday's date again, but yesterday is over.
+    return window if now_us < window.end_us else _window(period, zone, today + timedelta(days=1))
+
+
+def _window(period: Period, zone: ZoneInfo, day: date) -> Window:
+    if period is Period.DAY:
+        first, following = day, day + timedelta(days=1)
+    else:
+        first = day.replace(day=1)
+        following = (first + timedelta(days=31)).replace(day=1)
+    return Window(_midnight_us(zone, first), _midnight_us(zone, following))
+
+
+def _midnight_us(zone: ZoneInfo, day: date) -> int:
+    # fold=0, the default: the earlier of two midnights, and of a skipped one the moment of the change.
+    return int(datetime.combine(day, time.min, zone).timestamp()) * 1_000_000
+
+
+@lru_cache(maxsize=1)
+def _zones() -> frozenset[str]:
+    return frozenset(available_timezones())
+
+
+@lru_cache(maxsize=1024)
+def _zone(name: str) -> ZoneInfo:
+    return ZoneInfo(name)

@@ -1,0 +1,1 @@
+"""Quota policies, their counters, and how a request is judged by them."""

@@ -1,0 +1,215 @@
+"""The judgement of admission, without a database: what binds, what a request holds, and what its caller is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from loramux.platform.errors import InvalidRequest, RateLimited
+from loramux.platform.quotas.counters import Counter, CounterKey
+from loramux.platform.quotas.metrics import METRICS, REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, Kind, Unit
+from loramux.platform.quotas.policies import SHADOW, SOFT, QuotaPolicy
+from loramux.platform.quotas.rules import Binding, Demand
+
+_HEADER_KINDS = {REQUESTS_PER_MINUTE: "requests", TOKENS_PER_MINUTE: "tokens"}
+POLICY_HEADER = "x-loramux-quota-policy"
+"""Names the policy that refused, unless it is another tenant's."""
+EXCEEDED_HEADER = "x-loramux-quota-exceeded"
+"""Names the metrics whose soft limits a request went beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """How much of one rate is left. `kind` is `requests` or `tokens`, as in the response headers."""
+
+    kind: str
+    limit: int
+    remaining: int
+    reset_us: int
+    """Time until the bucket is full again if nothing more is used."""
+
+
+class QuotaExceeded(RateLimited):
+    """A policy does not admit the request now: a budget that is spent, or a rate."""
+
+    def __init__(self, binding: Binding, wait_us: int, limits: tuple[RateLimit, ...] = ()) -> None:
+        policy = binding.policy
+        is_rate = METRICS[policy.metric].kind in (Kind.RATE, Kind.CONCURRENCY)
+        amount = "" if binding.is_anothers else f" of {policy.limit}"
+        super().__init__(
+            f"the {policy.scope}'s limit{amount} for {policy.metric} is reached",
+            param=policy.metric,
+            # A limit of zero does not pass with time.
+            code=None if is_rate and policy.limit else "insufficient_quota",
+            retry_after_s=wait_us / 1_000_000,
+            headers={**rate_limit_headers(limits), **_policy_header(binding)},
+        )
+        self.policy = policy
+        self.wait_us = wait_us
+
+
+class RequestTooLarge(InvalidRequest):
+    """The request costs more than a policy ever admits at once; waiting does not help."""
+
+    code = "request_too_large"
+
+    def __init__(self, binding: Binding, cost: int) -> None:
+        policy, metric = binding.policy, binding.metric
+        most = policy.burst if metric.kind is Kind.RATE else policy.limit
+        admitted = "less" if binding.is_anothers else f"at most {most}"
+        amount = f"cost {cost} nanos" if metric.unit is Unit.NANOS else f"use {cost} {metric.unit}"
+        super().__init__(
+            f"the request may {amount}, but the {policy.scope}'s {policy.metric} admits {admitted} at once: "
+            "shorten the prompt or lower max_tokens",
+            param="max_tokens",
+            headers=_policy_header(binding),
+        )
+        self.policy = policy
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a reservation holds of one counter; of whose, `Binding.of` says by the reservation's tenant."""
+
+    policy_id: str
+    window_start_us: int
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The counters after the request was admitted, what it holds of each, what is left, and which it went beyond."""
+
+    counters: dict[CounterKey, Counter]
+    charges: tuple[Charge, ...]
+    limits: tuple[RateLimit, ...]
+    exceeded: tuple[QuotaPolicy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one policy says of a request."""
+
+    binding: Binding
+    counter: Counter
+    """As it stands before the request."""
+    cost: int
+    never_admits: bool
+    wait_us: int
+    """0 where it admits."""
+
+
+def verdicts(
+    bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
+) -> list[Verdict]:
+    """What each policy says, whatever its mode."""
+    found = []
+    for binding in bindings:
+        cost = demand.of(binding.metric)
+        counter = binding.current(counters.get(binding.key), now_us)
+        wait_us = binding.wait_us(counter, cost, now_us)
+        found.append(Verdict(binding, counter, cost, wait_us > 0 and binding.never_admits(cost), wait_us))
+    return found
+
+
+def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTooLarge | None:
+    """Why a request is not admitted: a cost that is never admitted, else the longest wait; None where it is."""
+    against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
+    for verdict in against:
+        if verdict.never_admits:
+            return RequestTooLarge(verdict.binding, verdict.cost)
+    if not against:
+        return None
+    longest = max(against, key=lambda verdict: verdict.wait_us)
+    limits = _limits([(verdict.binding, verdict.counter) for verdict in judged], now_us)
+    return QuotaExceeded(longest.binding, longest.wait_us, limits)
+
+
+def decide(
+    bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
+) -> Decision:
+    """Admit a request under every policy; raises RequestTooLarge or QuotaExceeded."""
+    judged = verdicts(bindings, counters, demand, now_us)
+    refused = refusal(judged, now_us)
+    if refused is not None:
+        raise refused
+    taken: dict[CounterKey, Counter] = {}
+    charges, exceeded = [], []
+    for verdict in judged:
+        binding, counter, cost = verdict.binding, verdict.counter, verdict.cost
+        if verdict.wait_us:
+            exceeded.append(binding.policy)
+            counter = counter.changed(exceeded=1)
+        if binding.is_charged(cost, is_exceeded=verdict.wait_us > 0):
+            counter = binding.take(counter, cost)
+            charges.append(Charge(binding.policy.id, binding.window.start_us, cost))
+        taken[binding.key] = counter
+    limits = _limits([(binding, taken[binding.key]) for binding in bindings], now_us)
+    return Decision(taken, tuple(charges), limits, tuple(exceeded))
+
+
+def extend(
+    held: Sequence[tuple[Charge, Binding | None]],
+    counters: Mapping[CounterKey, Counter],
+    demand: Demand,
+    now_us: int,
+) -> tuple[dict[CounterKey, Counter], tuple[Charge, ...]] | None:
+    """The counters and what the request holds of them after it got so much more; None where a hard policy refuses.
+
+    `held` are its charges with the policies that they are of; None for one that was lifted meanwhile.
+    """
+    changed: dict[CounterKey, Counter] = {}
+    charges = []
+    for charge, binding in held:
+        counter = None if binding is None else counters.get(binding.key)
+        # What is no longer limited, or not by tokens, has nothing against more tokens.
+        if binding is None or counter is None or not binding.is_extended:
+            charges.append(charge)
+            continue
+        cost = demand.of(binding.metric)
+        counter = binding.current(counter, now_us)
+        is_exceeded = binding.wait_us(counter, cost, now_us) > 0
+        if is_exceeded and binding.is_hard:
+            return None
+        if is_exceeded:
+            counter = counter.changed(exceeded=1)
+        if binding.is_charged(cost, is_exceeded=is_exceeded):
+            counter = binding.take(counter, cost)
+            charge = Charge(charge.policy_id, charge.window_start_us, charge.amount + cost)
+        changed[binding.key] = counter
+        charges.append(charge)
+    return changed, tuple(charges)
+
+
+def _policy_header(binding: Binding) -> dict[str, str]:
+    """The policy that refused; another tenant's is not named."""
+    return {} if binding.is_anothers else {POLICY_HEADER: binding.policy.id}
+
+
+def rate_limit_headers(limits: Sequence[RateLimit]) -> dict[str, str]:
+    headers = {}
+    for rate in limits:
+        headers[f"x-ratelimit-limit-{rate.kind}"] = str(rate.limit)
+        headers[f"x-ratelimit-remaining-{rate.kind}"] = str(rate.remaining)
+        headers[f"x-ratelimit-reset-{rate.kind}"] = f"{-(-rate.reset_us // 1_000_000)}s"
+    return headers
+
+
+def exceeded_headers(exceeded: Sequence[QuotaPolicy]) -> dict[str, str]:
+    """What a caller is told of soft limits; of shadow policies it learns nothing."""
+    metrics = sorted({policy.metric for policy in exceeded if policy.mode == SOFT})
+    return {EXCEEDED_HEADER: ", ".join(metrics)} if metrics else {}
+
+
+def _limits(standing: Sequence[tuple[Binding, Counter]], now_us: int) -> tuple[RateLimit, ...]:
+    """What is left of requests and tokens a minute; of several limits the one with least left."""
+    tightest: dict[str, RateLimit] = {}
+    for binding, counter in standing:
+        kind = _HEADER_KINDS.get(binding.policy.metric)
+        if kind is None or binding.policy.mode == SHADOW:
+            continue
+        remaining = binding.remaining(counter)
+        if kind not in tightest or remaining < tightest[kind].remaining:
+            reset_us = binding.reset_us(counter, now_us)
+            tightest[kind] = RateLimit(kind, binding.policy.limit, remaining, reset_us)
+    return tuple(tightest.values())

@@ -1,0 +1,133 @@
+"""What holds for a tenant, key or adapter, how far it is used, and whether a request would be admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection
+
+from loramux.migrations.database import Database
+from loramux.platform.ledger.price_list import PriceReader
+from loramux.platform.ledger.prices import cost_of
+from loramux.platform.periods import Window
+from loramux.platform.quotas.counter_rows import QuotaState
+from loramux.platform.quotas.counters import Counter, CounterKey
+from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, Verdict, refusal, verdicts
+from loramux.platform.quotas.metrics import Kind
+from loramux.platform.quotas.policies import PLATFORM, QuotaPolicy
+from loramux.platform.quotas.policy_cache import PolicyBook
+from loramux.platform.quotas.rules import Binding, Demand
+from loramux.platform.quotas.stock import stock_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaCaller:
+    """Who would make requests: a tenant, and where they matter which key and adapter."""
+
+    tenant_id: str
+    key_id: str | None = None
+    adapter_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectiveLimit:
+    """One policy that holds for a caller, and where it stands; amounts are in the metric's unit."""
+
+    policy: QuotaPolicy
+    is_inherited: bool
+    """Whether it is the platform's."""
+    used: int
+    """Of a budget's window; of a bucket what has not come back yet; of a stock all there is."""
+    reserved: int
+    """By requests that run; of a stock by uploads that are open."""
+    remaining: int
+    num_exceeded: int
+    """How often a soft or shadow policy admitted what a hard one would have refused: in this window, or ever."""
+    window: Window | None
+    """Of a budget."""
+    reset_us: int | None
+    """When all of it is free again if nothing more is used; None where time frees nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admissibility:
+    """Whether a request would be admitted now, and what each policy says of it."""
+
+    refusal: QuotaExceeded | RequestTooLarge | None
+    verdicts: tuple[Verdict, ...]
+
+
+class QuotaView:
+    """Looks at quotas and their counters; changes and locks nothing."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._prices = PriceReader(database)
+
+    def effective(self, caller: QuotaCaller) -> tuple[EffectiveLimit, ...]:
+        """What holds for the caller, by metric, the tenant's before its key's and adapter's."""
+        with self._database.read() as connection:
+            book, counters, bindings, now_us = self._read(connection, caller, None)
+            standing = [(binding, binding.current(counters.get(binding.key), now_us)) for binding in bindings]
+            for binding in book.stock_bindings(caller.tenant_id):
+                counter = counters.get(binding.key) or Counter.fresh(0, now_us)
+                stock = stock_of(connection, caller.tenant_id, binding.policy.metric, now_us)
+                standing.append((binding, counter._replace(used=stock.used, reserved=stock.reserved)))
+        limits = [_effective(binding, counter, now_us) for binding, counter in standing]
+        return tuple(sorted(limits, key=lambda limit: limit.policy.metric))
+
+    def check(
+        self,
+        caller: QuotaCaller,
+        *,
+        prompt_tokens: int,
+        completion_tokens: int,
+        trial: QuotaPolicy | None = None,
+    ) -> Admissibility:
+        """Whether such a request would be admitted now; with `trial`, if that policy were set.
+
+        A trial, from `QuotaPolicies.propose`, counts on from where the policy that it would change stands; a new one
+        has counted nothing.
+        """
+        with self._database.read() as connection:
+            book, counters, bindings, now_us = self._read(connection, caller, trial)
+            cost_nanos = 0
+            if book.has_costs:
+                prices = self._prices.book(connection, now_us)
+                price = prices.price_of(caller.tenant_id, caller.adapter_id, now_us)
+                cost_nanos = cost_of(price, prompt_tokens, 0, completion_tokens)
+        demand = Demand(tokens=prompt_tokens + completion_tokens, cost_nanos=cost_nanos)
+        judged = verdicts(bindings, counters, demand, now_us)
+        return Admissibility(refusal=refusal(judged, now_us), verdicts=tuple(judged))
+
+    def _read(
+        self, connection: Connection, caller: QuotaCaller, trial: QuotaPolicy | None
+    ) -> tuple[PolicyBook, Mapping[CounterKey, Counter], Sequence[Binding], int]:
+        moment = self._database.moment(connection)
+        book = PolicyBook(moment.epoch)
+        subjects = [one for one in (caller.tenant_id, caller.key_id, caller.adapter_id) if one is not None]
+        book.read(connection, subjects, (caller.tenant_id,))
+        if trial is not None:
+            book.put(trial)
+            # It may be the first that has a day or a month.
+            book.read(connection, (), {caller.tenant_id, trial.tenant_id or caller.tenant_id})
+        bindings = book.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, moment.now_us)
+        state = QuotaState(connection, is_locking=False)
+        state.read([binding.key for binding in (*bindings, *book.stock_bindings(caller.tenant_id))])
+        return book, state.counters, bindings, moment.now_us
+
+
+def _effective(binding: Binding, counter: Counter, now_us: int) -> EffectiveLimit:
+    remaining = binding.remaining(counter)
+    is_rate, is_budget = binding.metric.kind is Kind.RATE, binding.metric.kind is Kind.BUDGET
+    return EffectiveLimit(
+        policy=binding.policy,
+        is_inherited=binding.policy.subject_id == PLATFORM,
+        used=max(0, binding.policy.burst - remaining - counter.reserved) if is_rate else counter.used,
+        reserved=counter.reserved,
+        remaining=remaining,
+        num_exceeded=counter.exceeded,
+        window=binding.window if is_budget else None,
+        reset_us=now_us + binding.reset_us(counter, now_us) if is_rate or is_budget else None,
+    )

@@ -1,0 +1,341 @@
+"""Quota policies: what the platform's tenants, keys and adapters may use, one policy a subject and metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, Table, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from loramux.migrations import schema
+from loramux.migrations.audit import audit
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.errors import Conflict, InvalidRequest, NotFound
+from loramux.platform.quotas.counters import Counter
+from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind
+
+PLATFORM = "platform"
+"""The subject of the policies that every tenant without one of its own inherits."""
+
+ADAPTER = "adapter"
+"""The scope of the policies that limit each tenant's calls of an adapter, its owner's and every grantee's."""
+
+HARD, SOFT, SHADOW = MODES = ("hard", "soft", "shadow")
+
+_policies, _counters = schema.quota_policies, schema.quota_counters
+_SUBJECTS: Mapping[str, tuple[str, Table]] = {
+    "ten": ("tenant", schema.tenants),
+    "key": ("key", schema.api_keys),
+    "ada": (ADAPTER, schema.adapters),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaPolicy:
+    """One limit of one subject. `burst` is the size of a rate's bucket; what is no rate has none and repeats its limit.
+
+    `hard` refuses what lies beyond the limit, `soft` admits and reports it, `shadow` only counts it.
+    """
+
+    id: str
+    scope: str
+    subject_id: str
+    tenant_id: str | None
+    """The subject's tenant; None for the platform's."""
+    metric: str
+    mode: str
+    limit: int
+    burst: int
+    created_us: int
+    updated_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    scope: str
+    id: str
+    tenant_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A subject and its policies by metric, which nobody else changes before the transaction ends."""
+
+    subject: _Subject
+    policies: Mapping[str, QuotaPolicy]
+
+
+class QuotaPolicies:
+    """The policies in the database. A metric without a policy is unlimited.
+
+    A tenant's own policy takes the place of the platform's for that metric, except that one in shadow mode only
+    watches beside it. Policies of keys and adapters hold besides those of the tenant.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def set(
+        self, subject_id: str, metric: str, limit: int, burst: int | None = None, mode: str | None = None
+    ) -> QuotaPolicy:
+        """Make or change the policy of a tenant, key or adapter, or of PLATFORM, for `metric`.
+
+        `burst` defaults to the limit, `mode` to what it was, and to `hard` for a new policy. Raises InvalidRequest that
+        names the field, NotFound for an unknown subject.
+        """
+        check_policy(metric, limit, burst, mode)
+        try:
+            with self._database.write() as connection:
+                held = self._hold(connection, subject_id)
+                wanted = self._wanted(connection, held, metric, limit, burst, mode)
+                _write(connection, held.policies.get(metric), wanted)
+        except IntegrityError:
+            raise Conflict(f"another call sets {metric} at this moment; try again") from None
+        return wanted
+
+    def propose(
+        self, subject_id: str, metric: str, limit: int, burst: int | None = None, mode: str | None = None
+    ) -> QuotaPolicy:
+        """What `set` would make of the same, and the same errors; nothing is changed."""
+        check_policy(metric, limit, burst, mode)
+        with self._database.read() as connection:
+            held = self._hold(connection, subject_id, is_locking=False)
+            return self._wanted(connection, held, metric, limit, burst, mode)
+
+    def change(
+        self,
+        policy_id: str,
+        limit: int | None = None,
+        burst: int | None = None,
+        mode: str | None = None,
+        check: Callable[[QuotaPolicy], None] = lambda policy: None,
+    ) -> QuotaPolicy:
+        """Change some of a policy once `check`, which may raise, has seen it as it is.
+
+        A burst that was the limit follows it. Raises InvalidRequest and NotFound.
+        """
+        unknown = NotFound("there is no such quota", code="quota_not_found")
+        with self._database.write() as connection:
+            # Whom it limits, and in what, never changes: that says what to hold before the rest is read.
+            row = connection.execute(select(_policies).where(_policies.c.id == policy_id)).one_or_none()
+            if row is None:
+                raise unknown
+            held = self._hold(connection, row.subject_id)
+            policy = held.policies.get(row.metric)
+            if policy is None or policy.id != policy_id:
+                raise unknown
+            check(policy)
+            new_limit = policy.limit if limit is None else limit
+            if burst is None and policy.burst != policy.limit and new_limit:
+                burst = policy.burst
+            check_policy(policy.metric, new_limit, burst, mode)
+            wanted = self._wanted(connection, held, policy.metric, new_limit, burst, mode)
+            _write(connection, policy, wanted)
+        return wanted
+
+    def list(
+        self,
+        tenant_id: str | None,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
+        only: Collection[str] | None = None,
+    ) -> Page[QuotaPolicy]:
+        """Policies of one tenant, its keys and its adapters; of all and of the platform when `tenant_id` is None.
+
+        With `only`, of these subjects.
+        """
+        query = select(_policies)
+        if tenant_id is not None:
+            query = query.where(_policies.c.tenant_id == tenant_id)
+        if only is not None:
+            query = query.where(_policies.c.subject_id.in_(only))
+        with self._database.read() as connection:
+            rows, has_more = keyset_rows(connection, query, _policies.c.id, limit, after, before)
+        return Page(tuple(policy_of(row) for row in rows), has_more)
+
+    def get(self, policy_id: str) -> QuotaPolicy | None:
+        with self._database.read() as connection:
+            row = connection.execute(select(_policies).where(_policies.c.id == policy_id)).one_or_none()
+        return policy_of(row) if row is not None else None
+
+    def delete(self, policy_id: str) -> bool:
+        """Lift a limit; requests that run keep their reservations, which no longer bind. False: no such policy."""
+        with self._database.write() as connection:
+            locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
+            row = connection.execute(locked).one_or_none()
+            if row is None:
+                return False
+            now_us, before = self._database.now_us(connection), _shown(policy_of(row))
+            audit(connection, now_us, "quota.delete", policy_id, tenant_id=row.tenant_id, before=before)
+            connection.execute(delete(_counters).where(_counters.c.policy_id == policy_id))
+            connection.execute(delete(_policies).where(_policies.c.id == policy_id))
+        return True
+
+    def _hold(self, connection: Connection, subject_id: str, is_locking: bool = True) -> _Held:
+        """A subject and its policies, locked in the order of their identifiers as reservations do. Raises NotFound."""
+        subject = _find_subject(connection, subject_id, is_locking)
+        query = select(_policies).where(_policies.c.subject_id == subject.id).order_by(_policies.c.id)
+        rows = connection.execute(query.with_for_update() if is_locking else query)
+        return _Held(subject, {row.metric: policy_of(row) for row in rows})
+
+    def _wanted(
+        self, connection: Connection, held: _Held, metric: str, limit: int, burst: int | None, mode: str | None
+    ) -> QuotaPolicy:
+        """The policy as it is to be; raises InvalidRequest."""
+        subject = held.subject
+        if subject.scope not in METRICS[metric].scopes:
+            raise InvalidRequest(f"{metric} is limited for a tenant or the platform only", param="metric")
+        now_us = self._database.now_us(connection)
+        old = held.policies.get(metric)
+        wanted = QuotaPolicy(
+            id=old.id if old is not None else new_id("qta"),
+            scope=subject.scope,
+            subject_id=subject.id,
+            tenant_id=subject.tenant_id,
+            metric=metric,
+            mode=mode or (old.mode if old is not None else HARD),
+            limit=limit,
+            burst=limit if burst is None else burst,
+            created_us=old.created_us if old is not None else now_us,
+            updated_us=now_us,
+        )
+        check_agreement({**held.policies, metric: wanted})
+        return wanted
+
+
+def _shown(policy: QuotaPolicy) -> dict[str, object]:
+    """For the audit log."""
+    return {
+        "scope": policy.scope,
+        "subject_id": policy.subject_id,
+        "metric": policy.metric,
+        "mode": policy.mode,
+        "limit": policy.limit,
+        "burst": policy.burst,
+    }
+
+
+def policy_of(row: Row[Any]) -> QuotaPolicy:
+    return QuotaPolicy(
+        id=row.id,
+        scope=row.scope,
+        subject_id=row.subject_id,
+        tenant_id=row.tenant_id,
+        metric=row.metric,
+        mode=row.mode,
+        limit=row.limit_value,
+        burst=row.burst,
+        created_us=row.created_us,
+        updated_us=row.updated_us,
+    )
+
+
+def check_policy(metric: str, limit: int, burst: int | None, mode: str | None) -> None:
+    """Raise InvalidRequest, with the field's name, for what no policy can be."""
+    known = METRICS.get(metric)
+    if known is None:
+        raise InvalidRequest(f"metrics are {', '.join(METRICS)}", param="metric")
+    if mode is not None and mode not in MODES:
+        raise InvalidRequest(f"modes are {', '.join(MODES)}", param="mode")
+    if not 0 <= limit <= known.max_limit:
+        raise InvalidRequest(f"a limit of {metric} lies in 0 to {known.max_limit}", param="limit")
+    if burst is None:
+        return
+    if known.kind is not Kind.RATE:
+        raise InvalidRequest(f"{metric} has no burst: only rates have", param="burst")
+    if not 0 <= burst <= known.max_limit:
+        raise InvalidRequest(f"a burst lies in 0 to {known.max_limit}", param="burst")
+    if burst < 1 <= limit:
+        raise InvalidRequest("a burst of 0 would admit nothing: use a limit of 0", param="burst")
+    if limit < 1 <= burst:
+        raise InvalidRequest("a burst above a limit of 0 would be admitted once and never come back", param="burst")
+
+
+def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
+    """Raise InvalidRequest where a subject's policies, by metric, contradict each other."""
+    for day, month in BUDGET_PAIRS:
+        if day not in policies or month not in policies:
+            continue
+        # One that does not refuse may be a trial of what is to come.
+        if policies[day].mode == policies[month].mode == HARD and policies[day].limit > policies[month].limit:
+            raise InvalidRequest(
+                f"{day} would be {policies[day].limit} and could never be reached below {month}, "
+                f"which is {policies[month].limit}",
+                param="limit",
+                code="contradictory_limit",
+            )
+
+
+def _find_subject(connection: Connection, subject_id: str, is_locking: bool) -> _Subject:
+    """Whom an identifier means, held so that two calls take turns. Raises NotFound."""
+    if subject_id == PLATFORM:
+        return _Subject(PLATFORM, PLATFORM, None)
+    scope, table = _SUBJECTS.get(subject_id[:3], (None, None))
+    row = None
+    if table is not None:
+        # Not the stronger FOR UPDATE: a reservation's foreign key locks the tenant while it holds the policies.
+        query = select(table).where(table.c.id == subject_id)
+        row = connection.execute(query.with_for_update(key_share=True) if is_locking else query).one_or_none()
+    if scope is None or row is None:
+        raise NotFound("there is no such tenant, key or adapter", param="subject")
+    tenant_id = row.id if scope == "tenant" else row.tenant_id
+    if tenant_id is None:
+        raise InvalidRequest("a key of the platform makes no requests that a quota could limit", param="key")
+    return _Subject(scope, row.id, tenant_id)
+
+
+def _write(connection: Connection, old: QuotaPolicy | None, new: QuotaPolicy) -> None:
+    """Put a policy, whose former state is `old`, into the database and the audit log."""
+    if old is None:
+        _insert(connection, new)
+    else:
+        _change(connection, old, new)
+    changed = {"before": None if old is None else _shown(old), "after": _shown(new)}
+    audit(connection, new.updated_us, "quota.set", new.id, tenant_id=new.tenant_id, **changed)
+
+
+def _insert(connection: Connection, policy: QuotaPolicy) -> None:
+    connection.execute(insert(_policies).values(**_columns(policy), id=policy.id, created_us=policy.created_us))
+    if policy.scope == PLATFORM or METRICS[policy.metric].kind not in (Kind.RATE, Kind.CONCURRENCY):
+        # Counters of each tenant, or of each window, come into being with the first request; so do a grantee's.
+        return
+    connection.execute(
+        insert(_counters).values(
+            policy_id=policy.id,
+            subject_id=policy.subject_id,
+            window_start_us=0,
+            **Counter.fresh(policy.burst, policy.created_us)._asdict(),
+        )
+    )
+
+
+def _change(connection: Connection, old: QuotaPolicy, new: QuotaPolicy) -> None:
+    if METRICS[new.metric].kind is Kind.RATE and new.scope != PLATFORM:
+        # What was earned until now was earned at the old rate.
+        mine = (_counters.c.policy_id == old.id) & (_counters.c.window_start_us == 0)
+        query = select(_counters).where(mine).order_by(_counters.c.subject_id).with_for_update()
+        for row in connection.execute(query).all():
+            counter = Counter(row.level, row.reserved, row.used, row.exceeded, row.refilled_us)
+            # No limit for the moment, so that only the level is cut to the new size.
+            earned = counter.refilled(old.limit, old.burst, new.updated_us).refilled(0, new.burst, new.updated_us)
+            changed = update(_counters).where(mine, _counters.c.subject_id == row.subject_id)
+            connection.execute(changed.values(level=earned.level, refilled_us=earned.refilled_us))
+    connection.execute(update(_policies).where(_policies.c.id == new.id).values(**_columns(new)))
+
+
+def _columns(policy: QuotaPolicy) -> dict[str, Any]:
+    return {
+        "scope": policy.scope,
+        "subject_id": policy.subject_id,
+        "tenant_id": policy.tenant_id,
+        "metric": policy.metric,
+        "mode": policy.mode,
+        "limit_value": policy.limit,
+        "burst": policy.burst,
+        "updated_us": policy.updated_us,
+    }

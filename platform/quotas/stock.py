@@ -1,0 +1,43 @@
+"""What a tenant keeps: how many adapters, and how many bytes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, func, select
+
+from loramux.adapter_store.ingest.open_uploads import open_uploads_of
+from loramux.adapter_store.registry.records import UNFINISHED
+from loramux.migrations import schema
+from loramux.platform.quotas.metrics import ADAPTERS
+
+_adapters, _versions, _uploads = schema.adapters, schema.adapter_versions, schema.uploads
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """How much a tenant has of `adapters` or `adapter_bytes`."""
+
+    used: int
+    reserved: int = 0
+    """What its open uploads declare: given back when one is cancelled or expires, used when one becomes a version."""
+
+
+def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -> Stock:
+    """What a tenant has at `now_us`.
+
+    A version counts with its canonical bytes, and while it is being validated with what its upload announced.
+    """
+    if metric == ADAPTERS:
+        query = select(func.count()).select_from(_adapters).where(_adapters.c.tenant_id == tenant_id)
+        return Stock(int(connection.execute(query).scalar_one()))
+    of_tenant = _versions.join(_adapters, _adapters.c.id == _versions.c.adapter_id)
+    known = select(func.coalesce(func.sum(_versions.c.canonical_bytes), 0)).select_from(of_tenant)
+    num_bytes = int(connection.execute(known.where(_adapters.c.tenant_id == tenant_id)).scalar_one())
+    announced = (
+        select(_uploads.c.files)
+        .select_from(of_tenant.join(_uploads, _uploads.c.id == _versions.c.upload_id))
+        .where(_adapters.c.tenant_id == tenant_id, _versions.c.state.in_(UNFINISHED))
+    )
+    num_bytes += sum(int(file["size"]) for (files,) in connection.execute(announced) for file in files)
+    return Stock(num_bytes, open_uploads_of(connection, tenant_id, now_us).num_bytes)

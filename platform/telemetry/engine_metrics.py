@@ -1,0 +1,150 @@
+"""What Prometheus scrapes of the engine behind a gateway: its steps, its pool, and how adapters come to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from loramux.adapter_store.tiers.tier_figures import LoadCounts
+from loramux.engine.messages import Stats, StepTimes
+
+BOUNDED_TIERS = ("host", "disk")
+
+
+class EngineCollector(Collector):
+    """The engine's own counts, which begin again when it restarts. The series are a fixed set; docs/metrics.md says
+    what each is."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _steps(self._stats)
+        yield from _pool(self._stats)
+        yield from _loading(self._stats.loading)
+
+
+def render_engine(stats: Stats | None) -> bytes:
+    """The text exposition; without an engine that answers, only that there is none."""
+    registry = CollectorRegistry()
+    registry.register(_Up(stats is not None))
+    if stats is not None:
+        registry.register(EngineCollector(stats))
+    return generate_latest(registry)
+
+
+class _Up(Collector):
+    def __init__(self, is_up: bool) -> None:
+        self._is_up = is_up
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("loramux_engine_up", "1 while the engine answers", int(self._is_up))
+
+
+def _steps(stats: Stats) -> Iterator[Metric]:
+    yield _histogram("loramux_engine_step_seconds", "From a step's scheduling to its last token", stats.step_times)
+    yield _counter("loramux_engine_steps", "Steps run", stats.num_steps)
+    yield _counter("loramux_engine_mixed_steps", "Steps with two adapters or more", stats.mixed_steps)
+    yield _counter("loramux_engine_step_sequences", "Sequences in steps", stats.num_step_sequences)
+    yield _counter("loramux_engine_step_rows", "Tokens that steps computed", stats.num_rows)
+    tokens = CounterMetricFamily("loramux_engine_tokens", "Tokens, by what was done with them", labels=("kind",))
+    for kind, count in (
+        ("prompt", stats.prompt_tokens),
+        ("cached", stats.cached_tokens),
+        ("completion", stats.completion_tokens),
+        ("recomputed", stats.recomputed_tokens),
+    ):
+        tokens.add_metric((kind,), count)
+    yield tokens
+    yield _gauge("loramux_engine_graphs", "Captured steps of a GPU that are kept", stats.graphs.num_graphs)
+    yield _gauge("loramux_engine_graph_bytes", "Device memory that captures took", stats.graphs.num_bytes)
+    yield _gauge("loramux_engine_running_sequences", "Sequences that run", stats.num_running)
+    waiting = stats.waiting
+    yield _gauges(
+        "loramux_engine_waiting_sequences",
+        "Sequences that wait, by what for",
+        "reason",
+        (
+            ("adapter", waiting.adapter),
+            ("pages", waiting.pages),
+            ("seat", waiting.seat),
+            ("grant", waiting.grant),
+        ),
+    )
+    yield _counter("loramux_engine_preemptions", "Sequences that gave their pages to others", stats.num_preemptions)
+
+
+def _pool(stats: Stats) -> Iterator[Metric]:
+    owners = (("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages), ("free", stats.num_free_pages))
+    yield _gauges("loramux_engine_pages", "Pages of the pool, by owner", "owner", owners)
+    yield _gauge("loramux_engine_prefix_pages", "KV pages that the prefix cache knows", stats.num_prefix_pages)
+    resident, pinned = len(stats.adapters), sum(adapter.is_pinned for adapter in stats.adapters)
+    yield _gauge("loramux_engine_resident_adapters", "Adapters in the pool", resident)
+    yield _gauge("loramux_engine_pinned_adapters", "Adapters that stay in the pool", pinned)
+    yield _counter("loramux_engine_adapter_loads", "Adapters that became resident", stats.num_adapter_loads)
+    evictions = CounterMetricFamily("loramux_engine_evictions", "What left the pool for others", labels=("kind",))
+    evictions.add_metric(("adapter",), stats.num_adapter_evictions)
+    evictions.add_metric(("prefix_page",), stats.num_prefix_evictions)
+    yield evictions
+
+
+def _loading(counts: LoadCounts) -> Iterator[Metric]:
+    lookups = CounterMetricFamily(
+        "loramux_adapter_lookups", "Adapters looked for, by tier and result", labels=("tier", "result")
+    )
+    held = GaugeMetricFamily("loramux_adapter_tier_bytes", "Adapters kept, by tier", labels=("tier",))
+    evictions = CounterMetricFamily(
+        "loramux_adapter_tier_evictions", "Adapters that gave way to others, by tier", labels=("tier",)
+    )
+    for tier in counts.tiers:
+        lookups.add_metric((tier.tier, "hit"), tier.num_hits)
+        lookups.add_metric((tier.tier, "miss"), tier.num_misses)
+        if tier.tier in BOUNDED_TIERS:
+            held.add_metric((tier.tier,), tier.used_bytes)
+            evictions.add_metric((tier.tier,), tier.num_evictions)
+    labels = ("tier", "stage")
+    stages = CounterMetricFamily("loramux_adapter_stages", "Stages of loading that adapters passed", labels=labels)
+    num_bytes = CounterMetricFamily("loramux_adapter_stage_bytes", "Bytes that passed them", labels=labels)
+    seconds = CounterMetricFamily("loramux_adapter_stage_seconds", "Time that this took", labels=labels)
+    for one in counts.stages:
+        at = (one.tier, one.stage)
+        stages.add_metric(at, one.count)
+        num_bytes.add_metric(at, one.num_bytes)
+        seconds.add_metric(at, one.seconds)
+    loads = CounterMetricFamily("loramux_adapter_loads", "Loads into host memory, by outcome", labels=("outcome",))
+    for outcome, count in (
+        ("loaded", counts.num_loaded),
+        ("failed", counts.num_failed),
+        ("given_up", counts.num_given_up),
+    ):
+        loads.add_metric((outcome,), count)
+    yield from (lookups, held, evictions, stages, num_bytes, seconds, loads)
+    yield _counter("loramux_adapter_files_set_aside", "Files with wrong bytes", counts.num_set_aside)
+    is_open = int(counts.breaker != "closed")
+    yield _gauge("loramux_engine_store_breaker_open", "1 while the engine asks the blob store no more", is_open)
+
+
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, help_text, value=value)
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value=value)
+
+
+def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+    family = GaugeMetricFamily(name, help_text, labels=(label,))
+    for key, value in values:
+        family.add_metric((key,), value)
+    return family
+
+
+def _histogram(name: str, help_text: str, times: StepTimes) -> Metric:
+    total, buckets = 0, []
+    for bound, count in zip((*map(str, times.bounds_s), "+Inf"), times.counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=times.seconds)

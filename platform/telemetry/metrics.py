@@ -1,0 +1,160 @@
+"""What Prometheus scrapes of a gateway. Labels come from small fixed sets: never a tenant, key or path.
+
+The one exception shows at most ten quota policies, those that refuse most. docs/metrics.md lists every metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.quotas.policies import QuotaPolicy
+from loramux.platform.telemetry.top_refusals import TopRefusals
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+GAP_SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+COMMIT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+COMMIT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+NETWORK_REFUSALS = (
+    "address_full",
+    "forwarded_address_full",
+    "listener_full",
+    "no_request",
+    "shed",
+    "slow_reader",
+)
+
+
+class GatewayMetrics:
+    """The gateway's metrics in a registry of their own, so that several gateways fit in one process."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._top_refusals = TopRefusals()
+        self.registry.register(_TopRefusalsCollector(self._top_refusals))
+
+        self.requests = self._counter("loramux_requests", "Answered calls", "endpoint", "status")
+        self.errors = self._counter("loramux_errors", "Calls answered with an error, by its code", "endpoint", "code")
+        self.request_seconds = self._histogram(
+            "loramux_request_seconds", "From the call to its last byte", SECONDS, "endpoint"
+        )
+        self.first_token_seconds = self._histogram(
+            "loramux_first_token_seconds", "From the call to its first token", SECONDS, "endpoint"
+        )
+        self.token_gap_seconds = self._histogram(
+            "loramux_token_gap_seconds", "Between two tokens of a choice", GAP_SECONDS, "endpoint"
+        )
+        self.settled = self._counter("loramux_settled_requests", "Requests that ran, by how they ended", "status")
+        self.tokens = self._counter("loramux_tokens", "Settled tokens", "kind")
+        self.running = self._gauge("loramux_running_requests", "Admitted and not settled")
+
+        self.refusals = self._counter("loramux_quota_refusals", "Requests that a quota refused", "metric", "mode")
+        self.commit_seconds = self._histogram(
+            "loramux_commit_seconds", "A transaction of reservations and settlements", COMMIT_SECONDS
+        )
+        self.commit_operations = self._histogram(
+            "loramux_commit_operations", "Reservations and settlements in one transaction", COMMIT_SIZES
+        )
+        self.commit_failures = self._counter("loramux_commit_failures", "Transactions that the database did not take")
+        self.settle_failures = self._counter("loramux_settle_failures", "Settlements given up")
+        self.recovered = self._counter("loramux_recovered_requests", "Reservations recovered after their lease")
+
+        self.overdrawn = self._counter(
+            "loramux_overdrawn_settlements", "Settlements after recovery that took a hard limit beyond what it admits"
+        )
+
+        self.database_connections = self._gauge("loramux_database_connections", "Database connections in use")
+
+        self.database_trouble = self._gauge(
+            "loramux_database_trouble", "1 while the database takes no reservations, or does not answer"
+        )
+        self.held_settlements = self._gauge(
+            "loramux_held_settlements", "Settlements that wait in memory: neither database nor spool takes them"
+        )
+        self.spooled_bytes = self._gauge("loramux_spooled_bytes", "Settlements that wait on the disk for the database")
+
+        self.store_breaker_open = self._gauge(
+            "loramux_gateway_store_breaker_open", "1 while this gateway asks the blob store no more"
+        )
+        self._connections = Gauge("loramux_connections", "Open connections", ("listener",), registry=self.registry)
+        self._network_refusals = self._counter(
+            "loramux_network_refusals",
+            "Connections and requests refused or ended for the network's sake",
+            "listener",
+            "reason",
+        )
+
+        self.validations = self._counter("loramux_validations", "Uploads validated, by outcome", "outcome")
+        self.validation_seconds = self._histogram("loramux_validation_seconds", "A validation", SECONDS)
+        self.admin_requests = self._counter("loramux_admin_requests", "Answered admin calls", "method", "status")
+        self.admin_request_seconds = self._histogram(
+            "loramux_admin_request_seconds", "From an admin call to its last byte", SECONDS
+        )
+
+        # Known from the start, so that the first of a kind is an increase.
+        for family, values in (
+            (self.settled, ("completed", "aborted", "failed")),
+            (self.tokens, ("prompt", "cached", "completion")),
+            (self.validations, ("accepted", "rejected", "failed")),
+        ):
+            for value in values:
+                family.labels(value)
+
+    def count_settlement(self, settlement: Settlement) -> None:
+        self.settled.labels(settlement.status).inc()
+        self.tokens.labels("prompt").inc(settlement.prompt_tokens)
+        self.tokens.labels("cached").inc(settlement.cached_tokens)
+        self.tokens.labels("completion").inc(settlement.completion_tokens)
+
+    def count_refusal(self, policy: QuotaPolicy, mode: str = "hard") -> None:
+        """A policy did not admit a request; with the mode `soft` or `shadow` the request ran all the same."""
+        self.refusals.labels(policy.metric, mode).inc()
+        if mode == "hard":
+            self._top_refusals.count(policy.id)
+
+    def note_commit(self, num_operations: int, seconds: float, has_failed: bool) -> None:
+        """A transaction of the committer came to its end."""
+        self.commit_operations.observe(num_operations)
+        self.commit_seconds.observe(seconds)
+        if has_failed:
+            self.commit_failures.inc()
+
+    def note_listener(self, listener: str, num_connections: Callable[[], int]) -> Counter:
+        """Show how many connections a listener has; the counter of those that it refused or ended."""
+        self._connections.labels(listener).set_function(num_connections)
+        for reason in NETWORK_REFUSALS:
+            self._network_refusals.labels(listener, reason)
+        return self._network_refusals
+
+    def render(self) -> bytes:
+        """The text exposition, of type `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(name, help_text, registry=self.registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(name, help_text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, help_text, labels, buckets=buckets, registry=self.registry)
+
+
+class _TopRefusalsCollector(Collector):
+    def __init__(self, refusals: TopRefusals) -> None:
+        self._refusals = refusals
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "loramux_quota_top_refusals", "Refusals by policy over 5 to 10 minutes, the ten most", labels=("policy",)
+        )
+        for policy_id, count in self._refusals.top():
+            family.add_metric((policy_id,), count)
+        yield family

@@ -1,0 +1,280 @@
+"""What only the S3 store has: parts, presigned requests, unfinished uploads, the probe at start."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import boto3
+import httpx
+import pytest
+
+from loramux.adapter_store.blobs.blob_url import open_blob_store
+from loramux.adapter_store.blobs.interface import BlobStore, PresignedPut
+from loramux.adapter_store.blobs.local import LocalBlobStore
+from loramux.adapter_store.blobs.memory import MemoryBlobStore
+from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
+from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES, S3Limits
+from loramux.adapter_store.errors import BlobDamaged, BlobNotFound, BlobStoreUnavailable, PartsMissing
+from tests.adapter_store.blobs.fault_proxy import Fault, FaultProxy, ListedPlan
+from tests.adapter_store.conftest import IS_RADOSGW, SMALL_PARTS
+
+PREFIX = "some/prefix"
+THREE_PARTS = random.Random(3).randbytes(2 * MIN_PART_BYTES + 12345)
+DAY_S = 86_400
+
+only_moto = pytest.mark.skipif(IS_RADOSGW, reason="needs a store that checks no signatures, or heeds more conditions")
+
+
+@pytest.fixture
+def s3_blobs(s3_bucket: str) -> S3BlobStore:
+    return S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def send(put: PresignedPut, data: bytes, **headers: str) -> int:
+    with httpx.Client(trust_env=False) as client:
+        return client.request(put.method, put.url, content=data, headers={**put.headers, **headers}).status_code
+
+
+@only_moto
+def test_a_large_file_goes_up_in_parts(
+    fault_proxy: FaultProxy, s3_bucket: str, raw_bucket: Any, tmp_path: Path
+) -> None:
+    blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
+    (tmp_path / "source").write_bytes(THREE_PARTS)
+    assert blobs.put("k/large", tmp_path / "source")
+    assert not blobs.put("k/large", tmp_path / "source")
+    assert raw_bucket.Object(f"{PREFIX}/k/large").e_tag.endswith('-3"')
+    assert blobs.read_bytes("k/large") == THREE_PARTS
+
+
+@only_moto
+@pytest.mark.campaign
+def test_of_many_writers_of_parts_exactly_one_wins(
+    fault_proxy: FaultProxy, s3_bucket: str, raw_bucket: Any, tmp_path: Path
+) -> None:
+    blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
+    won = []
+
+    def write(number: int) -> None:
+        source = tmp_path / str(number)
+        source.write_bytes(b"%d" % number * 2 * MIN_PART_BYTES)
+        if blobs.put("k/contended", source):
+            won.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert blobs.read_bytes("k/contended") == b"%d" % won[0] * 2 * MIN_PART_BYTES
+    assert list(raw_bucket.multipart_uploads.all()) == []
+
+
+@only_moto
+def test_where_parts_cannot_be_conditional_a_large_file_goes_in_one_piece(
+    s3_endpoint: str, s3_bucket: str, raw_bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "source").write_bytes(THREE_PARTS)
+    proxy = FaultProxy(s3_endpoint, ListedPlan("POST", None, Fault.NOT_IMPLEMENTED))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
+    assert blobs.put("k/large", tmp_path / "source")
+    proxy.stop()
+    assert "-" not in raw_bucket.Object(f"{PREFIX}/k/large").e_tag
+    assert [item.key for item in raw_bucket.objects.all()] == [f"{PREFIX}/k/large"], "the probe is gone"
+
+
+@only_moto
+def test_parts_that_failed_are_aborted(
+    fault_proxy: FaultProxy, s3_bucket: str, raw_bucket: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "source").write_bytes(THREE_PARTS)
+    blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
+    fault_proxy.plan = ListedPlan("PUT", Fault.EXPIRED, part_of_path="partNumber=2")
+    with pytest.raises(BlobStoreUnavailable, match="ExpiredToken"):
+        blobs.put("k/large", tmp_path / "source")
+    assert list(raw_bucket.multipart_uploads.all()) == []
+    assert not blobs.exists("k/large")
+
+
+def test_uploads_in_parts_are_aborted_a_day_after_they_began(s3_bucket: str, raw_bucket: Any) -> None:
+    ours, other = raw_bucket.Object(f"{PREFIX}/k/large"), raw_bucket.Object("another/prefix")
+    uploads = [ours.initiate_multipart_upload(), other.initiate_multipart_upload()]
+    began_s = next(iter(raw_bucket.multipart_uploads.all())).initiated.timestamp()
+    S3BlobStore(s3_bucket, PREFIX, now_s=lambda: began_s + DAY_S - 60).remove_unfinished()
+    assert {upload.id for upload in raw_bucket.multipart_uploads.all()} == {upload.id for upload in uploads}
+    S3BlobStore(s3_bucket, PREFIX, now_s=lambda: began_s + DAY_S + 60).remove_unfinished()
+    assert [upload.id for upload in raw_bucket.multipart_uploads.all()] == [uploads[1].id]
+
+
+def test_probes_that_a_crash_left_are_removed_after_a_day(s3_bucket: str, raw_bucket: Any) -> None:
+    raw_bucket.put_object(Key=f"{PREFIX}/probes/left", Body=b"1")
+    tomorrow_s = datetime.now(UTC).timestamp() + DAY_S + 60
+    S3BlobStore(s3_bucket, PREFIX).remove_unfinished()
+    assert len(list(raw_bucket.objects.all())) == 1
+    S3BlobStore(s3_bucket, PREFIX, now_s=lambda: tomorrow_s).remove_unfinished()
+    assert list(raw_bucket.objects.all()) == []
+
+
+def test_a_presigned_put_is_used_with_any_client(s3_blobs: S3BlobStore) -> None:
+    put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 60)
+    assert put is not None
+    assert send(put, b"hello") == 200
+    assert s3_blobs.read_bytes("uploads/u/file") == b"hello"
+    info = s3_blobs.head("uploads/u/file")
+    assert info is not None
+    assert info.size == 5
+    assert send(put, b"hello") == 412, "what is there stays"
+
+
+@pytest.mark.skipif(not IS_RADOSGW, reason="moto checks no signatures")
+@pytest.mark.parametrize(
+    ("data", "headers"),
+    [
+        (b"hell", {"content-length": "4"}),
+        (b"hello, world", {"content-length": "12"}),
+        (b"hello", {"if-none-match": ""}),
+        (b"hello", {"x-amz-checksum-sha256": "AAAA"}),
+    ],
+    ids=["shorter", "longer", "unconditional", "another-checksum"],
+)
+def test_a_presigned_put_takes_nothing_but_what_was_signed(
+    s3_blobs: S3BlobStore, data: bytes, headers: dict[str, str]
+) -> None:
+    put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 60)
+    assert put is not None
+    assert send(put, data, **headers) in (400, 403)
+    assert not s3_blobs.exists("uploads/u/file")
+
+
+@pytest.mark.parametrize(
+    "extra", [pytest.param(0, marks=pytest.mark.campaign, id="whole-parts"), pytest.param(1, id="a-byte-more")]
+)
+def test_presigned_parts_become_a_blob(s3_blobs: S3BlobStore, tmp_path: Path, extra: int) -> None:
+    data = random.Random(4).randbytes(2 * MIN_PART_BYTES + extra)
+    assert s3_blobs.presign_put("uploads/u/file", len(data), sha256(data), 60) is None
+    upload = s3_blobs.presign_parts("uploads/u/file", len(data), 60)
+    assert upload is not None
+    assert len(upload.parts) == 2 + extra
+    for number, part in enumerate(upload.parts):
+        assert not s3_blobs.exists("uploads/u/file")
+        with pytest.raises((PartsMissing, BlobNotFound)):
+            s3_blobs.complete_parts("uploads/u/file", upload.upload_id, len(data))
+        start = number * upload.part_bytes
+        assert send(part, data[start : start + upload.part_bytes]) == 200
+    assert s3_blobs.complete_parts("uploads/u/file", upload.upload_id, len(data))
+    s3_blobs.get("uploads/u/file", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
+    assert not s3_blobs.complete_parts("uploads/u/file", upload.upload_id, len(data)), "the key is taken"
+
+
+def test_presigned_parts_do_not_replace_a_blob(s3_blobs: S3BlobStore, raw_bucket: Any) -> None:
+    data = bytes(MIN_PART_BYTES + 1)
+    upload = s3_blobs.presign_parts("uploads/u/file", len(data), 60)
+    assert upload is not None
+    for number, part in enumerate(upload.parts):
+        start = number * upload.part_bytes
+        assert send(part, data[start : start + upload.part_bytes]) == 200
+    s3_blobs.put("uploads/u/file", b"first")
+    assert not s3_blobs.complete_parts("uploads/u/file", upload.upload_id, len(data))
+    assert s3_blobs.read_bytes("uploads/u/file") == b"first"
+    assert list(raw_bucket.multipart_uploads.all()) == []
+
+
+def test_aborted_parts_are_gone(s3_blobs: S3BlobStore, raw_bucket: Any) -> None:
+    upload = s3_blobs.presign_parts("uploads/u/file", MIN_PART_BYTES + 1, 60)
+    assert upload is not None
+    assert send(upload.parts[1], b"1") == 200
+    s3_blobs.abort_parts("uploads/u/file", upload.upload_id)
+    s3_blobs.abort_parts("uploads/u/file", upload.upload_id)
+    assert list(raw_bucket.multipart_uploads.all()) == []
+    with pytest.raises(BlobNotFound):
+        s3_blobs.complete_parts("uploads/u/file", upload.upload_id, MIN_PART_BYTES + 1)
+
+
+def test_nothing_is_presigned_for_longer_than_stores_take(s3_blobs: S3BlobStore) -> None:
+    put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 30 * DAY_S)
+    assert put is not None
+    assert send(put, b"hello") == 200
+    assert "X-Amz-Expires=604800" in put.url
+
+
+def test_nothing_is_presigned_without_credentials(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # boto3 remembers those it once found.
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    blobs = S3BlobStore(s3_bucket, PREFIX)
+    with pytest.raises(BlobStoreUnavailable, match="can be signed"):
+        blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 60)
+    with pytest.raises(BlobStoreUnavailable, match="there are no credentials for it"):
+        blobs.read_bytes("uploads/u/file")
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_other_stores_presign_nothing(tmp_path: Path, kind: str) -> None:
+    blobs: BlobStore = MemoryBlobStore() if kind == "memory" else LocalBlobStore(tmp_path)
+    assert blobs.presign_put("k/one", 1, sha256(b"1"), 60) is None
+    assert blobs.presign_parts("k/one", 1 << 30, 60) is None
+
+
+def test_objects_of_others_are_read_through_their_url(s3_bucket: str, raw_bucket: Any, tmp_path: Path) -> None:
+    raw_bucket.put_object(Key="team/adapter/adapter_model.safetensors", Body=b"not ours")
+    blobs = open_blob_store(f"s3://{s3_bucket}/team/adapter")
+    info = blobs.head("adapter_model.safetensors")
+    assert info is not None
+    assert (info.size, info.sha256) == (8, None)
+    blobs.get("adapter_model.safetensors", tmp_path / "copy", max_bytes=8)
+    assert (tmp_path / "copy").read_bytes() == b"not ours"
+
+
+def test_a_blob_that_is_damaged_where_it_lies_says_so(s3_bucket: str, raw_bucket: Any, tmp_path: Path) -> None:
+    raw_bucket.put_object(Key="k/one", Body=b"changed", Metadata={"loramux-sha256": sha256(b"written")})
+    blobs = S3BlobStore(s3_bucket, limits=S3Limits(first_pause_s=0.01))
+    with pytest.raises(BlobDamaged):
+        blobs.get("k/one", tmp_path / "copy")
+    with pytest.raises(BlobDamaged):
+        blobs.read_bytes("k/one")
+
+
+def test_a_good_store_passes_the_probe(s3_blobs: S3BlobStore, raw_bucket: Any) -> None:
+    s3_blobs.check()
+    assert list(raw_bucket.objects.all()) == []
+
+
+def test_a_store_that_ignores_conditions_is_refused(
+    moto_endpoint: str, s3_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = FaultProxy(moto_endpoint, dropped=["if-none-match"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    bucket = boto3.resource("s3").create_bucket(Bucket="ignores-conditions")
+    with pytest.raises(BlobStoreUnavailable, match=r"ignores If-None-Match.*use a store with conditional writes"):
+        open_blob_store("s3://ignores-conditions/prefix").check()
+    assert list(bucket.objects.all()) == []
+    proxy.stop()
+
+
+def test_a_store_that_knows_no_conditions_is_refused(fault_proxy: FaultProxy, s3_bucket: str) -> None:
+    fault_proxy.plan = ListedPlan("PUT", Fault.NOT_IMPLEMENTED)
+    with pytest.raises(BlobStoreUnavailable, match="does not know If-None-Match"):
+        open_blob_store(f"s3://{s3_bucket}").check()
+
+
+@pytest.mark.parametrize("nth", [0, 1], ids=["first-put", "second-put"])
+def test_an_answer_that_is_lost_does_not_mislead_the_probe(fault_proxy: FaultProxy, s3_bucket: str, nth: int) -> None:
+    fault_proxy.plan = ListedPlan("PUT", *[None] * nth, Fault.LOST_RESET)
+    open_blob_store(f"s3://{s3_bucket}").check()

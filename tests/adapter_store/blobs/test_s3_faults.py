@@ -1,0 +1,266 @@
+"""The S3 store behind a network and a server that fail in every way: right bytes, or an error in time."""
+
+from __future__ import annotations
+
+import io
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from boto3.s3.transfer import TransferConfig
+
+from loramux.adapter_store.blobs.circuit_breaker import CircuitBreaker
+from loramux.adapter_store.blobs.retry_budget import RetryBudget
+from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
+from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES
+from loramux.adapter_store.errors import BlobDamaged, BlobNotFound, BlobStoreUnavailable
+from tests.adapter_store.blobs.fault_proxy import Fault, FaultProxy, ListedPlan, no_faults
+from tests.adapter_store.conftest import HURRIED, IS_RADOSGW, PATIENT
+
+DATA = random.Random(1).randbytes(70_000)
+LARGE = random.Random(2).randbytes(3 * MIN_PART_BYTES + 1)
+MARGIN_S = 1.0
+"""For threads that wait for a core."""
+
+PASSING = (
+    Fault.SLOW_DOWN,
+    Fault.RESET,
+    Fault.LOST_RESET,
+    Fault.HANG,
+    Fault.LOST_HANG,
+    Fault.TRUNCATE,
+    Fault.FLIP,
+)
+"""After these another try may do better."""
+
+only_moto = pytest.mark.skipif(IS_RADOSGW, reason="radosgw 16 makes blobs of parts without conditions")
+by_value = {"ids": lambda fault: fault.name.lower().replace("_", "-")}
+
+
+def never_opens() -> CircuitBreaker:
+    return CircuitBreaker(max_failures=1_000_000)
+
+
+@pytest.fixture
+def s3_blobs(fault_proxy: FaultProxy, s3_bucket: str) -> S3BlobStore:
+    return S3BlobStore(s3_bucket, "p", HURRIED)
+
+
+@pytest.fixture
+def patient_blobs(fault_proxy: FaultProxy, s3_bucket: str) -> S3BlobStore:
+    return S3BlobStore(s3_bucket, "p", PATIENT, never_opens())
+
+
+def always(fault: Fault, method: str) -> Callable[[str, str], Fault | None]:
+    return lambda asked, path: fault if asked == method else None
+
+
+@pytest.mark.parametrize("fault", PASSING, **by_value)
+def test_a_read_that_fails_once_is_made_again(
+    fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
+) -> None:
+    s3_blobs.put("k/one", DATA)
+    fault_proxy.plan = ListedPlan("GET", fault)
+    s3_blobs.get("k/one", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == DATA
+    assert fault_proxy.num_injected == {fault: 1}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("fault", sorted(set(Fault) - {Fault.STALE, Fault.FLIP_HEAD}, key=str), **by_value)
+def test_a_read_that_keeps_failing_ends_in_time(
+    fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
+) -> None:
+    s3_blobs.put("k/one", DATA)
+    fault_proxy.plan = always(fault, "GET")
+    begin = time.monotonic()
+    with pytest.raises(BlobDamaged if fault is Fault.FLIP else BlobStoreUnavailable) as caught:
+        s3_blobs.get("k/one", tmp_path / "copy")
+    assert time.monotonic() - begin < HURRIED.body_s + MARGIN_S
+    assert "127.0.0.1" not in str(caught.value)
+    assert "k/one" not in str(caught.value)
+
+
+def test_a_drip_ends_when_the_caller_says(fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path) -> None:
+    s3_blobs.put("k/one", DATA)
+    fault_proxy.plan = always(Fault.DRIP, "GET")
+    begin = time.monotonic()
+    with pytest.raises(BlobStoreUnavailable, match="time for it is over"):
+        s3_blobs.get("k/one", tmp_path / "copy", deadline_s=0.4)
+    assert time.monotonic() - begin < 0.4 + MARGIN_S
+    fault_proxy.plan = no_faults
+    s3_blobs.get("k/one", tmp_path / "copy")
+
+
+@pytest.mark.parametrize("num_answers", [40, pytest.param(600, marks=pytest.mark.campaign)])
+def test_a_damaged_head_gives_right_bytes_or_an_error_of_ours(
+    fault_proxy: FaultProxy, s3_bucket: str, tmp_path: Path, num_answers: int
+) -> None:
+    blobs = S3BlobStore(s3_bucket, "p", HURRIED, never_opens())
+    blobs.put("k/one", DATA[:300])
+    fault_proxy.plan = always(Fault.FLIP_HEAD, "GET")
+    num_right = num_refused = 0
+    while fault_proxy.num_injected[Fault.FLIP_HEAD] < num_answers:
+        try:
+            blobs.get("k/one", tmp_path / "copy")
+        except (BlobStoreUnavailable, BlobNotFound):
+            num_refused += 1
+        else:
+            num_right += 1
+            assert (tmp_path / "copy").read_bytes() == DATA[:300]
+    assert num_right > num_refused, "most bits of a head are harmless, or another try is"
+
+
+@pytest.mark.parametrize("fault", [fault for fault in PASSING if fault is not Fault.FLIP], **by_value)
+def test_a_write_that_fails_once_is_made_again_and_known_as_ours(
+    fault_proxy: FaultProxy, s3_blobs: S3BlobStore, fault: Fault
+) -> None:
+    fault_proxy.plan = ListedPlan("PUT", fault)
+    assert s3_blobs.put("k/one", DATA), "no other writer was there"
+    assert not s3_blobs.put("k/one", DATA), "the same bytes of another writer are another's"
+    assert s3_blobs.read_bytes("k/one") == DATA
+
+
+def test_a_write_that_comes_after_anothers_is_known_as_the_others(
+    raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore
+) -> None:
+    def interfere(method: str, path: str) -> Fault | None:
+        if method != "PUT" or fault_proxy.num_injected:
+            return None
+        raw_bucket.put_object(Key="p/k/one", Body=DATA)
+        return Fault.RESET
+
+    fault_proxy.plan = interfere
+    assert not s3_blobs.put("k/one", DATA)
+
+
+def test_bytes_that_are_damaged_on_their_way_up_are_never_read(fault_proxy: FaultProxy, s3_blobs: S3BlobStore) -> None:
+    fault_proxy.plan = ListedPlan("PUT", Fault.FLIP)
+    assert s3_blobs.put("k/one", DATA)
+    fault_proxy.plan = no_faults
+    if IS_RADOSGW:
+        assert s3_blobs.read_bytes("k/one") == DATA, "the store saw it, and was sent them again"
+    else:
+        with pytest.raises(BlobDamaged):
+            s3_blobs.read_bytes("k/one")
+
+
+@only_moto
+@pytest.mark.campaign
+@pytest.mark.parametrize("method", ["PUT", "POST"], ids=["a-part", "completion"])
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOST_RESET, Fault.LOST_HANG, Fault.TRUNCATE], **by_value)
+def test_parts_that_fail_once_are_sent_again(
+    raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path, fault: Fault, method: str
+) -> None:
+    (tmp_path / "source").write_bytes(LARGE)
+    fault_proxy.plan = ListedPlan(method, fault, part_of_path="k/large?uploadId=")
+    assert patient_blobs.put("k/large", tmp_path / "source")
+    assert patient_blobs.read_bytes("k/large") == LARGE
+    assert list(raw_bucket.multipart_uploads.all()) == []
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("fault", PASSING, **by_value)
+def test_one_range_that_fails_is_had_again(
+    raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path, fault: Fault
+) -> None:
+    raw_bucket.put_object(Key="p/k/large", Body=LARGE)
+    fault_proxy.plan = ListedPlan("GET", None, None, fault)
+    patient_blobs.get("k/large", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == LARGE
+
+
+def put_in_parts(raw_bucket: Any, data: bytes) -> None:
+    """As others do: such an object has no checksum that we could compare."""
+    config = TransferConfig(multipart_threshold=MIN_PART_BYTES, multipart_chunksize=MIN_PART_BYTES)
+    raw_bucket.upload_fileobj(io.BytesIO(data), "p/k/large", Config=config)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("heeds", [True, pytest.param(False, marks=only_moto)], ids=["if-match", "without-if-match"])
+@pytest.mark.parametrize("nth", [1, 2, 3], ids=["second-range", "third-range", "last-range"])
+def test_ranges_are_of_one_object_where_it_is_replaced_meanwhile(
+    raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path, nth: int, heeds: bool
+) -> None:
+    if not heeds:
+        fault_proxy.dropped.add("if-match")
+    put_in_parts(raw_bucket, LARGE)
+    other = LARGE[::-1]
+    gets = []
+    lock = threading.Lock()
+
+    def replace(method: str, path: str) -> Fault | None:
+        with lock:
+            if method == "GET":
+                gets.append(path)
+                if len(gets) == nth + 1:
+                    put_in_parts(raw_bucket, other)
+        return None
+
+    fault_proxy.plan = replace
+    patient_blobs.get("k/large", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() in (other, LARGE)
+
+
+@pytest.mark.campaign
+def test_a_range_of_another_object_is_not_taken(
+    raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path
+) -> None:
+    raw_bucket.put_object(Key="p/k/other", Body=LARGE[::-1])
+    raw_bucket.put_object(Key="p/k/large", Body=LARGE)
+    patient_blobs.get("k/other", tmp_path / "other")
+    for number in range(1, 4):
+        fault_proxy.plan = ListedPlan("GET", *[None] * number, Fault.STALE)
+        try:
+            patient_blobs.get("k/large", tmp_path / "copy")
+        except BlobNotFound:
+            continue
+        assert (tmp_path / "copy").read_bytes() == LARGE
+
+
+@pytest.mark.parametrize("fault", [Fault.EXPIRED, Fault.NOT_IMPLEMENTED], **by_value)
+def test_what_no_retry_mends_is_asked_once(fault_proxy: FaultProxy, patient_blobs: S3BlobStore, fault: Fault) -> None:
+    patient_blobs.put("k/one", DATA)
+    for _ in range(20):
+        fault_proxy.num_requests.clear()
+        fault_proxy.plan = ListedPlan("GET", fault)
+        with pytest.raises(BlobStoreUnavailable) as caught:
+            patient_blobs.read_bytes("k/one")
+        assert fault_proxy.num_requests == {"GET": 1}
+        assert caught.value.retry_after_s is None, "the store answers, so that it is asked again at once"
+    assert patient_blobs.read_bytes("k/one") == DATA
+
+
+def test_a_store_that_keeps_failing_is_left_alone_for_a_while(fault_proxy: FaultProxy, s3_bucket: str) -> None:
+    clock = [100.0]
+    breaker = CircuitBreaker(max_failures=5, first_open_s=1.0, clock=lambda: clock[0])
+    blobs = S3BlobStore(s3_bucket, "p", HURRIED, breaker)
+    blobs.put("k/one", DATA)
+    fault_proxy.plan = always(Fault.SLOW_DOWN, "GET")
+    for _ in range(2):
+        with pytest.raises(BlobStoreUnavailable):
+            blobs.read_bytes("k/one")
+    fault_proxy.num_requests.clear()
+    with pytest.raises(BlobStoreUnavailable, match="again and again") as caught:
+        blobs.read_bytes("k/one")
+    assert caught.value.retry_after_s == 1.0
+    assert fault_proxy.num_requests == {}
+    assert blobs.breaker_state == "open"
+    fault_proxy.plan = no_faults
+    clock[0] += 1.0
+    assert blobs.read_bytes("k/one") == DATA
+    assert blobs.breaker_state == "closed"
+
+
+def test_an_outage_does_not_multiply_the_traffic(fault_proxy: FaultProxy, s3_bucket: str) -> None:
+    budget = RetryBudget(capacity=10, refill_per_s=0)
+    blobs = S3BlobStore(s3_bucket, "p", HURRIED, never_opens(), budget)
+    fault_proxy.plan = always(Fault.SLOW_DOWN, "GET")
+    for _ in range(50):
+        with pytest.raises(BlobStoreUnavailable):
+            blobs.read_bytes("k/one")
+    assert fault_proxy.num_requests["GET"] == 60

@@ -1,0 +1,82 @@
+"""Equal adapters have one digest, however their files are spelt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from loramux.adapter_store.errors import AdapterCorrupt
+from loramux.adapter_store.formats.canonical import CanonicalAdapter, write_canonical
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.validation.validation import validate_files
+
+
+def canonical(files: Any, target: PackTarget, path: Path) -> str:
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    return write_canonical(files.tensor_bytes, report.scales, path)
+
+
+def test_the_digest_is_that_of_the_bytes(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+    digest = canonical(make_adapter(), target, tmp_path / "c")
+    assert digest == hashlib.sha256((tmp_path / "c").read_bytes()).hexdigest()
+    assert digest == canonical(make_adapter(), target, tmp_path / "again")
+
+
+def test_spelling_does_not_matter(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+    digest = canonical(make_adapter(), target, tmp_path / "a")
+    other = make_adapter(base_model_name_or_path="elsewhere", lora_dropout=0.5, layers_to_transform=[1, 0])
+    other.config = dict(reversed(other.config.items()))
+    other.config.update(r=2, rank_pattern={"q_proj": 4, "v_proj": 4}, lora_alpha=8)
+    report = validate_files(other.config_bytes, other.tensor_bytes, target)
+    shuffled = save(dict(reversed(other.tensors.items())), metadata={"format": "pt", "note": "x"})
+    assert write_canonical(shuffled, report.scales, tmp_path / "b") == digest
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({"lora_alpha": 9}, id="alpha"),
+        pytest.param({"use_rslora": True}, id="rsLoRA"),
+        pytest.param({"seed": 1}, id="weights"),
+        pytest.param({"dtype": np.float16}, id="dtype"),
+        pytest.param({"modules": ("self_attn.q_proj", "mlp.up_proj")}, id="modules"),
+    ],
+)
+def test_what_decides_the_result_matters(
+    make_adapter: Any, target: PackTarget, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    assert canonical(make_adapter(), target, tmp_path / "a") != canonical(make_adapter(**other), target, tmp_path / "b")
+
+
+def test_the_file_is_ordinary_safetensors(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+    files = make_adapter(dtype=np.float16)
+    canonical(files, target, tmp_path / "c")
+    with safe_open(tmp_path / "c", framework="numpy") as file:
+        assert sorted(file.keys()) == sorted(files.tensors)
+        for name, tensor in files.tensors.items():
+            found = file.get_tensor(name)
+            assert found.dtype == np.float16
+            np.testing.assert_array_equal(found, tensor)
+        assert json.loads(file.metadata()["config"])["scales"]["model.layers.0.self_attn.q_proj"] == 2.0
+
+
+@pytest.mark.parametrize("change", ["cut", "no config", "not safetensors"])
+def test_a_damaged_file_is_corrupt_not_rejected(
+    make_adapter: Any, target: PackTarget, tmp_path: Path, change: str
+) -> None:
+    files = make_adapter()
+    canonical(files, target, tmp_path / "c")
+    data = {
+        "cut": (tmp_path / "c").read_bytes()[:-1],
+        "no config": files.tensor_bytes,
+        "not safetensors": b"x" * 100,
+    }[change]
+    with pytest.raises(AdapterCorrupt):
+        CanonicalAdapter(data)

@@ -1,0 +1,173 @@
+"""Everything that ingestion works on, in one process, and what of it can be made to fail."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, insert
+from sqlalchemy.exc import OperationalError
+
+from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
+from loramux.adapter_store.blobs.memory import MemoryBlobStore
+from loramux.adapter_store.errors import BlobStoreUnavailable
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.ingest.failpoints import AtStep, pass_by
+from loramux.adapter_store.ingest.ingest import Ingest
+from loramux.adapter_store.ingest.originals import config_key, header_key
+from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.validation.validator import Accepted, ValidationFailed, ValidationJob, Validator
+from loramux.adapter_store.validation.worker import run_job
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import tenants
+
+SECOND_US = 1_000_000
+
+
+class DirectValidator:
+    """Validates in this process, which is quicker; can be broken."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self.num_calls = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What happens while the next adapter is validated."""
+
+    def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
+        self.num_calls += 1
+        if self.is_broken:
+            raise ValidationFailed("no process can be started")
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        return run_job(job, target)
+
+
+class FailingDatabase(Database):
+    """Writes nothing while it is down."""
+
+    is_down = False
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        if self.is_down:
+            raise OperationalError("BEGIN", None, Exception("the server closed the connection"))
+        with super().write() as connection:
+            yield connection
+
+
+class FailingBlobStore(MemoryBlobStore):
+    """Works for `num_calls` more changes, then is down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 1_000_000
+
+    def put(self, key: str, source: Path | bytes) -> bool:
+        self._count()
+        return super().put(key, source)
+
+    def delete(self, key: str) -> None:
+        self._count()
+        super().delete(key)
+
+    def _count(self) -> None:
+        self.num_calls -= 1
+        if self.num_calls < 0:
+            raise BlobStoreUnavailable("the store is down")
+
+
+@dataclass
+class House:
+    """Everything that ingestion works on."""
+
+    registry: AdapterRegistry
+    blobs: BlobStore
+    target: PackTarget
+    scratch: Path
+    validator: Validator
+    adapter_id: str
+
+    def __post_init__(self) -> None:
+        self.ingest = self.restart()
+
+    def restart(self) -> Ingest:
+        self.ingest = self.another(self.scratch)
+        return self.ingest
+
+    def another(self, scratch: Path, at_step: AtStep = pass_by, lease_s: float = 30.0) -> Ingest:
+        """A server beside the first, on the same database and blob store."""
+        return Ingest(self.registry, self.blobs, self.target, scratch, self.validator, lease_s=lease_s, at_step=at_step)
+
+    def aliases(self) -> dict[str, dict[int, int]]:
+        """The weights of each alias's versions."""
+        named = AdapterAliases(self.registry.database).of([self.adapter_id])[self.adapter_id]
+        return {name: {target.number: target.weight for target in alias.targets} for name, alias in named.items()}
+
+    def announce(self, config: bytes, tensors: bytes) -> Upload:
+        files = [
+            UploadFile(name, len(data), hashlib.sha256(data).hexdigest())
+            for name, data in ((CONFIG_FILE, config), (TENSORS_FILE, tensors))
+        ]
+        return self.ingest.create_upload(self.adapter_id, files)
+
+    def upload(self, config: bytes, tensors: bytes) -> Upload:
+        upload = self.announce(config, tensors)
+        for name, data in ((CONFIG_FILE, config), (TENSORS_FILE, tensors)):
+            self.ingest.put_file(upload.id, name, chunks(data))
+        return upload
+
+    def push(self, files: Any, tensors: bytes | None = None) -> AdapterVersion:
+        upload = self.upload(files.config_bytes, files.tensor_bytes if tensors is None else tensors)
+        version = self.ingest.create_version(self.adapter_id, upload.id)
+        return self.ingest.process(version.id) if version.state == "pending" else version
+
+    def assert_nothing_left_over(self, *versions: AdapterVersion) -> None:
+        """Every blob that these ready versions need is there, and no other; packed files can be made again."""
+        needed, packed = set(), set()
+        for version in versions:
+            assert version.digest is not None
+            needed |= {canonical_key(version.digest), config_key(version.id), header_key(version.id)}
+            packed.add(packed_key(version.digest, self.target.pack_key))
+        assert set(self.blobs.list_keys()) - packed == needed
+        assert not self.scratch.exists() or list(self.scratch.iterdir()) == []
+
+
+def chunks(data: bytes, size: int = 1000) -> Iterator[bytes]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    waiting = threading.Event()
+    for _ in range(int(timeout_s / 0.02)):
+        if condition():
+            return
+        waiting.wait(0.02)
+    raise AssertionError("it did not happen in time")
+
+
+def add_tenant(database: Database, slug: str) -> str:
+    """Add a tenant and return its identifier."""
+    tenant_id = new_id("ten")
+    with database.write() as connection:
+        connection.execute(
+            insert(tenants).values(
+                id=tenant_id,
+                slug=slug,
+                display_name=slug,
+                state="active",
+                weight=1,
+                isolation_secret=bytes(32),
+                created_us=database.now_us(connection),
+            )
+        )
+    return tenant_id

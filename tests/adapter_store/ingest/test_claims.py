@@ -1,0 +1,273 @@
+"""One server at a time validates a version, another takes over from one that is silent, and one verdict is written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from loramux.adapter_store.blobs.memory import MemoryBlobStore
+from loramux.adapter_store.errors import AdapterRejected, ClaimLost
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.ingest.claims import LEASE_S, Verdict, VersionClaims
+from loramux.adapter_store.ingest.failpoints import IngestStep
+from loramux.adapter_store.registry.records import AdapterVersion
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.registry.version_states import VersionStates
+from loramux.migrations.database import Database
+from tests.adapter_store.ingest.house import SECOND_US, DirectValidator, FailingDatabase, House
+
+
+@dataclass
+class Clock:
+    """The database's time, moved by hand."""
+
+    now_us: int = 1_000_000 * SECOND_US
+
+    def __call__(self) -> int:
+        return self.now_us
+
+    def advance(self, seconds: float) -> None:
+        self.now_us += round(seconds * SECOND_US)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def database(migrated_url: str, clock: Clock) -> Iterator[Database]:
+    database = FailingDatabase(migrated_url, clock=clock)
+    yield database
+    database.close()
+
+
+def make_version(house: House, make_adapter: Any, **adapter: Any) -> AdapterVersion:
+    files = make_adapter(**adapter)
+    upload = house.upload(files.config_bytes, files.tensor_bytes)
+    return house.ingest.create_version(house.adapter_id, upload.id)
+
+
+def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
+    house: House, make_adapter: Any, database: Database, clock: Clock, tmp_path: Path
+) -> None:
+    version = make_version(house, make_adapter)
+    dead = VersionClaims(database)
+    assert dead.take(version.id) is not None
+    other = house.another(tmp_path / "other")
+    other.recover()
+    clock.advance(LEASE_S - 1)
+    assert other.next_waiting() is None
+    assert other.process(version.id).state == "validating", "another server has it"
+    clock.advance(1)
+    assert other.next_waiting() == version.id
+    ready = other.process(version.id)
+    assert ready.state == "ready"
+    house.assert_nothing_left_over(ready)
+    with pytest.raises(ClaimLost):
+        dead.renew(version.id)
+
+
+def test_a_claim_from_before_the_clock_went_back_is_void(
+    house: House, make_adapter: Any, database: Database, clock: Clock, tmp_path: Path
+) -> None:
+    clock.advance(7 * 86_400)
+    version = make_version(house, make_adapter)
+    dead = VersionClaims(database)
+    assert dead.take(version.id) is not None
+    clock.advance(-LEASE_S)
+    other = house.another(tmp_path / "other")
+    assert other.next_waiting() is None, "a small step voids no claim"
+    clock.advance(-7 * 86_400)
+    assert other.next_waiting() == version.id
+    assert other.process(version.id).state == "ready"
+    with pytest.raises(ClaimLost):
+        dead.renew(version.id)
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_a_claim_that_is_renewed_does_not_expire(
+    house: House, make_adapter: Any, database: Database, clock: Clock
+) -> None:
+    version = make_version(house, make_adapter)
+    first, second = VersionClaims(database), VersionClaims(database)
+    assert first.take(version.id) is not None
+    assert first.take(version.id) is None, "a server's two threads do not share a claim"
+    for _ in range(5):
+        clock.advance(LEASE_S - 1)
+        first.renew(version.id)
+        assert second.take(version.id) is None
+    clock.advance(LEASE_S)
+    assert second.take(version.id) is not None
+
+
+def test_only_the_holder_changes_a_version(house: House, make_adapter: Any, database: Database, clock: Clock) -> None:
+    version = make_version(house, make_adapter)
+    late, holder = VersionClaims(database), VersionClaims(database)
+    assert late.take(version.id) is not None
+    clock.advance(LEASE_S)
+    assert holder.take(version.id) is not None
+    verdict = Verdict("a" * 64, 8, 3, 1000, {})
+    for change in (
+        lambda: late.renew(version.id),
+        lambda: late.give_back(version.id),
+        lambda: late.accept(version, verdict),
+        lambda: late.publish(version),
+        lambda: late.reject(version.id, {}),
+    ):
+        with pytest.raises(ClaimLost):
+            change()
+    holder.accept(version, verdict)
+    holder.publish(version)
+    found = house.registry.get_version(house.adapter_id, 1)
+    assert found is not None
+    assert (found.state, found.digest) == ("ready", "a" * 64)
+    with pytest.raises(ClaimLost):
+        holder.reject(version.id, {})
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_a_version_that_is_given_back_for_a_while_waits_that_long(
+    house: House, make_adapter: Any, database: Database, clock: Clock
+) -> None:
+    version = make_version(house, make_adapter)
+    claims = VersionClaims(database)
+    assert claims.take(version.id) is not None
+    claims.give_back(version.id, delay_s=60)
+    assert house.ingest.next_waiting() is None
+    assert claims.take(version.id) is None
+    clock.advance(60)
+    assert house.ingest.next_waiting() == version.id
+    assert claims.take(version.id) is not None
+    claims.give_back(version.id)
+    assert house.ingest.next_waiting() == version.id, "and at once where nothing is said"
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(
+    ("step", "is_valid"),
+    [
+        pytest.param(IngestStep.FILES_FETCHED, True, id="files fetched"),
+        pytest.param(IngestStep.FILES_FETCHED, False, id="files fetched, invalid"),
+        pytest.param(IngestStep.ACCEPTED, True, id="accepted"),
+        pytest.param(IngestStep.CANONICAL_STORED, True, id="canonical file stored"),
+    ],
+)
+def test_a_server_that_hung_at_a_step_leaves_the_verdict_to_the_one_that_took_over(
+    house: House, make_adapter: Any, clock: Clock, tmp_path: Path, step: IngestStep, is_valid: bool
+) -> None:
+    version = make_version(house, make_adapter, use_dora=not is_valid)
+    other = house.another(tmp_path / "other")
+    decided: list[AdapterVersion] = []
+
+    def hang(at: IngestStep) -> None:
+        if at == step:
+            clock.advance(LEASE_S)
+            decided.append(other.process(version.id))
+
+    hung = house.another(tmp_path / "hung", at_step=hang)
+    after = hung.process(version.id)
+    if is_valid:
+        assert after.state == "ready"
+        assert after == decided[0]
+        house.assert_nothing_left_over(after)
+    else:
+        assert after.state == "rejected"
+        house.assert_nothing_left_over()
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_a_version_that_could_not_be_given_back_waits_for_its_claim_to_expire(
+    house: House, make_adapter: Any, database: FailingDatabase, clock: Clock
+) -> None:
+    version = make_version(house, make_adapter)
+    validator = house.validator
+    assert isinstance(validator, DirectValidator)
+    validator.meanwhile = lambda: setattr(database, "is_down", True)
+    with pytest.raises(OperationalError):
+        house.ingest.process(version.id)
+    database.is_down = False
+    assert house.ingest.next_waiting() is None
+    assert house.ingest.process(version.id).state == "validating"
+    clock.advance(LEASE_S)
+    assert house.ingest.next_waiting() == version.id
+    assert house.ingest.process(version.id).state == "ready"
+    assert validator.num_calls == 2
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_a_long_validation_keeps_its_claim(
+    migrated_url: str, make_adapter: Any, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
+) -> None:
+    # The host's own clock, and a lease that is shorter than what is done under it.
+    database = Database(migrated_url)
+    registry = AdapterRegistry(database)
+    house = House(
+        registry,
+        MemoryBlobStore(),
+        target,
+        tmp_path / "scratch",
+        DirectValidator(),
+        registry.create_adapter(make_tenant("acme"), "support").id,
+    )
+    ingest = house.another(tmp_path / "first", lease_s=3)
+    other = VersionClaims(database)
+    version = make_version(house, make_adapter)
+    assert isinstance(house.validator, DirectValidator)
+
+    def take_long() -> None:
+        for _ in range(80):
+            threading.Event().wait(0.05)
+            assert other.take(version.id) is None
+
+    house.validator.meanwhile = take_long
+    assert ingest.process(version.id).state == "ready"
+    database.close()
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_weights_that_are_quarantined_while_they_are_published_again_stay_out(
+    house: House, make_adapter: Any, database: Database, tmp_path: Path
+) -> None:
+    house.push(make_adapter(seed=1))
+    first = house.push(make_adapter())
+    files = make_adapter()
+    files.config = dict(reversed(files.config.items()))
+    states = VersionStates(database, house.registry)
+
+    def quarantine(at: IngestStep) -> None:
+        if at == IngestStep.PACKED_STORED:
+            states.quarantine(house.adapter_id, first.number)
+
+    house.ingest = house.another(tmp_path / "other", at_step=quarantine)
+    second = house.push(files)
+    assert (second.state, second.report["error"]["code"]) == ("rejected", "quarantined")
+    assert isinstance(AdapterRejected(**second.report["error"]), AdapterRejected)
+    kept = [house.registry.get_version(house.adapter_id, number) for number in (1, 2)]
+    house.assert_nothing_left_over(*(version for version in kept if version is not None))
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_an_equal_adapters_blobs_do_not_stand_in_for_the_files_that_a_version_keeps(
+    house: House, make_adapter: Any, database: Database, clock: Clock
+) -> None:
+    first = house.push(make_adapter())
+    files = make_adapter()
+    files.config = dict(reversed(files.config.items()))
+    upload = house.upload(files.config_bytes, files.tensor_bytes)
+    second = house.ingest.create_version(house.adapter_id, upload.id)
+    # A server dies once it has noted what passed; the canonical file is there, since the first has the same.
+    dead = VersionClaims(database)
+    assert dead.take(second.id) is not None
+    assert first.digest is not None
+    dead.accept(second, Verdict(first.digest, 4, first.num_pages or 0, first.canonical_bytes or 0, first.report))
+    clock.advance(LEASE_S)
+    ready = house.ingest.process(second.id)
+    assert (ready.state, ready.digest) == ("ready", first.digest)
+    house.assert_nothing_left_over(first, ready)

@@ -1,0 +1,211 @@
+"""Open uploads are capped per tenant, however many calls race; a cancelled one frees its place and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.adapter_store.blobs.interface import UPLOADS, BlobStore, PresignedPut
+from loramux.adapter_store.blobs.memory import MemoryBlobStore
+from loramux.adapter_store.errors import BlobStoreUnavailable, LimitReached, UploadNotFound, UploadRefused
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.ingest.ingest import Ingest
+from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, MAX_OPEN_UPLOADS, UPLOAD_RETRY_S, TenantCaps
+from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.registry.records import Upload, UploadFile
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.migrations.database import Database
+from tests.adapter_store.ingest.house import SECOND_US, DirectValidator, House, chunks
+
+CAPS = TenantCaps(max_open_bytes=1000, max_open_uploads=3, max_pending_versions=2)
+
+
+@pytest.fixture
+def intake(database: Database) -> Intake:
+    return Intake(database, caps=CAPS)
+
+
+@pytest.fixture
+def adapter_ids(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> list[str]:
+    """Two adapters of one tenant, and one of another."""
+    acme, globex = make_tenant("acme"), make_tenant("globex")
+    named = ((acme, "support"), (acme, "sales"), (globex, "support"))
+    return [registry.create_adapter(tenant_id, name).id for tenant_id, name in named]
+
+
+def declare(intake: Intake, adapter_id: str, size: int = 10, lifetime_s: float = 3600, mark: str = "0") -> Upload:
+    files = [UploadFile(CONFIG_FILE, 1, mark * 64), UploadFile(TENSORS_FILE, size - 1, mark * 64)]
+    return intake.open_upload(adapter_id, files, round(lifetime_s * SECOND_US))
+
+
+def refusal(call: Callable[[], Any]) -> LimitReached:
+    with pytest.raises(LimitReached) as refused:
+        call()
+    return refused.value
+
+
+def test_a_tenant_has_so_many_open_uploads_and_no_more(intake: Intake, adapter_ids: list[str]) -> None:
+    first, second, other = adapter_ids
+    uploads = [declare(intake, adapter_id) for adapter_id in (first, first, second)]
+    refused = refusal(lambda: declare(intake, second))
+    assert refused.code == "too_many_open_uploads"
+    assert 0 < refused.retry_after_s <= UPLOAD_RETRY_S
+    declare(intake, other)
+    intake.cancel_upload(first, uploads[0].id)
+    declare(intake, second)
+    refusal(lambda: declare(intake, second))
+    intake.add_version(first, uploads[1].id)
+    declare(intake, second, lifetime_s=-1)
+    declare(intake, second)
+    assert refusal(lambda: declare(intake, second)).code == "too_many_open_uploads"
+
+
+def test_the_bytes_of_open_uploads_are_capped(intake: Intake, adapter_ids: list[str]) -> None:
+    first, second, _ = adapter_ids
+    kept = declare(intake, first, size=600)
+    assert refusal(lambda: declare(intake, second, size=401)).code == "too_many_open_uploads"
+    declare(intake, second, size=400)
+    intake.cancel_upload(first, kept.id)
+    declare(intake, first, size=600)
+
+
+def test_creates_that_race_at_the_cap_are_decided_exactly(intake: Intake, adapter_ids: list[str]) -> None:
+    def attempt(number: int) -> bool:
+        try:
+            declare(intake, adapter_ids[number % 2])
+        except LimitReached:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sorted(threads.map(attempt, range(16))) == [False] * 13 + [True] * 3
+
+
+def test_a_tenant_has_so_many_pending_versions_and_no_more(intake: Intake, adapter_ids: list[str]) -> None:
+    first, second, other = adapter_ids
+    for mark in ("a", "b"):
+        intake.add_version(first, declare(intake, first, mark=mark).id)
+    third = declare(intake, second, mark="c")
+    refused = refusal(lambda: intake.add_version(second, third.id))
+    assert (refused.code, refused.retry_after_s) == ("too_many_pending_versions", 2.0)
+    found = intake.get_upload(third.id)
+    assert found is not None
+    assert found.state == "open", "it may be used later"
+    same = intake.add_version(first, declare(intake, first, mark="a").id)
+    assert same.version.number == 1, "what is there already adds nothing"
+    intake.add_version(other, declare(intake, other, mark="c").id)
+    # What an operator has taken from a bucket neither is refused nor takes a place of the tenant.
+    intake.add_version_from(other, "s3://bucket/one", SECOND_US)
+    intake.add_version(other, declare(intake, other, mark="d").id)
+    intake.add_version_from(other, "s3://bucket/two", SECOND_US)
+
+
+def test_versions_that_race_at_the_cap_are_decided_exactly(intake: Intake, adapter_ids: list[str]) -> None:
+    marks = ("a", "b", "c")
+    uploads = [declare(intake, adapter_ids[number % 2], mark=mark) for number, mark in enumerate(marks)]
+
+    def attempt(upload: Upload) -> bool:
+        try:
+            intake.add_version(upload.adapter_id, upload.id)
+        except LimitReached:
+            return False
+        return True
+
+    with ThreadPoolExecutor(3) as threads:
+        assert sorted(threads.map(attempt, uploads)) == [False, True, True]
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_a_server_caps_what_it_takes(house: House) -> None:
+    for _ in range(MAX_OPEN_UPLOADS):
+        house.announce(b"x", b"t")
+    assert refusal(lambda: house.announce(b"x", b"t")).code == "too_many_open_uploads"
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_a_server_lets_a_tenant_declare_some_of_the_largest_adapters(house: House) -> None:
+    largest = [
+        UploadFile(CONFIG_FILE, house.ingest._max_bytes[CONFIG_FILE], "0" * 64),
+        UploadFile(TENSORS_FILE, house.ingest._max_bytes[TENSORS_FILE], "0" * 64),
+    ]
+    for _ in range(MAX_OPEN_LARGEST):
+        house.ingest.create_upload(house.adapter_id, largest)
+    assert refusal(lambda: house.announce(b"x", b"t")).code == "too_many_open_uploads"
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_a_cancelled_upload_leaves_nothing(open_house: Callable[..., House], blobs: BlobStore) -> None:
+    house = open_house(blobs)
+    upload = house.upload(b"x" * 10, b"t" * 10)
+    page = house.ingest.list_open_uploads(house.adapter_id, 10)
+    assert [found.id for found in page.data] == [upload.id]
+    assert len(list(blobs.list_keys(UPLOADS))) == 2
+    house.ingest.cancel_upload(house.adapter_id, upload.id)
+    assert list(blobs.list_keys(UPLOADS)) == []
+    assert house.ingest.list_open_uploads(house.adapter_id, 10).data == ()
+    for call in (
+        lambda: house.ingest.cancel_upload(house.adapter_id, upload.id),
+        lambda: house.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x" * 10)),
+        lambda: house.ingest.create_version(house.adapter_id, upload.id),
+    ):
+        with pytest.raises(UploadNotFound):
+            call()
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_a_file_that_comes_while_its_upload_is_cancelled_is_not_kept(house: House) -> None:
+    upload = house.announce(b"x" * 10, b"t")
+
+    def cancelled_meanwhile() -> Iterator[bytes]:
+        yield b"x" * 5
+        house.ingest.cancel_upload(house.adapter_id, upload.id)
+        yield b"x" * 5
+
+    with pytest.raises(UploadNotFound):
+        house.ingest.put_file(upload.id, CONFIG_FILE, cancelled_meanwhile())
+    house.assert_nothing_left_over()
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_what_became_a_version_cannot_be_cancelled(house: House, make_adapter: Any) -> None:
+    upload = house.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
+    version = house.ingest.create_version(house.adapter_id, upload.id)
+    with pytest.raises(UploadRefused) as refused:
+        house.ingest.cancel_upload(house.adapter_id, upload.id)
+    assert refused.value.code == "upload_used"
+    assert house.ingest.process(version.id).state == "ready"
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_an_expired_upload_frees_its_place_and_its_blobs(house: House, tmp_path: Path) -> None:
+    ingest = Ingest(
+        house.registry, house.blobs, house.target, tmp_path / "short", DirectValidator(), upload_lifetime_s=1
+    )
+    house.ingest = ingest
+    upload = house.upload(b"x" * 10, b"t")
+    assert len(list(house.blobs.list_keys(UPLOADS))) == 2
+    with house.registry.database.write() as connection:
+        connection.exec_driver_sql("UPDATE uploads SET expires_us = 1")
+    ingest.remove_abandoned()
+    assert list(house.blobs.list_keys(UPLOADS)) == []
+    assert upload.id not in {found.id for found in ingest.list_open_uploads(house.adapter_id, 10).data}
+
+
+class UnsigningBlobStore(MemoryBlobStore):
+    """One that can sign nothing just now."""
+
+    def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
+        raise BlobStoreUnavailable("there are no credentials")
+
+
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+def test_an_upload_that_cannot_be_signed_is_forgotten(open_house: Callable[..., House]) -> None:
+    house = open_house(UnsigningBlobStore())
+    upload = house.announce(b"x", b"t")
+    with pytest.raises(BlobStoreUnavailable):
+        house.ingest.presign(upload)
+    assert house.ingest.list_open_uploads(house.adapter_id, 10).data == ()

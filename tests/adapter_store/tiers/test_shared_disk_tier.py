@@ -1,0 +1,267 @@
+"""Engines in processes of their own use one directory: nobody's files vanish, and what the dead leave behind does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loramux.adapter_store.directory_lock import DirectoryBusy, DirectoryLock
+from loramux.adapter_store.tiers import disk_tier
+from loramux.adapter_store.tiers.disk_tier import DiskTier
+from tests.adapter_store.tiers.disk_tier_process import PACK_KEY, digest_of, put
+
+PROGRAM = Path(__file__).parent / "disk_tier_process.py"
+ROOT = Path(__file__).parents[3]
+A, B, C, D = (digest_of(number) for number in range(4))
+
+
+class Engine:
+    """Another process with a disk tier."""
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / '.src'}{os.pathsep}{ROOT}"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(directory), str(max_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert self.answer() == "ready"
+
+    def __call__(self, *words: object) -> str:
+        self.say(*words)
+        return self.answer()
+
+    def say(self, *words: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.end()
+
+    def end(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self.process.wait(20)
+
+
+Start = Callable[[int], Engine]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def start(directory: Path) -> Iterator[Start]:
+    engines = []
+
+    def start(max_bytes: int) -> Engine:
+        engines.append(Engine(directory, max_bytes))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        if engine.process.poll() is None:
+            engine.end()
+
+
+def files(directory: Path) -> dict[str, int]:
+    return {path.stem: path.stat().st_size for path in directory.glob("*/*.packed")}
+
+
+def unfinished(directory: Path) -> list[Path]:
+    return list((directory / "unfinished").iterdir())
+
+
+def test_what_one_engine_adds_another_finds_counts_and_evicts(directory: Path, start: Start) -> None:
+    tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
+    put(tier, A, 100)
+    assert other("hold", A) == "100"
+    other("close")
+    other("add", B, 100)
+    held = tier.hold(B)
+    assert held is not None
+    with held:
+        assert len(os.read(held.descriptor, 1 << 20)) == 100
+    # `A` was used by the other engine before `B` was added, `B` by us since: of this we learn by looking.
+    put(tier, C, 100)
+    assert (files(directory), tier.used_bytes) == ({B: 100, C: 100}, 200)
+    assert other("hold", A) == "none"
+    other("add", A, 100)
+    assert files(directory) == {C: 100, A: 100}
+
+
+def test_a_file_whose_use_cannot_be_noted_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(tmp_path, 1000, PACK_KEY)
+    file = tier.new_file()
+    file.write_bytes(bytes(100))
+    tier.add(A, file)
+
+    def refused(*arguments: object, **options: object) -> None:
+        raise PermissionError
+
+    num_open = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "utime", refused)
+    with pytest.raises(PermissionError):
+        tier.hold(A)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_use_by_another_engine_counts_in_the_order_of_eviction(directory: Path, start: Start) -> None:
+    tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
+    put(tier, A, 100)
+    put(tier, B, 100)
+    # Nothing was added or removed since: only the file itself says that it was used.
+    assert other("hold", A) == "100"
+    other("close")
+    put(tier, C, 100)
+    assert files(directory) == {A: 100, C: 100}
+
+
+def test_nobody_evicts_what_another_engine_reads(directory: Path, start: Start) -> None:
+    tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
+    put(tier, A, 100)
+    assert other("hold", A) == "100"
+    for digest in (B, C, D):
+        put(tier, digest, 100)
+    assert files(directory) == {A: 100, D: 100}
+    put(tier, B, 200)
+    assert files(directory) == {A: 100}, "there is no room for it, so it is not kept"
+    assert other("hold", A) == "100"
+    other.kill()
+    put(tier, B, 200)
+    assert files(directory) == {B: 200}, "the dead hold nothing"
+
+
+def test_what_a_killed_engine_was_making_goes_and_what_a_living_one_makes_stays(
+    directory: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, dying, living = DiskTier(directory, 1000, PACK_KEY), start(1000), start(1000)
+    dying("begin")
+    living("begin")
+    own = tier.new_file()
+    own.write_bytes(b"half of ours")
+    assert len(unfinished(directory)) == 3
+    dying.kill()
+    put(tier, A, 100)
+    assert len(unfinished(directory)) == 3, "it is looked for once a minute"
+    later = time.monotonic() + 61
+    monkeypatch.setattr(disk_tier.time, "monotonic", lambda: later)
+    put(tier, B, 100)
+    assert len(unfinished(directory)) == 2
+    assert own.exists()
+    living.kill()
+    DiskTier(directory, 1000, PACK_KEY)
+    assert unfinished(directory) == [own], "who starts looks at once"
+    assert len(list((directory / "runs").iterdir())) <= 2
+
+
+def test_an_engine_that_keeps_the_lock_keeps_others_from_adding_not_from_reading(directory: Path, start: Start) -> None:
+    tier, other = DiskTier(directory, 1000, PACK_KEY), start(1000)
+    put(tier, A, 100)
+    assert other("lock") == "done"
+    lock = DirectoryLock(directory / "lock", patience_s=0.05)
+    with pytest.raises(DirectoryBusy), lock.hold():
+        pass
+    held = tier.hold(A)
+    assert held is not None
+    with held:
+        assert len(os.read(held.descriptor, 1 << 20)) == 100
+    other.kill()
+    with lock.hold():
+        assert lock.num_changes > 0
+
+
+def test_engines_that_read_add_evict_and_die_at_random_never_meet_wrong_bytes(directory: Path, start: Start) -> None:
+    max_bytes, num_turns = 120_000, 2000
+    tier = DiskTier(directory, max_bytes, PACK_KEY)
+    engines, dying = [start(max_bytes) for _ in range(2)], start(max_bytes)
+    largest = 0
+    is_over = threading.Event()
+
+    def watch() -> None:
+        nonlocal largest
+        while not is_over.wait(0.002):
+            seen = 0
+            for path in directory.glob("*/*.packed"):
+                try:
+                    seen += path.stat().st_size
+                except FileNotFoundError:
+                    continue
+            largest = max(largest, seen)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for seed, engine in enumerate([*engines, dying]):
+        engine.say("churn", seed, num_turns)
+    time.sleep(0.1)
+    dying.kill()
+    answers = [engine.answer() for engine in engines]
+    is_over.set()
+    watcher.join()
+    for answer in answers:
+        num_read, num_missed = map(int, answer.split())
+        assert num_read + num_missed == num_turns
+        assert min(num_read, num_missed) > num_turns // 10
+    # A look takes a while, in which one file may go and another come: it sees at most both.
+    assert 0 < largest <= max_bytes + 2 * 40_000
+    assert sum(files(directory).values()) <= max_bytes
+    tier = DiskTier(directory, max_bytes, PACK_KEY)
+    assert tier.used_bytes == sum(files(directory).values())
+    assert unfinished(directory) == []
+
+
+def test_a_smaller_bound_of_one_engine_counts(directory: Path, start: Start) -> None:
+    tier = DiskTier(directory, 1000, PACK_KEY)
+    for digest in (A, B, C):
+        put(tier, digest, 100)
+    start(150)
+    assert files(directory) == {C: 100}
+    put(tier, D, 900)
+    assert files(directory) == {C: 100, D: 900}
+
+
+def test_a_file_that_another_engine_has_replaced_is_not_set_aside(directory: Path, start: Start) -> None:
+    tier, other = DiskTier(directory, 1000, PACK_KEY), start(1000)
+    put(tier, A, 100)
+    wrong = (directory / PACK_KEY / f"{A}.packed").stat().st_ino
+    other("add", A, 100)
+    tier.forget(A, wrong)
+    assert files(directory) == {A: 100}
+    tier.forget(A, (directory / PACK_KEY / f"{A}.packed").stat().st_ino)
+    assert (files(directory), tier.used_bytes) == ({}, 0)
+    assert len(list((directory / "set_aside").iterdir())) == 1
+
+
+def test_a_change_that_breaks_off_leaves_no_wrong_count(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(directory, 1000, PACK_KEY)
+    put(tier, A, 100)
+
+    def fail(source: Path, destination: Path) -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_tier.os, "replace", fail)
+        with pytest.raises(OSError, match="gone"):
+            put(tier, A, 300)
+    put(tier, B, 100)
+    assert tier.used_bytes == sum(files(directory).values()) == 200

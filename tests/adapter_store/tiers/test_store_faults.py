@@ -1,0 +1,154 @@
+"""Leases while the blob store fails in every way: never a wrong byte, every error in time, and nobody else notices."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loramux.adapter_store.blobs.circuit_breaker import CircuitBreaker
+from loramux.adapter_store.blobs.interface import canonical_key, packed_key
+from loramux.adapter_store.blobs.retry_budget import RetryBudget
+from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
+from loramux.adapter_store.errors import AdapterCorrupt, AdapterUnavailable
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.tiers.tiered_store import TieredStore
+from tests.adapter_store.blobs.fault_proxy import Fault, FaultProxy, SeededPlan, no_faults
+from tests.adapter_store.conftest import HURRIED, StoredAdapter
+
+NUM_RESIDENT, NUM_COLD, NUM_THREADS = 3, 8, 6
+# A load reads the packed file and twice the canonical one, deletes, and writes the packed file.
+DEADLINE_S = 4 * HURRIED.body_s + HURRIED.call_s
+MARGIN_S = 1.0
+RESIDENT_S = 0.5
+"""A resident adapter's lease touches memory alone; this is for threads that wait for a core."""
+
+
+@pytest.mark.parametrize(
+    ("num_faults", "seed"), [(40, 1), pytest.param(1000, 2, marks=pytest.mark.campaign)], ids=["40", "1000"]
+)
+@pytest.mark.timeout(900)
+def test_no_wrong_byte_is_served_and_resident_adapters_do_not_notice(
+    fault_proxy: FaultProxy,
+    s3_bucket: str,
+    target: PackTarget,
+    tmp_path: Path,
+    store_adapter: Any,
+    record_property: Any,
+    num_faults: int,
+    seed: int,
+) -> None:
+    blobs = S3BlobStore(
+        s3_bucket,
+        "p",
+        HURRIED,
+        # They must let enough through for that many faults, and close soon; a test of their own has them at work.
+        CircuitBreaker(first_open_s=0.02, max_open_s=0.1),
+        RetryBudget(capacity=50, refill_per_s=50),
+    )
+    resident = [store_adapter(blobs, is_packed=True, seed=number) for number in range(NUM_RESIDENT)]
+    cold = [store_adapter(blobs, is_packed=number % 2 == 0, seed=100 + number) for number in range(NUM_COLD)]
+    num_bytes = sum(adapter.packed.payload.nbytes for adapter in resident)
+    # Cold adapters find room neither on the disk nor, once released, in memory: each lease asks the blob store.
+    store = TieredStore(blobs, target, tmp_path / "disk", disk_bytes=0, host_bytes=num_bytes)
+    held = [store.lease(adapter.digest) for adapter in resident]
+    fault_proxy.hang_s = HURRIED.read_s * 2
+    fault_proxy.drip_s = 0.01
+    fault_proxy.plan = SeededPlan(seed, rate=0.4)
+
+    is_over = threading.Event()
+    outcomes: Counter[str] = Counter()
+    slowest_s = {"resident": 0.0, "cold": 0.0}
+    trouble: list[str] = []
+
+    def ask(kind: str, adapter: StoredAdapter, limit_s: float) -> None:
+        begin = time.monotonic()
+        try:
+            with store.lease(adapter.digest) as lease:
+                is_right = np.array_equal(lease.packed.payload, adapter.packed.payload)
+                is_right &= np.array_equal(lease.packed.scales, adapter.packed.scales)
+            outcome = "served" if is_right else "WRONG"
+        except (AdapterUnavailable, AdapterCorrupt) as error:
+            outcome = type(error).__name__
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        took_s = time.monotonic() - begin
+        outcomes[f"{kind} {outcome}"] += 1
+        slowest_s[kind] = max(slowest_s[kind], took_s)
+        if took_s > limit_s or outcome not in ("served", "AdapterUnavailable", "AdapterCorrupt"):
+            trouble.append(f"{kind}: {outcome} after {took_s:.2f} s")
+        if kind == "resident" and outcome != "served":
+            trouble.append(f"a resident adapter was not served: {outcome}")
+
+    def ask_cold(number: int) -> None:
+        chooser = random.Random(seed + number)
+        while not is_over.is_set():
+            ask("cold", chooser.choice(cold), DEADLINE_S + MARGIN_S)
+
+    def ask_resident() -> None:
+        while not is_over.wait(0.002):
+            ask("resident", random.choice(resident), RESIDENT_S)
+
+    threads = [threading.Thread(target=ask_cold, args=(number,)) for number in range(NUM_THREADS)]
+    threads.append(threading.Thread(target=ask_resident))
+    begin = time.monotonic()
+    for thread in threads:
+        thread.start()
+    while sum(fault_proxy.num_injected.values()) < num_faults and not trouble and time.monotonic() - begin < 600:
+        time.sleep(0.02)
+    is_over.set()
+    for thread in threads:
+        thread.join(DEADLINE_S + 10)
+    faults = dict(sorted((fault.name, number) for fault, number in fault_proxy.num_injected.items()))
+    record_property("faults", faults)
+    print(f"{time.monotonic() - begin:.1f} s", faults, dict(outcomes), slowest_s)
+    assert trouble == []
+    assert sum(faults.values()) >= num_faults
+    assert outcomes["cold served"] > 0
+    assert outcomes["cold AdapterUnavailable"] > 0
+    if num_faults >= 1000:
+        assert len(faults) == len(Fault), "every kind of fault was there"
+
+    fault_proxy.plan = no_faults
+    time.sleep(0.2)
+    for adapter in cold:
+        with store.lease(adapter.digest) as lease:
+            assert np.array_equal(lease.packed.payload, adapter.packed.payload), "nothing wrong has stayed"
+    for lease in held:
+        lease.release()
+
+
+def test_a_packed_blob_that_is_damaged_where_it_lies_is_made_again(
+    s3_bucket: str, raw_bucket: Any, target: PackTarget, tmp_path: Path, store_adapter: Any
+) -> None:
+    blobs = S3BlobStore(s3_bucket, limits=HURRIED)
+    stored = store_adapter(blobs, is_packed=True)
+    packed = raw_bucket.Object(packed_key(stored.digest, target.pack_key))
+    answer = packed.get()
+    right = answer["Body"].read()
+    packed.put(Body=right[:-1] + bytes([right[-1] ^ 1]), Metadata=answer["Metadata"])
+    store = TieredStore(blobs, target, tmp_path / "disk", disk_bytes=1 << 30, host_bytes=1 << 30)
+    with store.lease(stored.digest) as lease:
+        assert np.array_equal(lease.packed.payload, stored.packed.payload)
+    assert packed.get()["Body"].read() == right
+
+
+def test_a_canonical_blob_that_is_damaged_where_it_lies_is_not_served(
+    s3_bucket: str, raw_bucket: Any, target: PackTarget, tmp_path: Path, store_adapter: Any
+) -> None:
+    blobs = S3BlobStore(s3_bucket, limits=HURRIED)
+    stored = store_adapter(blobs)
+    canonical = raw_bucket.Object(canonical_key(stored.digest))
+    answer = canonical.get()
+    right = answer["Body"].read()
+    canonical.put(Body=right[:-1] + bytes([right[-1] ^ 1]), Metadata=answer["Metadata"])
+    store = TieredStore(blobs, target, tmp_path / "disk", disk_bytes=1 << 30, host_bytes=1 << 30)
+    with pytest.raises((AdapterUnavailable, AdapterCorrupt)):
+        store.lease(stored.digest)
+    assert blobs.exists(canonical_key(stored.digest)), "what cannot be made again stays for whoever looks into it"

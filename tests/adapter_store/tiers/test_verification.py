@@ -1,0 +1,273 @@
+"""What is verified when: nothing wrong is served, whatever happens to a file, and nothing is hashed for nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from loramux.adapter_store.errors import AdapterCorrupt
+from loramux.adapter_store.formats.checksums import CHUNK_BYTES, NUM_LANES, LaneSums, PayloadCheck, Proof
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed_file import read_open_packed, write_packed
+from loramux.adapter_store.tiers.tiered_store import TieredStore
+from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
+
+PLENTY = 1 << 30
+
+
+def lane_sums(payload: npt.NDArray[np.uint8]) -> bytes:
+    sums = LaneSums()
+    for begin in range(0, len(payload), CHUNK_BYTES):
+        sums.update(payload[begin : begin + CHUNK_BYTES])
+    return sums.digest()
+
+
+@pytest.fixture(scope="module")
+def payload() -> npt.NDArray[np.uint8]:
+    """Two chunks and an odd rest."""
+    return np.random.default_rng(0).integers(0, 256, 2 * CHUNK_BYTES + 70_003, np.uint8)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 4071, 4072, 4073, 100_001])
+def test_lane_sums_are_what_they_say(size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    num_words = size // (8 * NUM_LANES) * NUM_LANES
+    sums = [0] * NUM_LANES
+    for index in range(num_words):
+        word = int.from_bytes(data[8 * index : 8 * index + 8].tobytes(), "little")
+        sums[index % NUM_LANES] = (sums[index % NUM_LANES] + word) % (1 << 64)
+    stated = b"".join(one.to_bytes(8, "little") for one in sums) + data[8 * num_words :].tobytes()
+    assert lane_sums(data) == hashlib.sha256(stated if size else b"").digest()
+
+
+def flip(data: npt.NDArray[np.uint8], rng: np.random.Generator) -> None:
+    data[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
+
+
+def lose_a_block(data: npt.NDArray[np.uint8], rng: np.random.Generator) -> None:
+    begin = int(rng.integers(len(data) // 4096)) * 4096
+    data[begin : begin + 4096] = 0
+
+
+def swap_blocks(data: npt.NDArray[np.uint8], rng: np.random.Generator) -> None:
+    one, other = (int(begin) * 4096 for begin in rng.choice(len(data) // 4096, 2, replace=False))
+    data[one : one + 4096], data[other : other + 4096] = (
+        data[other : other + 4096].copy(),
+        data[one : one + 4096].copy(),
+    )
+
+
+def repeat_a_block(data: npt.NDArray[np.uint8], rng: np.random.Generator) -> None:
+    one, other = (int(begin) * 4096 for begin in rng.choice(len(data) // 4096, 2, replace=False))
+    data[one : one + 4096] = data[other : other + 4096]
+
+
+def swap_chunks(data: npt.NDArray[np.uint8], rng: np.random.Generator) -> None:
+    data[:CHUNK_BYTES], data[CHUNK_BYTES : 2 * CHUNK_BYTES] = (
+        data[CHUNK_BYTES : 2 * CHUNK_BYTES].copy(),
+        data[:CHUNK_BYTES].copy(),
+    )
+
+
+@pytest.mark.parametrize("damage", [flip, lose_a_block, swap_blocks, repeat_a_block, swap_chunks])
+def test_lane_sums_notice_what_disks_and_memory_do(payload: npt.NDArray[np.uint8], damage: Callable[..., None]) -> None:
+    right, rng = lane_sums(payload), np.random.default_rng(1)
+    for _ in range(5):
+        data = payload.copy()
+        damage(data, rng)
+        assert lane_sums(data) != right
+
+
+class Reader:
+    """Gives a payload in pieces, as a file may, and remembers where they were wanted."""
+
+    def __init__(self, data: bytes, piece: int) -> None:
+        self._data = data
+        self._piece = piece
+        self.at = 0
+
+    def __call__(self, into: memoryview) -> int:
+        found = self._data[self.at : self.at + min(self._piece, len(into))]
+        into[: len(found)] = found
+        self.at += len(found)
+        return len(found)
+
+
+@pytest.mark.parametrize("piece", [1 << 30, 1_000_003], ids=["whole", "short reads"])
+def test_a_payload_is_read_once_and_known_again(payload: npt.NDArray[np.uint8], piece: int) -> None:
+    data, sha256 = payload.tobytes(), hashlib.sha256(payload).hexdigest()
+    first = PayloadCheck()
+    found, reader = np.empty_like(payload), Reader(data, piece)
+    assert first.run(found, sha256, reader)
+    assert reader.at == len(data)
+    np.testing.assert_array_equal(found, payload)
+    assert first.proof == Proof(sha256, lane_sums(payload))
+    assert PayloadCheck(first.proof).run(found, sha256, Reader(data, piece))
+    wrong = data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
+    assert not PayloadCheck(first.proof).run(found, sha256, Reader(wrong, piece))
+    assert not PayloadCheck().run(found, sha256, Reader(wrong, piece))
+    # A proof of other bytes proves nothing of these.
+    other = PayloadCheck(Proof("0" * 64, lane_sums(payload)))
+    assert not other.run(found, sha256, Reader(wrong, piece))
+    with pytest.raises(EOFError):
+        PayloadCheck().run(found, sha256, Reader(data[:-1], piece))
+
+
+def test_a_packed_file_is_read_in_order_once_and_to_where_it_stays(
+    target: PackTarget, tmp_path: Path, store_adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = store_adapter(WatchedBlobStore(), rank=16)
+    write_packed(tmp_path / "p", stored.packed, target)
+    memory: list[npt.NDArray[np.uint8]] = []
+
+    def allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
+        memory.append(np.empty(num_bytes, np.uint8))
+        return memory[-1]
+
+    reads: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def watched(descriptor: int, into: list[memoryview], begin: int) -> int:
+        num_read = preadv(descriptor, into, begin)
+        address = np.frombuffer(into[0], np.uint8).ctypes.data
+        assert address == memory[0].ctypes.data + begin - payload_begin, "bytes come where they stay"
+        reads.append((begin, begin + num_read))
+        return num_read
+
+    monkeypatch.setattr(os, "preadv", watched)
+    path = tmp_path / "p"
+    payload_begin = path.stat().st_size - stored.packed.payload.nbytes
+    with path.open("rb") as file:
+        packed = read_open_packed(file.fileno(), path.stat(), PayloadCheck(), target, stored.digest, allocate)
+    assert len(memory) == 1
+    assert packed.payload.ctypes.data == memory[0].ctypes.data
+    begins, ends = zip(*reads, strict=True)
+    assert begins == (payload_begin, *ends[:-1])
+    assert ends[-1] == path.stat().st_size
+
+
+class Bench:
+    """A store without a host tier: each lease reads the file on the disk."""
+
+    def __init__(self, target: PackTarget, tmp_path: Path, store_adapter: Any) -> None:
+        self.blobs = WatchedBlobStore()
+        self._target = target
+        self._directory = tmp_path / "disk"
+        self.stored = store_adapter(self.blobs, is_packed=True)
+        self.store = self.reopen()
+
+    def reopen(self) -> TieredStore:
+        return TieredStore(self.blobs, self._target, self._directory, PLENTY, 0)
+
+    @property
+    def path(self) -> Path:
+        (path,) = self._directory.glob("*/*.packed")
+        return path
+
+    def lease(self, store: TieredStore | None = None) -> None:
+        with (store or self.store).lease(self.stored.digest) as lease:
+            np.testing.assert_array_equal(lease.packed.payload, self.stored.packed.payload)
+
+
+@pytest.fixture
+def bench(target: PackTarget, tmp_path: Path, store_adapter: Any) -> Bench:
+    return Bench(target, tmp_path, store_adapter)
+
+
+def test_sha_256_is_computed_once_a_run_and_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[bool] = []
+    run = PayloadCheck.run
+
+    def watched(check: PayloadCheck, *arguments: Any) -> bool:
+        runs.append(check.proof is not None)
+        return run(check, *arguments)
+
+    monkeypatch.setattr(PayloadCheck, "run", watched)
+    for _ in range(3):
+        bench.lease()
+    assert runs == [False, True, True]
+    restarted = bench.reopen()
+    for _ in range(2):
+        bench.lease(restarted)
+    assert runs[3:] == [False, True], "what an earlier run left is verified before its first use"
+    # The same bytes in another file, as another engine may write it.
+    copy = bench.path.with_suffix(".copy")
+    copy.write_bytes(bench.path.read_bytes())
+    copy.replace(bench.path)
+    bench.lease()
+    assert runs[5:] == [False]
+    os.utime(bench.path, ns=(0, 1))
+    bench.lease()
+    assert runs[6:] == [False], "it may have been written to"
+
+
+@pytest.mark.parametrize("restores_times", [True, False], ids=["as if nothing was", "noticeably"])
+@pytest.mark.parametrize("position", [0.0, 0.3, 0.999999], ids=["first", "inside", "last"])
+def test_a_file_that_is_changed_underneath_is_not_served(bench: Bench, restores_times: bool, position: float) -> None:
+    bench.lease()
+    bench.lease()
+    path = bench.path
+    before = path.stat()
+    begin = before.st_size - bench.stored.packed.payload.nbytes
+    with path.open("r+b") as file:
+        file.seek(begin + int(position * bench.stored.packed.payload.nbytes))
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 4]))
+    if restores_times:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    bench.lease()
+    counts = bench.store.figures.snapshot()
+    assert (counts.num_set_aside, bench.blobs.num_gets["packed"]) == (1, 2)
+    bench.blobs.is_down = True
+    bench.lease()
+
+
+def test_a_file_that_vanishes_or_is_cut_short_is_had_again(bench: Bench) -> None:
+    bench.lease()
+    os.truncate(bench.path, bench.path.stat().st_size - 1)
+    bench.lease()
+    bench.path.unlink()
+    bench.lease()
+    assert bench.blobs.num_gets["packed"] == 3
+
+
+def test_a_file_of_another_adapter_under_this_name_is_not_served(bench: Bench, store_adapter: Any) -> None:
+    other = store_adapter(bench.blobs, seed=9, is_packed=True)
+    bench.lease()
+    path = bench.path
+    bench.store.lease(other.digest).release()
+    path.write_bytes(path.with_name(f"{other.digest}.packed").read_bytes())
+    bench.lease()
+    assert bench.store.figures.snapshot().num_set_aside == 1
+
+
+def test_wrong_bytes_everywhere_are_an_error(bench: Bench) -> None:
+    bench.lease()
+    bench.path.write_bytes(b"LMXPACK\x02" + b"\xff" * 100)
+    for key in list(bench.blobs.list_keys()):
+        bench.blobs.damage(key)
+    with pytest.raises(AdapterCorrupt):
+        bench.lease()
+
+
+@pytest.mark.parametrize("broken", ["hold", "forget", "add"])
+def test_trouble_with_the_disk_tier_does_not_keep_an_adapter_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(5, "input/output error")
+
+    if broken == "forget":
+        bench.lease()
+        bench.path.write_bytes(b"wrong")
+    monkeypatch.setattr(bench.store._disk, broken, fail)
+    bench.lease()
+    bench.lease()

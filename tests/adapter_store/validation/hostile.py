@@ -1,0 +1,87 @@
+"""A catalogue of hostile and broken uploads: what an entry is, and the good adapter that each one spoils.
+
+Every text of an entry that a tenant could choose holds MARK, so that a message which repeats one is found.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from tests.adapter_store.conftest import OUTER_MODULES, AdapterFiles, AdapterMaker, make_target
+
+MARK = "kilroy"
+TARGET = make_target(outer_modules=OUTER_MODULES)
+"""The small base of these tests, with its embedding and its head."""
+
+LAYER = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+Q_A, Q_B = LAYER.format(0, "A"), LAYER.format(0, "B")
+CONFIG, TENSORS = CONFIG_FILE, TENSORS_FILE
+
+Change = Callable[[AdapterFiles], object]
+Place = Callable[[Path, bytes], None]
+
+
+def good_files(**adapter: Any) -> AdapterFiles:
+    """An adapter of q_proj and v_proj, rank 4, that passes."""
+    return AdapterMaker(TARGET)(**adapter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hostile:
+    """One entry: what it is called, what it is refused with, and how it comes to be.
+
+    `change` spoils a good adapter; `config` and `tensors`, where given, are a file's bytes instead; `place` puts the
+    tensors at their path in another way than writing them.
+    """
+
+    name: str
+    code: str
+    param: str | None
+    change: Change = field(default=lambda files: None)
+    config: bytes | None = None
+    tensors: bytes | Callable[[], bytes] | None = None
+    place: Place | None = None
+    adapter: dict[str, Any] = field(default_factory=dict)
+
+    def files(self) -> tuple[bytes, bytes]:
+        """The configuration and the tensors."""
+        files = good_files(**self.adapter)
+        self.change(files)
+        config = files.config_bytes if self.config is None else self.config
+        if self.tensors is None:
+            return config, files.tensor_bytes
+        return config, self.tensors if isinstance(self.tensors, bytes) else self.tensors()
+
+    def write(self, directory: Path) -> tuple[Path, Path]:
+        """Put both files into `directory`."""
+        config, tensors = self.files()
+        places = directory / CONFIG_FILE, directory / TENSORS_FILE
+        places[0].write_bytes(config)
+        if self.place is None:
+            places[1].write_bytes(tensors)
+        else:
+            self.place(places[1], tensors)
+        return places
+
+
+def header_file(header: object, data: bytes = b"") -> bytes:
+    """A safetensors file of a header, given as a document or as bytes, and data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(begin: int, end: int, shape: Any = (4, 32), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def good_header() -> tuple[dict[str, Any], bytes]:
+    """The header and the data of a good adapter, to be spoilt."""
+    tensors = good_files().tensor_bytes
+    (length,) = struct.unpack_from("<Q", tensors)
+    return json.loads(tensors[8 : 8 + length]), tensors[8 + length :]

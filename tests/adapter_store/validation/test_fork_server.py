@@ -1,0 +1,147 @@
+"""A process that forks for each request: forks share nothing, and nothing outlives who asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from loramux.adapter_store.validation.fork_server import ForkServer, ForkServerFailed
+from loramux.adapter_store.validation.validator import worker_environment
+
+PROGRAM = """
+import os, sys, time
+from loramux.adapter_store.validation import fork_server
+{before}
+told = []
+fork_server.fork_for_each_request()
+request = sys.stdin.read()
+told.append(request)
+{after}
+"""
+
+Open = Callable[..., ForkServer]
+
+
+@pytest.fixture
+def open_server() -> Iterator[Open]:
+    """Opens a server whose process runs the text `before` once, and whose forks run `after`."""
+    opened = []
+
+    def open_one(after: str = "print(told)", before: str = "") -> ForkServer:
+        command = (sys.executable, "-S", "-c", PROGRAM.format(before=before, after=after))
+        opened.append(ForkServer(command, worker_environment()))
+        return opened[-1]
+
+    yield open_one
+    for server in opened:
+        server.close()
+
+
+def test_a_fork_knows_its_own_request_alone(open_server: Open) -> None:
+    server = open_server()
+    assert server.run(b"one", 10).stdout == b"['one']\n"
+    pid = server.pid
+    assert server.run(b"two", 10).stdout == b"['two']\n"
+    assert server.pid == pid, "the same process forked twice"
+
+
+def test_a_request_of_any_size_arrives(open_server: Open) -> None:
+    assert open_server("print(len(request))").run(b"x" * 3_000_000, 10).stdout == b"3000000\n"
+
+
+def test_how_a_fork_ended_is_told(open_server: Open) -> None:
+    server = open_server("sys.exit('the reason') if request == 'fail' else os.abort()")
+    failed = server.run(b"fail", 10)
+    assert (failed.returncode, failed.took_too_long, failed.stderr) == (1, False, b"the reason\n")
+    assert server.run(b"crash", 10).returncode == -signal.SIGABRT
+
+
+def test_a_fork_that_takes_too_long_is_killed(open_server: Open) -> None:
+    server = open_server("time.sleep(60 if request == 'sleep' else 0)")
+    assert server.run(b"sleep", 0.05).took_too_long
+    assert not server.run(b"go on", 30).took_too_long
+
+
+@pytest.mark.parametrize("way", ["without work", "killed"])
+def test_a_process_that_has_ended_is_replaced(open_server: Open, way: str) -> None:
+    server = open_server(before="fork_server.IDLE_S = 0.3" if way == "without work" else "")
+    server.run(b"one", 10)
+    pid = server.pid
+    assert pid is not None
+    if way == "killed":
+        os.kill(pid, signal.SIGKILL)
+    while is_running(pid):
+        time.sleep(0.005)
+    assert server.run(b"two", 10).stdout == b"['two']\n"
+
+
+def test_callers_take_turns(open_server: Open) -> None:
+    server = open_server()
+    requests = [str(number).encode() for number in range(20)]
+    with ThreadPoolExecutor(4) as threads:
+        answers = threads.map(lambda request: server.run(request, 30).stdout, requests)
+    assert list(answers) == [f"['{number}']\n".encode() for number in range(20)]
+
+
+def test_nothing_outlives_who_asked(open_server: Open) -> None:
+    """The socket closes when the asking process dies, however it dies."""
+    server = open_server("open('/proc/self/comm', 'w').write('hanging'); time.sleep(60)")
+    pids: list[int] = []
+
+    def vanish() -> None:
+        while not (found := forks_of(server, "hanging")):
+            time.sleep(0.005)
+        pids.extend(found)
+        assert server.pid is not None
+        pids.append(server.pid)
+        server.close()
+
+    thread = threading.Thread(target=vanish)
+    thread.start()
+    with pytest.raises(ForkServerFailed, match="stopped"):
+        server.run(b"", 60)
+    thread.join()
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+    with pytest.raises(ForkServerFailed, match="stopped"):
+        server.run(b"", 60)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        pytest.param(("/nowhere/python",), "cannot be started", id="no program"),
+        pytest.param((sys.executable, "-c", "raise SystemExit('no numpy here')"), "no numpy here", id="it fails"),
+        pytest.param((sys.executable, "-c", ""), "takes no requests", id="it ends"),
+    ],
+)
+def test_a_process_that_cannot_serve_says_why(command: tuple[str, ...], why: str) -> None:
+    server = ForkServer(command, worker_environment())
+    with pytest.raises(ForkServerFailed, match=why):
+        server.run(b"", 10)
+    server.close()
+
+
+def is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def forks_of(server: ForkServer, name: str) -> list[int]:
+    """The forks that call themselves so."""
+    found = []
+    with suppress(OSError):
+        for child in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
+            if Path(f"/proc/{child}/comm").read_text().strip() == name:
+                found.append(int(child))
+    return found

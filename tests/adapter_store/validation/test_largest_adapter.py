@@ -1,0 +1,85 @@
+"""The largest valid adapter of a base passes within the validation process's own limits."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loramux.adapter_store.formats.module_places import module_places
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.validation.validator import Limits, SubprocessValidator, ValidationJob
+from loramux.kernels.layout import MAX_RANK, PageGeometry
+from tests.adapter_store.linears import llama_linears, outer_linears
+
+
+def make_base(hidden: int, kv: int, intermediate: int, num_layers: int, vocab: int, dtype: str) -> PackTarget:
+    itemsize = 4 if dtype == "float32" else 2
+    return PackTarget(
+        modules=llama_linears(hidden, hidden, kv, intermediate),
+        geometry=PageGeometry(num_layers, kv // 64, 64, itemsize, itemsize),
+        dtype=dtype,
+        outer_modules=outer_linears(vocab, hidden),
+    )
+
+
+def write_largest(target: PackTarget, directory: Path) -> ValidationJob:
+    """An adapter of every module at the highest rank, in the widest dtype."""
+    job = ValidationJob(directory / "config", directory / "tensors", directory / "canonical", directory / "packed")
+    names = [shape.name.rsplit(".", 1)[-1] for shape in (*target.modules, *target.outer_modules)]
+    job.config.write_text(json.dumps({"peft_type": "LORA", "r": MAX_RANK, "lora_alpha": 16, "target_modules": names}))
+    header, position = {}, 0
+    for place in module_places(target):
+        shapes = ((MAX_RANK, place.shape.in_features), (place.shape.out_features, MAX_RANK))
+        for name, shape in zip((place.a_name, place.b_name), shapes, strict=True):
+            end = position + shape[0] * shape[1] * 4
+            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [position, end]}
+            position = end
+    text = json.dumps(header).encode()
+    block = (np.random.default_rng(0).standard_normal(1 << 20) * 0.01).astype(np.float32).tobytes()
+    with job.tensors.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for begin in range(0, position, len(block)):
+            file.write(block[: position - begin])
+    return job
+
+
+def assert_it_passes(target: PackTarget, directory: Path) -> None:
+    job = write_largest(target, directory)
+    size = job.tensors.stat().st_size
+    assert target.max_tensors_bytes - (1 << 20) < size <= target.max_tensors_bytes
+    limits = Limits.for_upload(target, size)
+    with closing(SubprocessValidator()) as validator:
+        start = time.monotonic()
+        accepted = validator.validate(job, target)
+    took_s = time.monotonic() - start
+    for path in (job.tensors, job.canonical, job.packed):
+        path.unlink()
+    usage = accepted.report["usage"]
+    print(
+        f"{size >> 20} MiB of tensors, {target.max_payload_bytes >> 20} MiB of pages: {took_s:.1f} s of "
+        f"{limits.time_s:.0f} s, {usage['max_rss_bytes'] >> 20} MiB resident, "
+        f"{usage['max_address_bytes'] >> 20} of {limits.memory_bytes >> 20} MiB of addresses"
+    )
+    assert accepted.num_pages == target.max_pages
+    assert usage["max_rss_bytes"] < usage["max_address_bytes"] < limits.memory_bytes
+    # The bound is what the issue of validation asks for: 512 MiB over what the inputs may take.
+    assert limits.memory_bytes == (512 << 20) + max(target.max_tensors_bytes, target.max_payload_bytes)
+
+
+def test_of_a_small_base(tmp_path: Path) -> None:
+    target = make_base(256, 128, 512, 4, 4000, "float32")
+    assert Limits.for_upload(target, target.max_tensors_bytes).time_s == 10
+    assert_it_passes(target, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_a_base_like_llama_8b(tmp_path: Path, dtype: str) -> None:
+    assert_it_passes(make_base(4096, 1024, 14336, 32, 128_256, dtype), tmp_path)

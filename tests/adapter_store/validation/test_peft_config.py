@@ -1,0 +1,146 @@
+"""The configuration's allow-list: every key has an effect that we compute, none, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.validation.peft_config import parse_peft_config
+
+GOOD = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+
+
+def parse(**changes: Any) -> Any:
+    return parse_peft_config(json.dumps({**GOOD, **changes}).encode())
+
+
+def test_what_decides_the_result_is_read() -> None:
+    config = parse(
+        use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3.5}, layers_to_transform=1, revision="x"
+    )
+    assert (config.rank, config.alpha, config.use_rslora) == (8, 16.0, True)
+    assert config.target_modules == ("q_proj", "v_proj")
+    assert config.rank_pattern == (("q_proj", 2),)
+    assert config.alpha_pattern == (("v_proj", 3.5),)
+    assert config.layers == (1,)
+    assert config.recorded["revision"] == "x"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"target_modules": "all-linear"}, id="all-linear"),
+        pytest.param({"base_model_name_or_path": "any/other", "revision": None}, id="another base's name"),
+        pytest.param({"lora_dropout": 0.1, "inference_mode": True, "peft_version": "0.21.2"}, id="training facts"),
+        pytest.param({"use_dora": False, "bias": "none", "modules_to_save": None, "loftq_config": {}}, id="left off"),
+        pytest.param({"exclude_modules": ["lm_head"], "layers_pattern": None}, id="exclusions"),
+        pytest.param({"enable_lora": None, "merge_weights": False}, id="keys of the first versions of peft"),
+    ],
+)
+def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
+    parse(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "param"),
+    [
+        pytest.param({"r": 0}, "rank_out_of_range", "r", id="rank 0"),
+        pytest.param({"r": -1}, "rank_out_of_range", "r", id="negative rank"),
+        pytest.param({"r": 257}, "rank_out_of_range", "r", id="rank 257"),
+        pytest.param({"r": 10**5000}, "invalid_json", "adapter_config.json", id="rank of 5000 digits"),
+        pytest.param({"r": 8.0}, "invalid_config", "r", id="rank as float"),
+        pytest.param({"r": True}, "invalid_config", "r", id="rank as bool"),
+        pytest.param({"r": "8"}, "invalid_config", "r", id="rank as text"),
+        pytest.param({"r": None}, "invalid_config", "r", id="no rank"),
+        pytest.param({"rank_pattern": {"q_proj": 0}}, "rank_out_of_range", "rank_pattern.q_proj", id="pattern rank 0"),
+        pytest.param(
+            {"rank_pattern": {r".*\.q_proj": 4}}, "unsupported_config", r"rank_pattern..*\.q_proj", id="regex"
+        ),
+        pytest.param({"rank_pattern": {"(a+)+$": 4}}, "unsupported_config", "rank_pattern.(a+)+$", id="slow regex"),
+        pytest.param({"rank_pattern": ["q_proj"]}, "invalid_config", "rank_pattern", id="pattern as list"),
+        pytest.param({"alpha_pattern": {"q_proj": "1"}}, "invalid_config", "alpha_pattern.q_proj", id="alpha as text"),
+        pytest.param({"lora_alpha": 0}, "alpha_out_of_range", "lora_alpha", id="alpha 0"),
+        pytest.param({"lora_alpha": -1}, "alpha_out_of_range", "lora_alpha", id="negative alpha"),
+        pytest.param({"lora_alpha": 1e9}, "alpha_out_of_range", "lora_alpha", id="huge alpha"),
+        pytest.param({"lora_alpha": float("nan")}, "invalid_json", "adapter_config.json", id="NaN alpha"),
+        pytest.param({"lora_alpha": None}, "invalid_config", "lora_alpha", id="no alpha"),
+        pytest.param({"peft_type": "IA3"}, "unsupported_config", "peft_type", id="not LoRA"),
+        pytest.param({"use_dora": True}, "unsupported_config", "use_dora", id="DoRA"),
+        pytest.param({"bias": "all"}, "unsupported_config", "bias", id="bias"),
+        pytest.param({"lora_bias": True}, "unsupported_config", "lora_bias", id="LoRA bias"),
+        pytest.param({"modules_to_save": ["lm_head"]}, "unsupported_config", "modules_to_save", id="saved modules"),
+        pytest.param({"auto_mapping": {"a": "b"}}, "unsupported_config", "auto_mapping", id="auto mapping"),
+        pytest.param({"fan_in_fan_out": True}, "unsupported_config", "fan_in_fan_out", id="transposed weights"),
+        *(
+            pytest.param({"init_lora_weights": name}, "unsupported_config", "init_lora_weights", id=f"{name} weights")
+            for name in ("pissa", "pissa_niter_16", "olora", "loftq", "eva", "corda", "lora_ga")
+        ),
+        pytest.param({"eva_config": {"rho": 2.0}}, "unsupported_config", "eva_config", id="EVA"),
+        pytest.param({"corda_config": {"a": 1}}, "unsupported_config", "corda_config", id="CorDA"),
+        pytest.param({"use_qalora": True}, "unsupported_config", "use_qalora", id="QALoRA"),
+        pytest.param({"layer_replication": [[0, 2]]}, "unsupported_config", "layer_replication", id="replication"),
+        pytest.param({"target_parameters": ["w"]}, "unsupported_config", "target_parameters", id="parameters"),
+        pytest.param({"trainable_token_indices": [1]}, "unsupported_config", "trainable_token_indices", id="tokens"),
+        pytest.param({"target_modules": ".*proj"}, "unsupported_config", "target_modules", id="targets as regex"),
+        pytest.param({"target_modules": []}, "invalid_config", "target_modules", id="no target"),
+        pytest.param({"target_modules": [1]}, "invalid_config", "target_modules", id="target as number"),
+        pytest.param({"target_modules": None}, "invalid_config", "target_modules", id="targets missing"),
+        pytest.param({"layers_to_transform": [-1]}, "invalid_config", "layers_to_transform", id="negative layer"),
+        pytest.param({"layers_to_transform": "0"}, "invalid_config", "layers_to_transform", id="layer as text"),
+        pytest.param({"use_rslora": 1}, "invalid_config", "use_rslora", id="rsLoRA as number"),
+        pytest.param({"revision": {"a": 1}}, "invalid_config", "revision", id="revision as object"),
+        pytest.param({"new_feature": 1}, "unknown_config_key", "new_feature", id="unknown key"),
+    ],
+)
+def test_a_bad_configuration_is_refused(changes: dict[str, Any], code: str, param: str) -> None:
+    text = json.dumps({**GOOD, **{key: value for key, value in changes.items() if value != 10**5000}})
+    if changes.get("r") == 10**5000:
+        text = text.replace('"r": 8', '"r": ' + "1" * 5001)
+    with pytest.raises(AdapterRejected) as refused:
+        parse_peft_config(text.encode())
+    assert (refused.value.code, refused.value.param) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        pytest.param(b"", "invalid_json", id="empty"),
+        pytest.param(b"[]", "invalid_json", id="not an object"),
+        pytest.param(b"{", "invalid_json", id="cut off"),
+        pytest.param(b"\xff\xfe{}", "invalid_json", id="not UTF-8"),
+        pytest.param(b'{"r": Infinity}', "invalid_json", id="infinity"),
+        pytest.param(b'{"r": 1e999}', "invalid_json", id="beyond a double"),
+        pytest.param(b"[" * 200_000, "invalid_json", id="deep nesting"),
+        pytest.param(b'{"r": 8, "r": 4}', "duplicate_key", id="duplicate key"),
+        pytest.param(b'{"rank_pattern": {"a": 1, "a": 2}}', "duplicate_key", id="duplicate key inside"),
+        pytest.param(b'{"r": "' + b"x" * (1 << 20) + b'"}', "config_too_large", id="too large"),
+        pytest.param(b"{}", "invalid_config", id="nothing in it"),
+    ],
+)
+def test_bad_json_is_refused(text: bytes, code: str) -> None:
+    with pytest.raises(AdapterRejected) as refused:
+        parse_peft_config(text)
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(r'"base_model_name_or_path": "\ud800"', id="high half"),
+        pytest.param(r'"base_model_name_or_path": "\uDC00\ud83d"', id="halves the wrong way round"),
+        pytest.param(r'"rank_pattern": {"\udfff": 4}', id="in a key"),
+    ],
+)
+def test_half_a_character_is_refused(text: str) -> None:
+    """What is recorded of a configuration is answered as UTF-8, which has no halves."""
+    with pytest.raises(AdapterRejected) as refused:
+        parse_peft_config(json.dumps(GOOD)[:-1].encode() + b", " + text.encode() + b"}")
+    assert (refused.value.code, refused.value.param) == ("invalid_json", "adapter_config.json")
+
+
+def test_a_whole_pair_is_a_character() -> None:
+    text = json.dumps(GOOD)[:-1].encode() + rb', "base_model_name_or_path": "\uD83D\ude00"}'
+    assert parse_peft_config(text).recorded["base_model_name_or_path"] == "\U0001f600"

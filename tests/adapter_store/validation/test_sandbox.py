@@ -1,0 +1,252 @@
+"""What the validation process cannot do once it is confined; every attempt is a real one, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.adapter_store.validation import sandbox
+from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures, worker_environment
+from tests.adapter_store.validation import lesser_kernel
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the measures are Linux's")
+
+_PRELUDE = """
+import ctypes, json, os, signal, socket, sys
+from pathlib import Path
+from loramux.adapter_store.validation import sandbox
+scratch, outside, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+def attempt(action):
+    try:
+        return ["done", repr(action())]
+    except OSError as error:
+        return ["refused", error.errno]
+def connect(family=socket.AF_INET, address="127.0.0.1"):
+    with socket.socket(family, socket.SOCK_STREAM) as one:
+        one.settimeout(2)
+        one.connect((address, port))
+"""
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A directory that the process has not been given, with a file in it."""
+    directory = tmp_path / "outside"
+    directory.mkdir()
+    (directory / "secret").write_text("secret")
+    return directory
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    directory = tmp_path / "scratch"
+    directory.mkdir()
+    (directory / "input").write_text("input")
+    return directory
+
+
+@pytest.fixture
+def port() -> Any:
+    """A listener on this machine that takes connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+
+        def accept() -> None:
+            try:
+                while True:
+                    listener.accept()[0].close()
+            except OSError:
+                pass
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+
+
+def run_confined(
+    code: str, scratch: Path, outside: Path, port: int, confinement: str = "sandbox.confine([scratch])"
+) -> Any:
+    """What `code` leaves in `result` in a process that has confined itself."""
+    program = f"{_PRELUDE}\nmissing = {confinement}\n{code}\nprint(json.dumps(result))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, scratch, outside, str(port)],
+        env=worker_environment(),
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def lacking() -> set[str]:
+    """The measures that this machine lacks: what stands in for one of them is tested with the others."""
+    return set(missing_measures())
+
+
+@pytest.mark.parametrize(
+    "measures",
+    [(sandbox.FILES,), (sandbox.CALLS,), (sandbox.NETWORK,), (sandbox.NETWORK, sandbox.FILES, sandbox.CALLS)],
+    ids=",".join,
+)
+def test_a_machine_that_lacks_a_measure_is_found_out(lacking: set[str], measures: tuple[str, ...]) -> None:
+    if sandbox.CALLS in lacking:
+        pytest.skip("this machine cannot play a lesser one")
+    probe = (
+        sys.executable,
+        lesser_kernel.__file__,
+        ",".join(measures),
+        "-m",
+        "loramux.adapter_store.validation.sandbox",
+    )
+    assert set(missing_measures(probe)) == lacking | set(measures)
+
+
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(1)", "print('x')", "print([1])"], ids=["fails", "no JSON", "number"]
+)
+def test_a_sandbox_that_cannot_be_tried_is_no_sandbox(code: str) -> None:
+    with pytest.raises(ValidationFailed, match="cannot be tried"):
+        missing_measures((sys.executable, "-c", code))
+
+
+def test_a_connection_works_outside_and_fails_inside(scratch: Path, outside: Path, port: int) -> None:
+    code = "result = attempt(connect)"
+    assert run_confined(code, scratch, outside, port, confinement="[]")[0] == "done"
+    assert run_confined(code, scratch, outside, port)[0] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("measure", "confinement"),
+    [
+        pytest.param(
+            sandbox.NETWORK,
+            "ctypes.CDLL(None).unshare(sandbox._NEW_NETWORK) and ctypes.CDLL(None).unshare(0x50000000)",
+            id="a network of its own",
+        ),
+        pytest.param(
+            sandbox.CALLS,
+            "sandbox.refuse_calls([ctypes.CDLL(None), ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)][0])",
+            id="seccomp",
+        ),
+        pytest.param(
+            sandbox.FILES,
+            "sandbox.restrict_files([ctypes.CDLL(None), ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)][0], [], [])",
+            id="landlock",
+        ),
+    ],
+)
+def test_each_measure_alone_keeps_off_the_network(
+    scratch: Path, outside: Path, port: int, lacking: set[str], measure: str, confinement: str
+) -> None:
+    if measure in lacking:
+        pytest.skip(f"this machine has no {measure}")
+    assert run_confined("result = attempt(connect)", scratch, outside, port, confinement)[0] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("measure", "action"),
+    [
+        pytest.param(sandbox.FILES, "(outside / 'secret').read_text()", id="read a file elsewhere"),
+        pytest.param(sandbox.FILES, "Path('/etc/passwd').read_text()", id="read a file of the system"),
+        pytest.param(sandbox.FILES, "(outside / 'new').write_text('x')", id="write a file elsewhere"),
+        pytest.param(sandbox.FILES, "(outside / 'secret').unlink()", id="delete a file elsewhere"),
+        pytest.param(sandbox.FILES, "os.listdir(outside)", id="list a directory elsewhere"),
+        pytest.param(sandbox.CALLS, "os.symlink('/etc/passwd', scratch / 'link')", id="make a link"),
+        pytest.param(sandbox.CALLS, "os.link(scratch / 'input', scratch / 'link')", id="make a hard link"),
+        pytest.param(sandbox.CALLS, "os.mkfifo(scratch / 'pipe')", id="make a pipe"),
+        pytest.param(sandbox.CALLS, "os.truncate(scratch / 'input', 0)", id="cut a file by its name"),
+        pytest.param(sandbox.CALLS, "os.fork()", id="start a process"),
+        pytest.param(sandbox.CALLS, "os.execv(sys.executable, [sys.executable, '-V'])", id="run a program"),
+        pytest.param(sandbox.CALLS, "os.kill(os.getppid(), 0)", id="signal the server"),
+        pytest.param(sandbox.CALLS, "os.setsid()", id="leave its process group"),
+        pytest.param(sandbox.CALLS, "os.memfd_create('x')", id="memory that is not counted"),
+        pytest.param(sandbox.CALLS, "socket.socket(socket.AF_UNIX)", id="a socket of another kind"),
+        pytest.param(sandbox.CALLS, "socket.socketpair()", id="a pair of sockets"),
+    ],
+)
+def test_what_is_refused(scratch: Path, outside: Path, port: int, lacking: set[str], measure: str, action: str) -> None:
+    if measure in lacking:
+        pytest.skip(f"this machine has no {measure}")
+    outcome, found = run_confined(f"result = attempt(lambda: {action})", scratch, outside, port)
+    assert (outcome, found in (1, 13)) == ("refused", True)
+    assert (outside / "secret").read_text() == "secret"
+    assert sorted(path.name for path in scratch.iterdir()) == ["input"]
+
+
+def test_its_own_files_are_in_reach(scratch: Path, outside: Path, port: int) -> None:
+    code = """
+(scratch / "output").write_text((scratch / "input").read_text() + " and output")
+(scratch / "output").open("r+").truncate(5)
+import wave  # a module that has not been loaded
+result = (scratch / "output").read_text()
+"""
+    assert run_confined(code, scratch, outside, port) == "input"
+
+
+def test_it_has_no_privileges_and_leaves_no_core(scratch: Path, outside: Path, port: int, lacking: set[str]) -> None:
+    if sandbox.PRIVILEGES in lacking:
+        pytest.skip("this machine cannot forbid new privileges")
+    code = """
+libc, capabilities = ctypes.CDLL(None), ctypes.create_string_buffer(24)
+libc.capget((0x20080522).to_bytes(4, "little") + bytes(4), capabilities)
+result = [libc.prctl(39, 0, 0, 0, 0), capabilities.raw == bytes(24), core_limit]
+"""
+    confinement = """sandbox.limit_resources(1 << 32, 1 << 20, 10)
+import resource
+core_limit = resource.getrlimit(resource.RLIMIT_CORE)
+sandbox.confine([scratch])
+"""
+    assert run_confined(code, scratch, outside, port, confinement) == [1, True, [0, 0]]
+
+
+def test_few_descriptors_can_be_open(scratch: Path, outside: Path, port: int) -> None:
+    code = """
+files = []
+def open_many():
+    while True:
+        files.append(open(scratch / "input"))
+outcome = attempt(open_many)
+result = [outcome, len(files) < 32]
+"""
+    confinement = "sandbox.limit_resources(1 << 32, 1 << 20, 10)"
+    assert run_confined(code, scratch, outside, port, confinement) == [["refused", 24], True]
+
+
+def test_it_dies_with_the_server(scratch: Path) -> None:
+    """The thread that started it is killed with its process; nobody is left to wait for a verdict."""
+    child = (
+        "import sys, time; from loramux.adapter_store import sandbox; from pathlib import Path; sandbox.confine([]);"
+        " print('ready', flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import os, subprocess, sys;"
+        f" child = subprocess.Popen([sys.executable, '-P', '-c', {child!r}], stdout=subprocess.PIPE, text=True);"
+        " child.stdout.readline(); print(child.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", parent], env=worker_environment(), capture_output=True, text=True, timeout=60
+    )
+    pid = int(done.stdout)
+    for _ in range(500):
+        try:
+            # A process that has ended and has not been waited for is a zombie.
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state in "ZX":
+            return
+        threading.Event().wait(0.01)
+    os.kill(pid, 9)
+    pytest.fail("the process outlived the one that started it")

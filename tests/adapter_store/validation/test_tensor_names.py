@@ -1,0 +1,119 @@
+"""Names of older PEFT versions, other trainers and wrappers: the same weights are the same version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.canonical import digest_of, write_canonical
+from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.validation.tensor_names import todays_names
+from loramux.adapter_store.validation.validation import validate_files
+from tests.adapter_store.conftest import OUTER_MODULES, AdapterMaker, make_target
+
+TARGET = make_target(outer_modules=OUTER_MODULES)
+MODULES = ("model.embed_tokens", "lm_head", "self_attn.q_proj", "mlp.down_proj")
+PREFIX = "base_model.model."
+
+
+def without_suffix(name: str) -> tuple[str, str]:
+    """A name in two: what comes before the adapter's name, and after it."""
+    return (name.removesuffix(".weight"), ".weight") if name.endswith(".weight") else (name, "")
+
+
+def of_adapter(adapter: str) -> Callable[[str], str]:
+    return lambda name: f"{without_suffix(name)[0]}.{adapter}{without_suffix(name)[1]}"
+
+
+def deeper(name: str) -> str:
+    return PREFIX + "model." + name.removeprefix(PREFIX)
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "without the prefix": lambda name: name.removeprefix(PREFIX),
+    "with the adapter's name": of_adapter("default"),
+    "with another adapter's name": of_adapter("my-adapter_2"),
+    "of a wrapped base": deeper,
+    "of a wrapped base, without the prefix": lambda name: deeper(name).removeprefix(PREFIX),
+    "of a parallel model": lambda name: "module." + name,
+    "compiled as a whole": lambda name: "_orig_mod." + name,
+    "compiled by layers": lambda name: name.replace("self_attn.", "_orig_mod.self_attn."),
+    "sharded": lambda name: name.replace("self_attn.", "_fsdp_wrapped_module.self_attn."),
+    "sharded and checkpointed": lambda name: name.replace(
+        "layers.0.", "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module."
+    ),
+    "of a whole state": lambda name: "module._orig_mod." + of_adapter("default")(name),
+}
+
+
+def digest(files: Any, path: Path, names: Callable[[str], str] = lambda name: name) -> str:
+    tensors = save({names(name): tensor for name, tensor in files.tensors.items()})
+    report = validate_files(files.config_bytes, tensors, TARGET)
+    return write_canonical(tensors, report.scales, path, report.names)
+
+
+@pytest.mark.parametrize("names", SPELLINGS.values(), ids=SPELLINGS)
+def test_the_same_weights_have_the_same_digest(names: Callable[[str], str], tmp_path: Path) -> None:
+    files = AdapterMaker(TARGET)(modules=MODULES)
+    wanted = digest(files, tmp_path / "todays")
+    assert digest(files, tmp_path / "older", names) == wanted == digest_of(tmp_path / "older")
+    assert pack(tmp_path / "older", TARGET).digest == wanted
+    tensors = save({names(name): tensor for name, tensor in files.tensors.items()})
+    warnings = validate_files(files.config_bytes, tensors, TARGET).document()["warnings"]
+    assert [warning["code"] for warning in warnings] == ["older_names"]
+
+
+def test_a_base_that_was_trained_without_its_head_has_no_model(tmp_path: Path) -> None:
+    files = AdapterMaker(TARGET)(modules=("self_attn.q_proj", "model.embed_tokens"))
+    wanted = digest(files, tmp_path / "todays")
+    assert digest(files, tmp_path / "a", lambda name: name.replace(PREFIX + "model.", PREFIX)) == wanted
+    assert digest(files, tmp_path / "b", lambda name: name.replace(PREFIX + "model.", "")) == wanted
+
+
+def test_an_error_gives_the_files_own_name() -> None:
+    files = AdapterMaker(TARGET)(modules=MODULES)
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items()}
+    own = "model.layers.0.mlp.down_proj.lora_A.weight"
+    tensors[own] = tensors[own][:2]
+    with pytest.raises(AdapterRejected) as refused:
+        validate_files(files.config_bytes, save(tensors), TARGET)
+    assert (refused.value.code, refused.value.param) == ("rank_mismatch", own)
+
+
+def test_todays_names_are_left_alone() -> None:
+    files = AdapterMaker(TARGET)(modules=MODULES)
+    names = todays_names(files.tensors)
+    assert names.are_todays
+    assert names.originals == {name: name for name in files.tensors}
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param("model.layers.1.self_attn.q_proj.lora_A.weight", id="one without the prefix"),
+        pytest.param(PREFIX + "layers.1.self_attn.q_proj.lora_A.weight", id="one without the model"),
+        pytest.param(PREFIX + "model.model.layers.1.self_attn.q_proj.lora_A.weight", id="one wrapped"),
+        pytest.param(PREFIX + "model.layers.1.self_attn.q_proj.lora_A.default.weight", id="one of an adapter"),
+        pytest.param("module." + PREFIX + "model.layers.1.self_attn.q_proj.lora_A.weight", id="one parallel"),
+        pytest.param(PREFIX + "model.lm_head.lora_A.weight", id="a head of another depth"),
+        pytest.param(PREFIX + "model._orig_mod.layers.0.self_attn.q_proj.lora_A.weight", id="the same compiled"),
+    ],
+)
+def test_mixtures_and_collisions_are_refused(second: str) -> None:
+    first = PREFIX + "model.layers.0.self_attn.q_proj.lora_A.weight"
+    for names in ([first, second], [second, first]):
+        with pytest.raises(AdapterRejected) as refused:
+            todays_names(names)
+        assert refused.value.code == "ambiguous_names"
+        assert refused.value.param in (first, second)
+
+
+def test_two_adapters_in_one_file_are_refused() -> None:
+    names = [f"{PREFIX}model.layers.0.mlp.up_proj.lora_A.{adapter}.weight" for adapter in ("policy", "reference")]
+    with pytest.raises(AdapterRejected, match="not all named in the same way"):
+        todays_names(names)

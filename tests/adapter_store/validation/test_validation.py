@@ -1,0 +1,463 @@
+"""Which uploads pass, and with which code each bad one is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle  # noqa: TID251 - to show that it is refused
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.validation.validation import validate_files
+
+Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+
+
+def assert_refused(config: bytes, tensors: Path | bytes, target: PackTarget, code: str, param: str | None) -> None:
+    with pytest.raises(AdapterRejected) as refused:
+        validate_files(config, tensors, target)
+    assert (refused.value.code, refused.value.param) == (code, param)
+    assert len(refused.value.message) > 10
+
+
+def test_a_good_adapter_passes_and_is_described(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(rank=4, ranks=lambda layer, module: 7 if layer == 1 else 4)
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert report.max_rank == 7
+    assert report.dtypes == ("F32",)
+    assert report.num_parameters == sum(tensor.size for tensor in files.tensors.values())
+    assert report.scales["model.layers.0.self_attn.q_proj"] == 2.0
+    assert report.scales["model.layers.1.self_attn.v_proj"] == 8 / 7
+    assert report.largest_effect > 0
+    assert report.recorded["base_model_name_or_path"] == "some/base"
+    assert json.loads(json.dumps(report.document()))["max_rank"] == 7
+
+
+def test_the_report_tells_each_modules_rank_scale_and_effect(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(rank=4, ranks=lambda layer, module: 7 if layer == 1 else 4)
+    files.tensors[Q_B][:] = 0
+    document = validate_files(files.config_bytes, files.tensor_bytes, target).document()
+    kind = document["modules"]["self_attn.q_proj"]
+    assert (kind["layers"], kind["ranks"], kind["scales"]) == ([0, 1], [4, 7], [2.0, 1.143])
+    assert kind["effects"][0] == 0 < kind["effects"][1] == kind["largest_effect"]
+    assert document["warnings"] == [
+        {
+            "code": "module_without_effect",
+            "message": "the product of these modules is zero",
+            "count": 1,
+            "params": ["model.layers.0.self_attn.q_proj"],
+        }
+    ]
+    assert [(check["check"], check["outcome"]) for check in document["checks"]][-2:] == [
+        ("effect", "passed"),
+        ("packing", "not_made"),
+    ]
+
+
+def test_a_refusal_says_which_check_failed(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter()
+    with_tensor(Q_B, None)(files)
+    with pytest.raises(AdapterRejected) as refused:
+        validate_files(files.config_bytes, files.tensor_bytes, target)
+    outcomes = {check["check"]: check["outcome"] for check in refused.value.report["checks"]}
+    assert outcomes == {
+        "configuration": "passed",
+        "container": "passed",
+        "modules": "passed",
+        "names": "failed",
+        "shapes": "not_made",
+        "weights": "not_made",
+        "effect": "not_made",
+        "packing": "not_made",
+    }
+
+
+def test_rslora_and_alpha_patterns_set_the_scales(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(rank=4, use_rslora=True, alpha_pattern={"layers.1.self_attn.q_proj": 3, "q_proj": 5})
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert report.scales["model.layers.0.self_attn.q_proj"] == 5 / 2
+    assert report.scales["model.layers.1.self_attn.q_proj"] == 3 / 2
+    assert report.scales["model.layers.1.self_attn.v_proj"] == 8 / math.sqrt(4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"layers_to_transform": [1]}, id="list of layers"),
+        pytest.param({"layers_to_transform": 1, "layers_pattern": "layers"}, id="one layer"),
+        pytest.param({"target_modules": ["layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]}, id="paths"),
+        pytest.param({"exclude_modules": ["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"]}, id="excluded"),
+    ],
+)
+def test_layers_are_chosen_as_peft_chooses_them(make_adapter: Any, target: PackTarget, config: dict[str, Any]) -> None:
+    files = make_adapter(layers=(1,), **config)
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert list(report.scales) == ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]
+
+
+def test_a_length_that_looks_like_a_pickle_is_read(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(modules=("self_attn.q_proj",))
+    tensors = files.tensor_bytes
+    (length,) = struct.unpack_from("<Q", tensors)
+    wanted = next(n for n in range(length, length + 4096) if n % 256 == 0x80)
+    padded = struct.pack("<Q", wanted) + tensors[8 : 8 + length].ljust(wanted) + tensors[8 + length :]
+    assert padded[:1] == b"\x80"
+    validate_files(files.config_bytes, padded, target)
+
+
+def with_tensor(name: str, tensor: np.ndarray | None) -> Callable[[Any], None]:
+    def change(files: Any) -> None:
+        if tensor is None:
+            del files.tensors[name]
+        else:
+            files.tensors[name] = tensor
+
+    return change
+
+
+def with_value(name: str, value: float) -> Callable[[Any], None]:
+    def change(files: Any) -> None:
+        files.tensors[name][1, 2] = value
+
+    return change
+
+
+def with_config(**changes: Any) -> Callable[[Any], None]:
+    return lambda files: files.config.update(changes)
+
+
+def zeroed(half: str) -> Callable[[Any], None]:
+    def change(files: Any) -> None:
+        for name, tensor in files.tensors.items():
+            if f"lora_{half}" in name:
+                tensor[:] = 0
+
+    return change
+
+
+def scaled(factor: float) -> Callable[[Any], None]:
+    def change(files: Any) -> None:
+        for tensor in files.tensors.values():
+            tensor *= factor
+
+    return change
+
+
+def of_layer(old: int, new: int) -> Callable[[Any], None]:
+    def change(files: Any) -> None:
+        for name in [name for name in files.tensors if f"layers.{old}." in name]:
+            files.tensors[name.replace(f"layers.{old}.", f"layers.{new}.")] = files.tensors.pop(name)
+
+    return change
+
+
+HEAD, EMBEDDING = "base_model.model.lm_head.", "base_model.model.model.embed_tokens."
+
+
+def test_outer_modules_are_validated_like_others(adapter_maker: Any, outer_target: PackTarget) -> None:
+    files = adapter_maker(outer_target)(
+        rank=4, modules=("model.embed_tokens", "lm_head", "self_attn.q_proj"), alpha_pattern={"embed_tokens": 2}
+    )
+    report = validate_files(files.config_bytes, files.tensor_bytes, outer_target)
+    assert dict(report.scales) == {
+        "model.embed_tokens": 0.5,
+        "lm_head": 2.0,
+        "model.layers.0.self_attn.q_proj": 2.0,
+        "model.layers.1.self_attn.q_proj": 2.0,
+    }
+    assert report.num_parameters == 4 * (2 * (70 + 32) + 4 * 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "expected"),
+    [
+        pytest.param({"target_modules": "all-linear"}, ("self_attn.q_proj",), None, id="all-linear has no head"),
+        pytest.param(
+            {"target_modules": ["lm_head", "embed_tokens"], "layers_to_transform": [0]},
+            ("lm_head",),
+            ["lm_head"],
+            id="a short name is looked for in the listed layers",
+        ),
+        pytest.param(
+            {"target_modules": ["model.embed_tokens"], "layers_to_transform": [0]},
+            ("model.embed_tokens",),
+            ["model.embed_tokens"],
+            id="a full name is taken anywhere",
+        ),
+        pytest.param(
+            {"target_modules": ["lm_head", "embed_tokens"], "exclude_modules": ["lm_head"]},
+            ("model.embed_tokens",),
+            ["model.embed_tokens"],
+            id="excluded",
+        ),
+    ],
+)
+def test_outer_modules_are_chosen_as_peft_chooses_them(
+    adapter_maker: Any,
+    outer_target: PackTarget,
+    config: dict[str, Any],
+    modules: tuple[str, ...],
+    expected: list[str] | None,
+) -> None:
+    every = tuple(shape.name for shape in outer_target.modules)
+    files = adapter_maker(outer_target)(modules=every if expected is None else modules, **config)
+    report = validate_files(files.config_bytes, files.tensor_bytes, outer_target)
+    assert list(report.scales) == (expected or [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in every])
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "code"),
+    [
+        pytest.param(HEAD + "lora_B.weight", np.ones((71, 4), np.float32), "base_mismatch", id="larger vocabulary"),
+        pytest.param(EMBEDDING + "lora_embedding_A", np.ones((4, 64), np.float32), "base_mismatch", id="smaller one"),
+        pytest.param(EMBEDDING + "lora_embedding_B", np.ones((32, 5), np.float32), "rank_mismatch", id="rank"),
+        pytest.param(HEAD + "lora_A.weight", None, "missing_tensor", id="missing"),
+        pytest.param(HEAD + "lora_embedding_A", np.ones((4, 32), np.float32), "unexpected_tensor", id="wrong kind"),
+        pytest.param(EMBEDDING + "lora_embedding_B", np.full((32, 4), np.nan, np.float32), "not_finite", id="NaN"),
+    ],
+)
+def test_a_bad_outer_module_is_refused(
+    adapter_maker: Any, outer_target: PackTarget, name: str, tensor: np.ndarray | None, code: str
+) -> None:
+    files = adapter_maker(outer_target)(rank=4, modules=("model.embed_tokens", "lm_head"))
+    with_tensor(name, tensor)(files)
+    assert_refused(files.config_bytes, files.tensor_bytes, outer_target, code, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        HEAD + "base_layer.weight",
+        EMBEDDING + "base_layer.weight",
+        pytest.param(EMBEDDING + "weight", id="as older versions of peft named it"),
+    ],
+)
+def test_the_bases_own_weights_are_refused_with_the_way_to_leave_them_out(
+    adapter_maker: Any, outer_target: PackTarget, name: str
+) -> None:
+    files = adapter_maker(outer_target)(modules=("model.embed_tokens", "lm_head"))
+    files.tensors[name] = np.ones((70, 32), np.float32)
+    assert_refused(files.config_bytes, files.tensor_bytes, outer_target, "unexpected_tensor", name)
+    with pytest.raises(AdapterRejected, match="save_embedding_layers=False"):
+        validate_files(files.config_bytes, files.tensor_bytes, outer_target)
+
+
+ONES = np.ones((4, 32), np.float32)
+LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        pytest.param(with_tensor(Q_A, np.ones((4, 64), np.float32)), "base_mismatch", Q_A, id="wider base"),
+        pytest.param(with_tensor(Q_B, np.ones((16, 4), np.float32)), "base_mismatch", Q_B, id="fewer heads"),
+        pytest.param(of_layer(1, 2), "base_mismatch", Q_A.replace("layers.0", "layers.2"), id="deeper base"),
+        pytest.param(
+            lambda files: [files.tensors.pop(name) for name in list(files.tensors) if "layers.1." in name],
+            "base_mismatch",
+            LAYER_1_Q_A,
+            id="shallower base",
+        ),
+        pytest.param(with_tensor(Q_A, np.ones((5, 32), np.float32)), "rank_mismatch", Q_A, id="rank of A"),
+        pytest.param(with_tensor(Q_B, np.ones((32, 3), np.float32)), "rank_mismatch", Q_B, id="rank of B"),
+        pytest.param(with_config(r=8), "rank_mismatch", Q_A, id="rank in the configuration"),
+        pytest.param(with_tensor(Q_A, np.ones((0, 32), np.float32)), "rank_mismatch", Q_A, id="empty tensor"),
+        pytest.param(with_tensor(Q_B, None), "missing_tensor", Q_B, id="missing B"),
+        pytest.param(
+            with_config(target_modules=["q_proj"]), "unexpected_tensor", Q_A.replace("q_p", "v_p"), id="extra"
+        ),
+        pytest.param(with_tensor("lm_head.weight", ONES), "unexpected_tensor", "lm_head.weight", id="foreign tensor"),
+        pytest.param(
+            with_tensor(Q_A.replace("lora_A.weight", "lora_magnitude_vector"), ONES),
+            "unexpected_tensor",
+            Q_A.replace("lora_A.weight", "lora_magnitude_vector"),
+            id="DoRA magnitudes",
+        ),
+        pytest.param(with_tensor(Q_A, np.ones(32, np.float32)), "tensor_not_2d", Q_A, id="one dimension"),
+        pytest.param(with_tensor(Q_A, ONES.astype(np.float64)), "unsupported_dtype", Q_A, id="float64"),
+        pytest.param(with_tensor(Q_A, ONES.astype(np.int8)), "unsupported_dtype", Q_A, id="integers"),
+        pytest.param(with_value(Q_A, np.nan), "not_finite", Q_A, id="NaN"),
+        pytest.param(with_value(Q_B, -np.inf), "not_finite", Q_B, id="infinity"),
+        pytest.param(with_value(Q_A, 1e38), "norm_too_large", Q_A, id="one huge weight"),
+        pytest.param(scaled(1000), "norm_too_large", "model.layers.0.self_attn.q_proj", id="diverged"),
+        pytest.param(zeroed("B"), "zero_effect", None, id="B never trained"),
+        pytest.param(zeroed("A"), "zero_effect", None, id="A is zero"),
+        pytest.param(
+            with_config(target_modules=["q_proj", "c_attn"]), "unknown_module", "target_modules[1]", id="unknown"
+        ),
+        pytest.param(
+            with_config(rank_pattern={"x_proj": 2}), "unknown_module", "rank_pattern.x_proj", id="pattern of nothing"
+        ),
+        pytest.param(
+            with_config(layers_to_transform=[0, 2]),
+            "base_mismatch",
+            "layers_to_transform",
+            id="layer that is not there",
+        ),
+        pytest.param(with_config(use_dora=True), "unsupported_config", "use_dora", id="DoRA"),
+        pytest.param(with_config(r=0), "rank_out_of_range", "r", id="rank 0"),
+    ],
+)
+def test_a_bad_adapter_is_refused(
+    make_adapter: Any, target: PackTarget, change: Callable[[Any], object], code: str, param: str | None
+) -> None:
+    files = make_adapter()
+    change(files)
+    assert_refused(files.config_bytes, files.tensor_bytes, target, code, param)
+
+
+def header_file(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(begin: int, end: int, shape: Any = (4, 32), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def archive(kind: str) -> bytes:
+    out = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(out, "w") as file:
+            file.writestr("adapter_model.safetensors", b"x")
+    elif kind == "torch":
+        with zipfile.ZipFile(out, "w") as file:
+            file.writestr("archive/data.pkl", pickle.dumps({"a": 1}))
+    else:
+        with tarfile.open(fileobj=out, mode="w:gz") as file:
+            file.addfile(tarfile.TarInfo("a"))
+    return out.getvalue()
+
+
+FILE = "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "code", "param"),
+    [
+        pytest.param(b"", "truncated_file", FILE, id="empty"),
+        pytest.param(b"\x10\0\0", "truncated_file", FILE, id="three bytes"),
+        pytest.param(pickle.dumps({"weight": [1.0] * 100}), "pickle_not_allowed", FILE, id="pickle"),
+        pytest.param(archive("torch"), "pickle_not_allowed", FILE, id="torch file"),
+        pytest.param(archive("zip"), "archive_not_allowed", FILE, id="zip"),
+        pytest.param(archive("tar.gz"), "archive_not_allowed", FILE, id="tar.gz"),
+        pytest.param(b"<!DOCTYPE html><html></html>", "not_safetensors", FILE, id="web page"),
+        pytest.param(b"version https://git-lfs.github.com/spec/v1\n", "not_safetensors", FILE, id="LFS pointer"),
+        pytest.param(struct.pack("<Q", 2**20 + 1) + b"{" + b" " * 2**20, "header_too_large", FILE, id="large header"),
+        pytest.param(struct.pack("<Q", 2**63) + b"{}", "header_too_large", FILE, id="absurd header"),
+        pytest.param(struct.pack("<Q", 100) + b"{}", "truncated_file", FILE, id="header cut off"),
+        pytest.param(header_file(b"{not json"), "invalid_header", FILE, id="header is not JSON"),
+        pytest.param(header_file(b'{"a": NaN}'), "invalid_header", FILE, id="NaN in the header"),
+        pytest.param(header_file(b'{"a": ' + b"[" * 90_000), "invalid_header", FILE, id="deep header"),
+        pytest.param(header_file({"__metadata__": {"format": 1}}), "invalid_header", FILE, id="metadata not text"),
+        pytest.param(
+            header_file(b'{"a":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]},"a":{}}', bytes(4)),
+            "duplicate_key",
+            FILE,
+            id="duplicate tensor",
+        ),
+        pytest.param(header_file({"a": [1]}), "invalid_header", "a", id="entry is a list"),
+        pytest.param(header_file({"a": {**entry(0, 512), "x": 1}}), "invalid_header", "a", id="unknown field"),
+        pytest.param(header_file({"a": entry(0, 512, shape=(4.0, 32))}), "invalid_header", "a", id="float shape"),
+        pytest.param(header_file({"a": entry(0, 512, shape=(-4, -32))}), "invalid_header", "a", id="negative shape"),
+        pytest.param(header_file({"a": entry(0, 512, shape=(True, 32))}), "invalid_header", "a", id="bool shape"),
+        pytest.param(header_file({"a": entry(0, 512, dtype=7)}), "invalid_header", "a", id="dtype is a number"),
+        pytest.param(header_file({"a": entry(0, 2**65, shape=(2**62, 2**62))}), "invalid_header", "a", id="overflow"),
+        pytest.param(header_file({"a": entry(0, 512, shape=(4, 4, 8))}), "tensor_not_2d", "a", id="three dimensions"),
+        pytest.param(header_file({"a": entry(0, 256, dtype="I64")}), "unsupported_dtype", "a", id="integers"),
+        pytest.param(header_file({"a": entry(0, 500)}, bytes(500)), "invalid_offsets", "a", id="wrong length"),
+        pytest.param(header_file({"a": entry(8, 520)}, bytes(520)), "invalid_offsets", "a", id="hole in front"),
+        pytest.param(
+            header_file({"a": entry(0, 512), "b": entry(0, 512)}, bytes(1024)), "invalid_offsets", "b", id="overlap"
+        ),
+        pytest.param(header_file({"a": entry(0, 512)}, bytes(511)), "truncated_file", FILE, id="data cut off"),
+        pytest.param(header_file({"a": entry(0, 512)}, bytes(513)), "invalid_offsets", FILE, id="data left over"),
+        pytest.param(header_file({}), "missing_tensor", Q_A, id="no tensors"),
+    ],
+)
+def test_a_bad_file_is_refused(make_adapter: Any, target: PackTarget, tensors: bytes, code: str, param: str) -> None:
+    assert_refused(make_adapter().config_bytes, tensors, target, code, param)
+
+
+@pytest.mark.parametrize("kind", ["missing", "link", "directory", "pipe"])
+def test_only_a_regular_file_is_read(make_adapter: Any, target: PackTarget, tmp_path: Path, kind: str) -> None:
+    import os
+
+    files = make_adapter()
+    path = tmp_path / FILE
+    if kind == "link":
+        (tmp_path / "real").write_bytes(files.tensor_bytes)
+        path.symlink_to(tmp_path / "real")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    assert_refused(files.config_bytes, path, target, "not_a_file", FILE)
+
+
+def test_every_cut_of_a_file_is_refused(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter()
+    tensors = files.tensor_bytes
+    for length in [*range(64), *range(64, len(tensors), 37), len(tensors) - 1]:
+        with pytest.raises(AdapterRejected):
+            validate_files(files.config_bytes, tensors[:length], target)
+
+
+def test_a_changed_byte_never_causes_another_error(make_adapter: Any, target: PackTarget) -> None:
+    """Every byte of the header, turned into others: refused with a code, or still a good adapter."""
+    files = make_adapter(modules=("self_attn.q_proj",))
+    tensors = bytearray(files.tensor_bytes)
+    (length,) = struct.unpack_from("<Q", tensors)
+    num_refused = 0
+    for position in range(8 + length):
+        for value in (0, 0x22, 0x39, 0xFF):
+            changed = bytes(tensors[:position]) + bytes([value]) + bytes(tensors[position + 1 :])
+            try:
+                validate_files(files.config_bytes, changed, target)
+            except AdapterRejected:
+                num_refused += 1
+    assert num_refused > length
+
+
+def test_float16_and_bfloat16_files_pass(make_adapter: Any, target: PackTarget) -> None:
+    import torch
+    from safetensors.torch import save as save_torch
+
+    files = make_adapter(dtype=np.float16)
+    assert validate_files(files.config_bytes, save(files.tensors), target).dtypes == ("F16",)
+    bfloat16 = {name: torch.from_numpy(tensor).to(torch.bfloat16) for name, tensor in files.tensors.items()}
+    report = validate_files(files.config_bytes, save_torch(bfloat16), target)
+    assert report.dtypes == ("BF16",)
+    assert 0 < report.largest_effect < 100
+
+
+@pytest.mark.parametrize("name", ["q_proj", "self_attn.v_proj", "layers.0.mlp.gate_proj", "up_proj"])
+def test_a_part_of_a_fused_linear_is_refused_by_name(
+    fused_target: PackTarget, adapter_maker: Callable[[PackTarget], Any], name: str
+) -> None:
+    files = adapter_maker(fused_target)(modules=("self_attn.qkv_proj",))
+    validate_files(files.config_bytes, files.tensor_bytes, fused_target)
+    files.config["target_modules"] = ["qkv_proj", name]
+    with pytest.raises(AdapterRejected, match="its qkv_proj, o_proj, gate_up_proj, down_proj"):
+        validate_files(files.config_bytes, files.tensor_bytes, fused_target)
+    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules[1]")
+
+
+def test_an_adapter_of_separate_projections_does_not_fit_fused_ones(
+    make_adapter: Any, target: PackTarget, fused_target: PackTarget
+) -> None:
+    files = make_adapter(modules=("self_attn.q_proj", "mlp.down_proj"))
+    validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules[0]")

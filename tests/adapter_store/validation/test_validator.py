@@ -1,0 +1,377 @@
+"""The validation process: the same verdicts, within limits, with nothing of ours in its environment."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from safetensors.numpy import save
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.canonical import digest_of
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packed_file import read_packed
+from loramux.adapter_store.validation import worker as validation_worker
+from loramux.adapter_store.validation.sandbox import CALLS, ESSENTIAL, FILES
+from loramux.adapter_store.validation.validator import (
+    NICENESS,
+    Limits,
+    SubprocessValidator,
+    ValidationFailed,
+    ValidationJob,
+    missing_measures,
+    worker_environment,
+)
+from loramux.kernels.layout import LinearShape, PageGeometry
+from tests.adapter_store.validation import lesser_kernel
+
+_opened: list[SubprocessValidator] = []
+
+
+def opened(**options: Any) -> SubprocessValidator:
+    """A validator whose process ends with the test."""
+    _opened.append(SubprocessValidator(**options))
+    return _opened[-1]
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+@pytest.fixture
+def job(tmp_path: Path, make_adapter: Any) -> ValidationJob:
+    files = make_adapter()
+    job = ValidationJob(tmp_path / "config", tmp_path / "tensors", tmp_path / "canonical", tmp_path / "packed")
+    job.config.write_bytes(files.config_bytes)
+    job.tensors.write_bytes(files.tensor_bytes)
+    return job
+
+
+def test_a_good_adapter_comes_out_packed(job: ValidationJob, target: PackTarget) -> None:
+    accepted = opened().validate(job, target)
+    assert accepted.digest == digest_of(job.canonical)
+    assert accepted.max_rank == 4
+    assert read_packed(job.packed, target, accepted.digest).num_pages == accepted.num_pages
+    assert accepted.report["recorded"]["base_model_name_or_path"] == "some/base"
+
+
+def test_a_verdict_crosses_the_process_border(job: ValidationJob, target: PackTarget) -> None:
+    job.config.write_bytes(b'{"peft_type": "LORA", "\\ud800": 1, "\\ud800": 1}')
+    with pytest.raises(AdapterRejected) as refused:
+        opened().validate(job, target)
+    assert (refused.value.code, refused.value.param) == ("duplicate_key", "?")
+
+
+def test_too_slow_is_refused(job: ValidationJob, target: PackTarget) -> None:
+    with pytest.raises(AdapterRejected) as refused:
+        opened(timeout_s=0.01, command=HANGING).validate(job, target)
+    assert refused.value.code == "validation_timeout"
+
+
+def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_maker: Any, job: ValidationJob) -> None:
+    """Eight megabytes in one layer become pages of half a gigabyte in 64 layers."""
+    wide = PackTarget(
+        (LinearShape("self_attn.q_proj", 4096, 4096),), replace(target.geometry, num_layers=64), "float32"
+    )
+    files = adapter_maker(wide)(rank=256, layers=(0,), layers_to_transform=[0], modules=("self_attn.q_proj",))
+    job.config.write_bytes(files.config_bytes)
+    job.tensors.write_bytes(save({name: tensor / 10 for name, tensor in files.tensors.items()}))
+    with pytest.raises(AdapterRejected) as refused:
+        opened(memory_bytes=400 << 20).validate(job, wide)
+    assert refused.value.code == "validation_killed"
+
+
+def test_an_output_beyond_its_limit_is_refused_for_good(job: ValidationJob, target: PackTarget) -> None:
+    """The limit is that of the largest valid adapter, so another try would end the same way."""
+    with pytest.raises(AdapterRejected) as refused:
+        opened(file_bytes=10_000).validate(job, target)
+    assert refused.value.code == "validation_killed"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_verdict"),
+    [
+        pytest.param(errno.EFBIG, True, id="file too large"),
+        pytest.param(errno.ENOMEM, True, id="no memory"),
+        pytest.param(errno.ENOSPC, False, id="disk full"),
+        pytest.param(errno.EDQUOT, False, id="quota reached"),
+        pytest.param(errno.EIO, False, id="disk broken"),
+    ],
+)
+def test_only_a_limit_of_its_own_is_the_adapters_fault(
+    job: ValidationJob, target: PackTarget, monkeypatch: pytest.MonkeyPatch, number: int, is_verdict: bool
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(validation_worker, "write_packed", fail)
+    if is_verdict:
+        assert validation_worker.answer_to(job, target)["rejected"]["code"] == "validation_killed"
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            validation_worker.answer_to(job, target)
+
+
+def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) -> None:
+    """A header that promises what the file has, a terabyte of it in holes."""
+    shape = (1 << 20, 1 << 18)
+    header = json.dumps({"kilroy": {"dtype": "F32", "shape": shape, "data_offsets": [0, 1 << 40]}}).encode()
+    with job.tensors.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + (1 << 40))
+    with pytest.raises(AdapterRejected) as refused:
+        opened().validate(job, target)
+    assert (refused.value.code, refused.value.param) == ("unexpected_tensor", "kilroy")
+    assert refused.value.report["usage"]["max_address_bytes"] < 256 << 20
+
+
+def test_a_refusal_says_what_passed_before(job: ValidationJob, target: PackTarget) -> None:
+    job.tensors.write_bytes(job.tensors.read_bytes()[:-1])
+    with pytest.raises(AdapterRejected) as refused:
+        opened().validate(job, target)
+    outcomes = [check["outcome"] for check in refused.value.report["checks"]]
+    assert outcomes == ["passed", "failed", *["not_made"] * 6]
+
+
+def worker(code: str) -> tuple[str, ...]:
+    """A validation process whose forks run this program."""
+    begin = "from loramux.adapter_store.validation.fork_server import fork_for_each_request\nfork_for_each_request()\n"
+    return sys.executable, "-S", "-c", begin + code
+
+
+HANGING = worker("import time; time.sleep(60)")
+
+
+def answering(**answer: Any) -> str:
+    """A program that gives this answer, with what every answer has."""
+    return f"print({json.dumps({'missing': [], 'usage': {}, **answer})!r})"
+
+
+VERDICT = {"digest": "x", "max_rank": 1, "num_pages": 1, "report": {}}
+HOSTILE_WORKERS = {
+    "no answer": "",
+    "not JSON": "print('}')",
+    "another answer": "print('[]')",
+    "no outcome": answering(),
+    "two outcomes": answering(accepted=VERDICT, rejected={"code": "x", "message": "x", "param": None, "report": {}}),
+    "half an outcome": answering(accepted={"digest": "x", "report": {}}),
+    "a number as its code": answering(rejected={"code": 1, "message": "x", "param": None, "report": {}}),
+    "an endless answer": "import sys\nfor _ in range(100): sys.stdout.write('[' * 1_000_000)",
+    "no output": answering(accepted=VERDICT),
+    "a link as its output": f"""
+import json, os, sys
+job = json.load(sys.stdin)['job']
+open(job['canonical'], 'w').close()
+os.symlink('/etc/passwd', job['packed'])
+{answering(accepted=VERDICT)}
+""",
+}
+
+
+@pytest.mark.parametrize("code", HOSTILE_WORKERS.values(), ids=HOSTILE_WORKERS)
+def test_a_process_that_was_taken_over_is_not_believed(job: ValidationJob, target: PackTarget, code: str) -> None:
+    with pytest.raises(AdapterRejected) as refused:
+        opened(command=worker(code)).validate(job, target)
+    assert refused.value.code == "validation_failed"
+
+
+@pytest.mark.parametrize("way", ["timeout", "close"])
+def test_all_processes_of_the_group_are_killed(
+    job: ValidationJob, target: PackTarget, tmp_path: Path, way: str
+) -> None:
+    """Where the machine lets the process start others, they end with it."""
+    note = tmp_path / "pid"
+    code = (
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        f"    open({str(note)!r}, 'w').write(str(os.getpid()) + '.')\n"
+        "time.sleep(60)"
+    )
+    validator = opened(timeout_s=5 if way == "timeout" else 30, command=worker(code))
+
+    def close() -> None:
+        while not note.exists() or "." not in note.read_text():
+            time.sleep(0.01)
+        validator.close()
+
+    thread = threading.Thread(target=close)
+    if way == "close":
+        thread.start()
+    with pytest.raises(AdapterRejected if way == "timeout" else ValidationFailed):
+        validator.validate(job, target)
+    if way == "close":
+        thread.join()
+    stat = Path(f"/proc/{note.read_text().rstrip('.')}/stat")
+    for _ in range(500):
+        # Nobody may have waited for it yet.
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
+                return
+        except OSError:
+            return
+        time.sleep(0.01)
+    pytest.fail("a process of the group is still there")
+
+
+def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarget) -> None:
+    """The clock on the wall may be slow to come; the kernel counts what the process uses."""
+    code = (
+        "from loramux.adapter_store.validation.sandbox import limit_resources\n"
+        "limit_resources(1 << 32, 1 << 20, 1)\n"
+        "while True: pass"
+    )
+    with pytest.raises(AdapterRejected) as refused:
+        opened(timeout_s=300, command=worker(code)).validate(job, target)
+    assert refused.value.code == "validation_killed"
+
+
+def test_time_is_ten_seconds_or_goes_by_the_files_size(target: PackTarget) -> None:
+    large = PackTarget((LinearShape("mlp.up_proj", 8192, 32768),), PageGeometry(80, 8, 128, 2, 2), "bfloat16")
+    assert Limits.for_upload(target, target.max_tensors_bytes).time_s == 10
+    assert Limits.for_upload(large, 1 << 20).time_s == 10
+    whole = large.max_tensors_bytes
+    assert Limits.for_upload(large, whole).time_s == (whole + large.max_payload_bytes) / (20 << 20)
+    for some in (target, large):
+        inputs_cap = max(some.max_tensors_bytes, some.max_payload_bytes)
+        assert Limits.for_upload(some, 1 << 20).memory_bytes == (512 << 20) + inputs_cap
+
+
+def test_what_the_sandbox_lacks_is_logged_once(job: ValidationJob, target: PackTarget) -> None:
+    code = answering(missing=["landlock"], rejected={"code": "x", "message": "x", "param": None, "report": {}})
+    validator = opened(command=worker(code))
+    with structlog.testing.capture_logs() as entries:
+        for _ in range(2):
+            with pytest.raises(AdapterRejected):
+                validator.validate(job, target)
+    assert [(entry["event"], entry["missing"]) for entry in entries] == [
+        ("validation_sandbox_incomplete", ["landlock"])
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the measures are Linux's")
+@pytest.mark.parametrize("measure", [FILES, CALLS])
+def test_a_required_sandbox_that_is_not_there_reads_nothing(
+    job: ValidationJob, target: PackTarget, measure: str
+) -> None:
+    if CALLS in missing_measures():
+        pytest.skip("this machine cannot play a lesser one")
+    worker = ("-m", "loramux.adapter_store.validation.worker")
+    command = (sys.executable, lesser_kernel.__file__, measure, *worker)
+    with structlog.testing.capture_logs() as entries:
+        opened(command=command).validate(job, target)
+    assert [entry["missing"] for entry in entries] == [[measure]]
+    for path in (job.canonical, job.packed):
+        path.unlink()
+    with pytest.raises(ValidationFailed, match=f"this machine has no {measure}"):
+        opened(command=command, required=ESSENTIAL).validate(job, target)
+    assert not job.canonical.exists()
+
+
+def test_a_process_that_cannot_work_says_nothing_about_the_adapter(job: ValidationJob, target: PackTarget) -> None:
+    job.config.unlink()
+    with pytest.raises(ValidationFailed, match="No such file"):
+        opened().validate(job, target)
+
+
+def fork_of(validator: SubprocessValidator) -> int:
+    """The process that validates, once there is one that leads its session."""
+    while True:
+        pid = validator._processes.pid
+        with suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                if os.getsid(int(child)) == int(child):
+                    return int(child)
+        time.sleep(0.001)
+
+
+def test_closing_ends_what_runs_without_a_verdict(job: ValidationJob, target: PackTarget) -> None:
+    validator = opened(command=HANGING)
+
+    def close() -> None:
+        fork_of(validator)
+        validator.close()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    with pytest.raises(ValidationFailed, match="stopped"):
+        validator.validate(job, target)
+    thread.join()
+    with pytest.raises(ValidationFailed, match="stopped"):
+        validator.validate(job, target)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        pytest.param(signal.SIGTERM, ValidationFailed, id="SIGTERM"),
+        pytest.param(signal.SIGINT, ValidationFailed, id="SIGINT"),
+        pytest.param(signal.SIGHUP, ValidationFailed, id="SIGHUP"),
+        pytest.param(signal.SIGKILL, AdapterRejected, id="SIGKILL"),
+        pytest.param(signal.SIGXCPU, AdapterRejected, id="SIGXCPU"),
+        pytest.param(signal.SIGSEGV, AdapterRejected, id="SIGSEGV"),
+    ],
+)
+def test_only_a_crash_or_a_limit_is_a_verdict(
+    job: ValidationJob, target: PackTarget, number: signal.Signals, error: type[Exception]
+) -> None:
+    """A stop of the whole server signals its validation process as well."""
+    validator = opened(command=HANGING)
+
+    def end_it() -> None:
+        os.kill(fork_of(validator), number)
+
+    thread = threading.Thread(target=end_it)
+    thread.start()
+    with pytest.raises(error):
+        validator.validate(job, target)
+    thread.join()
+
+
+def test_no_secret_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", "x")
+    assert not any(name.startswith(("AWS", "LORAMUX")) for name in worker_environment())
+
+
+@pytest.mark.parametrize(
+    ("module", "banned"),
+    [
+        ("validation_worker", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("staging", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("host_store", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("tiers", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("blob_url", ("torch", "sqlalchemy", "boto3")),
+        ("ingest_worker", ("torch", "boto3")),
+    ],
+)
+def test_heavy_libraries_are_not_imported(module: str, banned: tuple[str, ...]) -> None:
+    code = f"import sys, loramux.adapter_store.{module}; print(*(name for name in {banned!r} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=worker_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_a_validation_stands_back_for_everything_else(job: ValidationJob, target: PackTarget) -> None:
+    wait = f"import os, time\nwhile os.nice(0) != {NICENESS}: time.sleep(0.01)\n"
+    code = wait + answering(missing=[], rejected={"code": "nice", "message": "x", "param": None, "report": {}})
+    with pytest.raises(AdapterRejected) as refused:
+        opened(timeout_s=30, command=worker(code)).validate(job, target)
+    assert refused.value.code == "nice"

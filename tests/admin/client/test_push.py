@@ -1,0 +1,78 @@
+"""A push goes on where a server is busy, and says what became of the files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
+from loramux.admin.client.push import PushRefused, push_adapter
+from tests.admin.conftest import ADMIN_KEY, RunningServer
+
+
+@pytest.fixture
+def client(admin_server: RunningServer) -> Iterator[AdminClient]:
+    with AdminClient(admin_server.url, ADMIN_KEY) as client:
+        client.post("tenants", {"slug": "acme"})
+        yield client
+
+
+def test_a_push_of_what_is_out_of_service_says_so(client: AdminClient, make_adapter: Callable[..., Path]) -> None:
+    directories = [make_adapter(), make_adapter()]
+    for directory in directories:
+        push_adapter(client, directory, "acme", "support")
+    adapter_id = client.get("adapters", tenant="acme")["data"][0]["id"]
+    for verb, state in (("archive", "archived"), ("quarantine", "quarantined")):
+        client.post(f"adapters/{adapter_id}/versions/2/{verb}", {})
+        with pytest.raises(PushRefused) as refused:
+            push_adapter(client, directories[1], "acme", "support")
+        assert refused.value.code == f"version_{state}"
+    assert [version["number"] for version in client.items(f"adapters/{adapter_id}/versions")] == [2, 1]
+
+
+class BusyServer(AdminClient):
+    """Turns each file away twice, once for want of a place and once by breaking off."""
+
+    num_puts = 0
+
+    def put_bytes(self, url: str, size: int, chunks: Iterable[bytes]) -> None:
+        self.num_puts += 1
+        if self.num_puts % 3 == 1:
+            next(iter(chunks))
+            raise AdminError(503, "as many uploads as this server takes at once", "too_many_uploads", None)
+        if self.num_puts % 3 == 2:
+            raise ServerUnreachable("the connection broke")
+        super().put_bytes(url, size, chunks)
+
+
+def test_a_push_comes_again_to_a_server_that_is_busy(
+    admin_server: RunningServer, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
+    monkeypatch.setattr("loramux.admin.client.push.time", clock)
+    with BusyServer(admin_server.url, ADMIN_KEY) as client:
+        client.post("tenants", {"slug": "acme"})
+        assert push_adapter(client, make_adapter(), "acme", "support").version == 1
+        assert client.num_puts == 6
+    assert pauses[:4] == [0.5, 2.0, 0.5, 2.0]
+
+
+def test_a_file_that_is_refused_is_not_sent_again(
+    admin_server: RunningServer, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: AdminClient, url: str, size: int, chunks: Iterable[bytes]) -> None:
+        raise AdminError(400, "the bytes have another SHA-256", "checksum_mismatch", "sha256")
+
+    clock = SimpleNamespace(sleep=lambda _: pytest.fail("it was sent again"), monotonic=time.monotonic)
+    monkeypatch.setattr(AdminClient, "put_bytes", refuse)
+    monkeypatch.setattr("loramux.admin.client.push.time", clock)
+    with AdminClient(admin_server.url, ADMIN_KEY) as client:
+        client.post("tenants", {"slug": "acme"})
+        with pytest.raises(AdminError) as refused:
+            push_adapter(client, make_adapter(), "acme", "support")
+    assert refused.value.code == "checksum_mismatch"

@@ -1,0 +1,54 @@
+"""The exit codes that `docs/commands.md` lists: which there are, and Ctrl-C, for which a verb has to be a process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from loramux.admin import exit_codes
+from tests.admin.conftest import ADMIN_KEY
+
+PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
+
+
+def test_the_page_lists_the_codes_that_verbs_end_with() -> None:
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)}
+    assert listed == {
+        exit_codes.DONE,
+        exit_codes.REFUSED,
+        exit_codes.WRONG_CALL,
+        exit_codes.UNREACHABLE,
+        exit_codes.INTERRUPTED,
+    }
+
+
+def test_ctrl_c_ends_a_verb_with_130_and_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        variables = {
+            "LORAMUX_ADMIN_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "LORAMUX_ADMIN_KEY": ADMIN_KEY,
+        }
+        verb = subprocess.Popen(
+            [sys.executable, "-m", "loramux.admin.cli", "tenants", "list"],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with verb:
+            # It waits for an answer that never comes.
+            connection, _ = silent.accept()
+            connection.recv(1)
+            verb.send_signal(signal.SIGINT)
+            printed, said = verb.communicate(timeout=60)
+            connection.close()
+    assert verb.returncode == 130
+    assert printed == ""
+    assert said.strip().startswith("loramux: interrupted")
+    assert len(said.strip().splitlines()) == 1

@@ -1,0 +1,245 @@
+"""`loramux doctor` on machines and servers where one thing is wrong: it names it, says how to mend it, and exits 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from loramux.adapter_store.validation.sandbox import CALLS, ESSENTIAL, FILES, MEASURES, NETWORK
+from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures
+from loramux.admin.cli import app
+from loramux.admin.client.client import AdminClient
+from loramux.admin.doctor import checks, doctor
+from loramux.admin.doctor.doctor import HostSettings, check_host, check_server
+from loramux.admin.doctor.findings import Finding, Grade
+from loramux.migrations.database import Database
+from tests.admin.conftest import ADMIN_KEY, AdminSide, Run
+
+
+def graded(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.grade.value for finding in findings}
+
+
+def found(result: Any) -> dict[str, dict[str, Any]]:
+    document = json.loads(result.stdout)
+    assert document["healthy"] is (result.exit_code == 0)
+    return {finding["check"]: finding for finding in document["findings"]}
+
+
+def test_a_well_server_passes_every_check(loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    admin_side.services.self_check.data_dir.chmod(0o700)
+    result = loramux("doctor", "--json")
+    assert result.exit_code == 0, result.stdout
+    checked = found(result)
+    # The walls are this machine's, whatever is right for a server.
+    assert checked.pop("sandbox")["grade"] in ("ok", "warning")
+    assert {finding["grade"] for finding in checked.values()} == {"ok"}
+    assert {"python", "torch", "server", "versions", "clock", "engine", "database", "object store", "disk"} <= set(
+        checked
+    )
+    spoken = loramux("doctor")
+    assert (spoken.exit_code, "engine: the engine serves the-base" in spoken.stdout) == (0, True)
+
+
+def test_a_server_whose_parts_fail_is_told_apart_from_one_that_is_away(
+    loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin_side.engine.die()
+    # Not a matter of permissions, which do not hold for root.
+    shutil.rmtree(admin_side.services.self_check.data_dir / "blobs", ignore_errors=True)
+    (admin_side.services.self_check.data_dir / "blobs").write_text("no directory")
+    with admin_side.services.database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
+    result = loramux("doctor", "--json")
+    checked = found(result)
+    assert result.exit_code == 1
+    assert (checked["server"]["grade"], checked["engine"]["grade"]) == ("ok", "failed")
+    assert checked["object store"]["grade"] == "failed"
+    assert "loramux db upgrade" in checked["database"]["mend"]
+    monkeypatch.setenv("LORAMUX_ADMIN_URL", "http://127.0.0.1:9")
+    away = found(loramux("doctor", "--json"))
+    assert (away["server"]["grade"], "engine" in away) == ("failed", False)
+
+
+def test_a_key_that_will_not_do_is_said_to_be_it(
+    loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant = admin_side.services.tenants.create("acme")
+    a_tenants = admin_side.services.api_keys.create(tenant.id, "reader", ["tenant:read"]).secret
+    assert a_tenants is not None
+    for key, said in (("wrong", "another"), (a_tenants, "platform:read")):
+        monkeypatch.setenv("LORAMUX_ADMIN_KEY", key)
+        result = loramux("doctor", "--json")
+        assert (result.exit_code, said in found(result)["server"]["mend"]) == (1, True)
+
+
+def test_wrong_clocks_and_other_versions_are_noticed(admin_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda _name: "0.0.9")
+    clocks = {0: "ok", 8: "warning", -8: "warning", 600: "failed", -600: "failed"}
+    with AdminClient(admin_url, ADMIN_KEY) as client:
+        for offset_s, grade in clocks.items():
+            findings = list(check_server(client, now_s=lambda by=offset_s: doctor.time.time() + by))
+            assert graded(findings)["clock"] == grade
+            assert graded(findings)["versions"] == "warning"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A data directory as a server leaves it."""
+    directory = tmp_path / "data"
+    (directory / "blobs").mkdir(parents=True)
+    directory.chmod(0o700)
+    Database(f"sqlite:///{directory / 'loramux.db'}").upgrade()
+    return directory
+
+
+def test_a_machine_where_no_server_runs_is_looked_into(
+    host: Path, demo_base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("LORAMUX_ADMIN_KEY", raising=False)
+    monkeypatch.delenv("LORAMUX_ADMIN_URL", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    arguments = ["doctor", "--data-dir", str(host), "--model", str(demo_base), "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stdout
+    checked = found(result)
+    assert checked["server"]["grade"] == "warning"
+    assert {checked[name]["grade"] for name in ("model", "database", "object store", "socket directory")} == {"ok"}
+
+
+def test_looking_makes_nothing(tmp_path: Path) -> None:
+    findings = list(check_host(HostSettings(data_dir=tmp_path / "none")))
+    assert graded(findings)["database"] == "warning"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "check", "said"),
+    [
+        pytest.param({"database_url": "mysql://x/y"}, "database", "not supported", id="unknown database"),
+        pytest.param({"database_url": "postgresql://127.0.0.1:9/x"}, "database", "cannot be used", id="database away"),
+        pytest.param({"blob_url": "ftp://x"}, "object store", "not supported", id="unknown store"),
+        pytest.param({"blob_url": "file:///proc/none"}, "object store", "", id="store not writable"),
+        pytest.param({"model": Path("/nowhere")}, "model", "", id="no model"),
+    ],
+)
+def test_a_part_that_fails_is_named_and_has_a_remedy(
+    host: Path, settings: dict[str, Any], check: str, said: str
+) -> None:
+    findings = {finding.check: finding for finding in check_host(HostSettings(data_dir=host, **settings))}
+    assert findings[check].grade is Grade.FAILED
+    assert said in findings[check].message
+    assert findings[check].mend
+    assert "hunter2" not in str(findings)
+
+
+def test_an_old_schema_asks_for_the_upgrade(host: Path) -> None:
+    database = Database(f"sqlite:///{host / 'loramux.db'}")
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
+    database.close()
+    (finding,) = [finding for finding in check_host(HostSettings(data_dir=host)) if finding.check == "database"]
+    assert (finding.grade, "loramux db upgrade" in str(finding.mend)) == (Grade.FAILED, True)
+
+
+@pytest.mark.parametrize(("free", "grade"), [(6 << 30, Grade.OK), (1 << 30, Grade.WARNING), (100 << 20, Grade.FAILED)])
+def test_a_full_disk_is_noticed_before_it_is_full(tmp_path: Path, free: int, grade: Grade) -> None:
+    assert checks.check_disk(tmp_path / "not" / "yet", lambda _path: free).grade is grade
+
+
+@pytest.mark.parametrize(
+    ("running", "grade"), [((3, 10, 9), Grade.FAILED), ((3, 11, 0), Grade.OK), ((3, 14, 0), Grade.FAILED)]
+)
+def test_a_python_that_is_not_supported_is_refused(running: tuple[int, int, int], grade: Grade) -> None:
+    assert checks.check_python(running).grade is grade
+
+
+@pytest.mark.parametrize(
+    ("missing", "is_required", "grade", "said"),
+    [
+        ((), False, Grade.OK, "behind no_new_privs, network namespace, landlock, seccomp"),
+        ((NETWORK,), True, Grade.OK, "seccomp stands in"),
+        ((FILES,), False, Grade.WARNING, "missing: landlock"),
+        ((FILES, CALLS), True, Grade.FAILED, "missing: landlock, seccomp"),
+        (MEASURES, False, Grade.WARNING, "nothing but limits on memory and time"),
+    ],
+    ids=["all", "no network namespace", "no landlock", "neither, though required", "none"],
+)
+def test_the_walls_around_validation_are_said(
+    missing: tuple[str, ...], is_required: bool, grade: Grade, said: str
+) -> None:
+    finding = checks.check_sandbox(is_required, lambda: missing)
+    assert finding.grade is grade
+    assert said in finding.message
+    for measure in () if grade is Grade.OK else missing:
+        assert f"{measure}: {checks.SANDBOX_MENDS[measure]}" in str(finding.mend)
+    assert ("LORAMUX_SANDBOX=required" in str(finding.mend)) is (grade is Grade.WARNING)
+
+
+def test_the_walls_of_this_machine_are_looked_at(host: Path) -> None:
+    (finding,) = [finding for finding in check_host(HostSettings(data_dir=host)) if finding.check == "sandbox"]
+    assert finding == checks.check_sandbox(False)
+    assert finding.grade is (Grade.WARNING if set(missing_measures()) & set(ESSENTIAL) else Grade.OK)
+
+
+def test_walls_that_cannot_be_tried_are_said() -> None:
+    def failing() -> tuple[str, ...]:
+        raise ValidationFailed("the sandbox cannot be tried")
+
+    assert checks.check_sandbox(False, failing).grade is Grade.FAILED
+
+
+def test_a_machine_without_torch_can_call_but_not_serve() -> None:
+    def nothing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    assert checks.check_package("torch", nothing).grade is Grade.WARNING
+
+
+def test_a_data_directory_that_others_read_is_noticed(host: Path) -> None:
+    host.chmod(0o755)
+    assert checks.check_data_directory(host).mend == f"chmod 700 {host}"
+
+
+def test_an_engines_socket_that_others_reach_is_noticed(tmp_path: Path) -> None:
+    assert checks.check_engine_socket(Path("/run/loramux/none")).grade is Grade.OK
+    with tempfile.TemporaryDirectory() as short:
+        run = Path(short) / "run"
+        run.mkdir(mode=0o755)
+        assert checks.check_engine_socket(run).mend == f"chmod go= {run}"
+        run.chmod(0o700)
+        assert checks.check_engine_socket(run).grade is Grade.OK
+    deep = checks.check_engine_socket(tmp_path / ("d" * 100) / "run")
+    assert (deep.grade, "/run" in deep.message) == (Grade.OK, False), "a temporary directory takes its place"
+
+
+def test_the_directory_of_the_sockets_is_judged(short_path: Path) -> None:
+    shared = short_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert checks.check_socket_directory(shared).grade is Grade.WARNING
+    shared.chmod(0o1777)
+    assert checks.check_socket_directory(shared).grade is Grade.OK
+    deep = short_path / ("d" * 100)
+    deep.mkdir()
+    assert checks.check_socket_directory(deep).grade is Grade.FAILED
+    if os.geteuid() != 0:
+        shared.chmod(0o555)
+        assert checks.check_socket_directory(shared).grade is Grade.FAILED
+
+
+def test_a_database_clock_of_its_own_is_compared(postgres_url: str) -> None:
+    database = Database(postgres_url)
+    database.upgrade()
+    assert graded(checks.check_database(database)) == {"database": "ok", "database clock": "ok"}
+    late = checks.check_database(database, host_us=lambda: doctor.time.time_ns() // 1000 + 10_000_000)
+    assert graded(late)["database clock"] == "warning"
+    database.close()

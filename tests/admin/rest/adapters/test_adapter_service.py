@@ -1,0 +1,210 @@
+"""Aliases, grants and states of service over REST: weights, rollback, draining, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import insert
+
+from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.engine.messages import AdapterState
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.migrations.schema import adapter_versions
+from tests.admin.conftest import AdminSide
+from tests.admin.rest.test_admin_rest import bearer, new_key, new_tenant
+
+pytestmark = pytest.mark.anyio
+
+
+def add_ready_versions(database: Database, adapter_id: str, count: int) -> None:
+    """Versions without any bytes; the first is the default."""
+    with database.write() as connection:
+        for number in range(1, count + 1):
+            connection.execute(
+                insert(adapter_versions).values(
+                    id=new_id("adv"),
+                    adapter_id=adapter_id,
+                    number=number,
+                    state="ready",
+                    digest=f"{number:x}" * 64,
+                    max_rank=8,
+                    num_pages=1,
+                    canonical_bytes=1,
+                    upload_id=new_id("upl"),
+                    report={"max_rank": 8},
+                    created_us=0,
+                    ready_us=0,
+                )
+            )
+    AdapterAliases(database).set(adapter_id, "default", {1: 100})
+
+
+@pytest.fixture
+async def base(http: httpx.AsyncClient, admin_side: AdminSide) -> str:
+    """The path of an adapter with ready versions 1, 2 and 3."""
+    await new_tenant(http, "acme")
+    created = (await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": "support"})).json()
+    add_ready_versions(admin_side.services.database, created["id"], 3)
+    return f"/admin/v1/adapters/{created['id']}"
+
+
+def targets(alias: httpx.Response) -> dict[int, int]:
+    assert alias.status_code == 200, alias.text
+    return {target["version"]: target["weight"] for target in alias.json()["targets"]}
+
+
+async def test_a_canary_grows_and_is_rolled_back_in_one_call(http: httpx.AsyncClient, base: str) -> None:
+    canary = {"targets": [{"version": 1, "weight": 90}, {"version": 2, "weight": 10}]}
+    assert targets(await http.put(f"{base}/aliases/default", json=canary)) == {1: 90, 2: 10}
+    moved = await http.put(f"{base}/aliases/default", json={"version": 2})
+    assert targets(moved) == {2: 100}
+    assert (moved.json()["revision"], moved.headers["etag"]) == (3, '"3"')
+    assert targets(await http.post(f"{base}/aliases/default/rollback")) == {1: 90, 2: 10}
+    assert targets(await http.post(f"{base}/aliases/default/rollback", json={"revision": 1})) == {1: 100}
+    history = (await http.get(f"{base}/aliases/default/history", params={"limit": 2})).json()
+    assert [(change["revision"], change["action"]) for change in history["data"]] == [(5, "rollback"), (4, "rollback")]
+    assert history["has_more"]
+    assert history["data"][0]["actor"], "who moved it"
+    older = await http.get(f"{base}/aliases/default/history", params={"after": history["last_id"]})
+    assert [change["revision"] for change in older.json()["data"]] == [3, 2, 1]
+    nothing = await http.post(f"{base}/aliases/default/rollback", json={"revision": 5})
+    assert (nothing.status_code, nothing.json()["error"]["code"]) == (409, "nothing_to_roll_back")
+
+
+async def test_an_alias_moves_only_from_where_the_caller_saw_it(http: httpx.AsyncClient, base: str) -> None:
+    etag = (await http.get(f"{base}/aliases/default")).headers["etag"]
+    first = await http.put(f"{base}/aliases/default", json={"version": 2}, headers={"if-match": etag})
+    assert first.status_code == 200
+    second = await http.put(f"{base}/aliases/default", json={"version": 3}, headers={"if-match": etag})
+    assert (second.status_code, second.json()["error"]["code"]) == (412, "precondition_failed")
+    back = await http.post(f"{base}/aliases/default/rollback", headers={"if-match": etag})
+    assert (back.status_code, back.json()["error"]["code"]) == (412, "precondition_failed")
+    assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}, "not moved to where somebody never saw it"
+    for malformed in ("3", '"x"', 'W/"1"', '"99999999999"'):
+        refused = await http.put(f"{base}/aliases/default", json={"version": 3}, headers={"if-match": malformed})
+        assert refused.status_code == 400, malformed
+    assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}
+
+
+async def test_an_alias_is_deleted_only_from_where_the_caller_saw_it(http: httpx.AsyncClient, base: str) -> None:
+    path = f"{base}/aliases/canary"
+    stale = (await http.put(path, json={"version": 2})).headers["etag"]
+    etag = (await http.put(path, json={"version": 3})).headers["etag"]
+    refused = await http.delete(path, headers={"if-match": stale})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (412, "precondition_failed", "If-Match")
+    assert (await http.delete(path, headers={"if-match": "3"})).status_code == 400, "no ETag"
+    assert targets(await http.get(path)) == {3: 100}
+    assert (await http.delete(path, headers={"if-match": etag})).status_code == 204
+    assert (await http.delete(path, headers={"if-match": etag})).status_code == 404
+    await http.put(path, json={"version": 2})
+    assert (await http.delete(path, headers={"if-match": etag})).status_code == 412, "another one of that name"
+    for headers in ({"if-match": "*"}, {}):
+        await http.put(path, json={"version": 2})
+        assert (await http.delete(path, headers=headers)).status_code == 204, "whatever it leads to"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        pytest.param({}, 400, "invalid_value", id="nothing"),
+        pytest.param({"version": 1, "targets": []}, 400, "invalid_value", id="both"),
+        pytest.param({"targets": []}, 400, "invalid_targets", id="none"),
+        pytest.param({"targets": [{"version": 1}, {"version": 1}]}, 400, "invalid_targets", id="twice"),
+        pytest.param({"targets": [{"version": 1, "weight": 0}]}, 400, "invalid_weight", id="no weight"),
+        pytest.param({"targets": [{"version": 1, "weight": -5}]}, 400, "invalid_weight", id="negative"),
+        pytest.param({"targets": [{"version": 1, "weight": 10**30}]}, 400, "invalid_weight", id="huge weight"),
+        pytest.param({"targets": [{"version": 1, "weight": 1.5}]}, 400, "invalid_type", id="fraction"),
+        pytest.param({"targets": [{"version": n} for n in range(1, 10)]}, 400, "invalid_targets", id="nine"),
+        pytest.param({"targets": [{"version": n} for n in range(1, 70)]}, 400, "invalid_value", id="seventy"),
+        pytest.param({"version": "1"}, 400, "invalid_type", id="text"),
+        pytest.param({"version": True}, 400, "invalid_type", id="boolean"),
+        pytest.param({"version": 9}, 404, "version_not_found", id="unknown"),
+        pytest.param({"version": 10**30}, 404, "version_not_found", id="huge"),
+        pytest.param({"version": 1, "extra": 1}, 400, "unknown_parameter", id="unknown field"),
+    ],
+)
+async def test_a_wrong_target_is_refused(
+    http: httpx.AsyncClient, base: str, body: dict[str, Any], status: int, code: str
+) -> None:
+    refused = await http.put(f"{base}/aliases/default", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (status, code), refused.text
+    assert targets(await http.get(f"{base}/aliases/default")) == {1: 100}
+
+
+async def test_versions_are_warm_before_an_alias_moves(
+    http: httpx.AsyncClient, base: str, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = (await http.get(f"{base}/versions/2")).json()["digest"]
+    assert digest not in admin_side.engine.resident
+    assert targets(await http.put(f"{base}/aliases/default", json={"version": 2})) == {2: 100}
+    assert digest in admin_side.engine.resident
+
+    async def fail(digest: str, timeout_s: float) -> AdapterState:
+        return AdapterState(call_id="load", digest=digest, state="failed", code="adapter_unavailable")
+
+    monkeypatch.setattr(admin_side.engine, "load", fail)
+    refused = await http.put(f"{base}/aliases/default", json={"version": 3})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_unavailable")
+    assert "retry-after" in refused.headers
+    assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}
+
+    async def hang(digest: str, timeout_s: float) -> AdapterState:
+        raise TimeoutError
+
+    monkeypatch.setattr(admin_side.engine, "load", hang)
+    late = await http.post(f"{base}/aliases/default/rollback")
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "adapter_loading")
+    assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}
+    cold = await http.put(f"{base}/aliases/default", json={"version": 3, "warm": False})
+    assert targets(cold) == {3: 100}
+
+
+async def test_what_leaves_service_leaves_the_engine(http: httpx.AsyncClient, base: str, admin_side: AdminSide) -> None:
+    digests = [(await http.get(f"{base}/versions/{number}")).json()["digest"] for number in (1, 2, 3)]
+    for digest in digests:
+        await admin_side.engine.load(digest, 1.0)
+    in_use = await http.post(f"{base}/versions/1/archive")
+    assert (in_use.status_code, in_use.json()["error"]["code"]) == (409, "version_in_use")
+    archived = (await http.post(f"{base}/versions/2/archive")).json()
+    assert (archived["state"], archived["drained"]) == ("archived", True)
+    assert set(admin_side.engine.resident) == {digests[0], digests[2]}
+    moved = await http.put(f"{base}/aliases/default", json={"version": 2})
+    assert (moved.status_code, moved.json()["error"]["code"]) == (409, "version_not_ready")
+    assert (await http.post(f"{base}/versions/2/restore")).json()["state"] == "ready"
+    disabled = (await http.post(f"{base}/disable")).json()
+    assert (disabled["state"], disabled["drained"]) == ("disabled", True)
+    assert not admin_side.engine.resident
+    assert (await http.get(base)).json()["state"] == "disabled"
+    assert (await http.post(f"{base}/enable")).json()["state"] == "active"
+
+
+async def test_a_tenant_cannot_lift_a_quarantine(http: httpx.AsyncClient, base: str) -> None:
+    own = bearer((await new_key(http, "acme", "tenant:admin"))["secret"])
+    assert (await http.post(f"{base}/versions/1/quarantine", headers=own)).status_code == 403
+    assert (await http.post(f"{base}/versions/1/quarantine")).json()["state"] == "quarantined"
+    lifted = await http.post(f"{base}/versions/1/restore", headers=own)
+    assert (lifted.status_code, lifted.json()["error"]["code"]) == (409, "version_not_ready")
+    assert (await http.post(f"{base}/versions/1/restore")).json()["state"] == "ready"
+
+
+async def test_grants_are_given_by_the_operator_and_taken_back_by_the_owner(http: httpx.AsyncClient, base: str) -> None:
+    globex = await new_tenant(http, "globex")
+    owner = bearer((await new_key(http, "acme", "tenant:admin"))["secret"])
+    foreign = bearer((await new_key(http, "globex", "tenant:admin"))["secret"])
+    assert (await http.put(f"{base}/grants/globex", headers=owner)).status_code == 403
+    granted = (await http.put(f"{base}/grants/globex")).json()
+    assert (granted["tenant_id"], granted["tenant"]) == (globex, "globex")
+    assert (await http.get(f"{base}/grants", headers=owner)).json()["data"] == [granted]
+    # Who may call an adapter may not administer it, nor see that it could.
+    for path in ("", "/grants", "/aliases", "/aliases/default", "/versions"):
+        assert (await http.get(base + path, headers=foreign)).status_code == 404, path
+    assert (await http.delete(f"{base}/grants/globex", headers=owner)).status_code == 204
+    for tenant in ("globex", "nobody"):
+        again = await http.delete(f"{base}/grants/{tenant}", headers=owner)
+        assert (again.status_code, again.json()["error"]["code"]) == (404, "grant_not_found")
+    own = await http.put(f"{base}/grants/acme")
+    assert (own.status_code, own.json()["error"]["code"]) == (400, "own_adapter")

@@ -1,0 +1,154 @@
+"""Clients that send slowly, stop sending or go away hold up nobody, and are no failure of ours."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.client import HTTPResponse
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from loramux.admin.rest.adapters import uploads
+from loramux.admin.rest.services import MAX_UPLOADS_EACH
+from loramux.admin.server import transfer_slots as places
+from tests.admin.conftest import ADMIN_KEY, RunningServer
+
+SIZE = 1000
+
+
+@pytest.fixture
+def client(admin_server: RunningServer) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    with httpx.Client(base_url=admin_server.url, headers=headers, trust_env=False, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+def file_path(client: httpx.Client) -> str:
+    return file_path_of(client, "acme")
+
+
+def file_path_of(client: httpx.Client, tenant: str) -> str:
+    """Where the bytes of a declared file of a new tenant are put."""
+    client.post("/admin/v1/tenants", json={"slug": tenant})
+    adapter = client.post("/admin/v1/adapters", json={"tenant": tenant, "name": "support"}).json()
+    files = [
+        {"name": name, "size": SIZE, "sha256": "0" * 64}
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    ]
+    upload = client.post(f"/admin/v1/adapters/{adapter['id']}/uploads", json={"files": files}).json()
+    return str(upload["files"][0]["url"])
+
+
+def begin(url: str, path: str) -> socket.socket:
+    """Send an upload's head and the first half of its body."""
+    connection = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=10)
+    head = f"PUT {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ADMIN_KEY}\r\ncontent-length: {SIZE}\r\n\r\n"
+    connection.sendall(head.encode() + b"x" * (SIZE // 2))
+    return connection
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not happen in time")
+
+
+def test_slow_uploads_hold_up_only_each_other(
+    admin_server: RunningServer,
+    admin_side: Any,
+    client: httpx.Client,
+    file_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "WAIT_S", 5)
+    uploading = admin_side.services.uploading
+    with ExitStack() as stack:
+        # More than anyio's threads for everybody, which are 40.
+        for _ in range(50):
+            stack.enter_context(begin(admin_server.url, file_path))
+        wait_until(lambda: (uploading.num_taken, uploading.num_waiting) == (MAX_UPLOADS_EACH, 50 - MAX_UPLOADS_EACH))
+        assert client.get("/admin/v1/tenants").status_code == 200
+        # Who finds no place for a while is told to come again, and is not kept waiting for ever.
+        put = client.put(file_path, content=b"x" * SIZE)
+        assert (put.status_code, put.json()["error"]["code"]) == (429, "too_many_uploads")
+        assert int(put.headers["retry-after"]) > 0
+        assert uploading.num_taken == MAX_UPLOADS_EACH
+        # Another tenant finds a place at once.
+        put = client.put(file_path_of(client, "umbrella"), content=b"x" * SIZE)
+        assert (put.status_code, put.json()["error"]["code"]) == (400, "checksum_mismatch")
+    wait_until(lambda: uploading.num_taken == 0)
+    put = client.put(file_path, content=b"x" * SIZE)
+    assert (put.status_code, put.json()["error"]["code"]) == (400, "checksum_mismatch")
+
+
+@pytest.mark.parametrize("limit", ["CHUNK_TIMEOUT_S", "UPLOAD_TIMEOUT_S"])
+def test_a_body_has_a_deadline(
+    admin_server: RunningServer, file_path: str, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(uploads, limit, 0.2)
+    with begin(admin_server.url, file_path) as connection:
+        if limit == "UPLOAD_TIMEOUT_S":
+            # Each pause is short enough; the whole is not.
+            time.sleep(0.3)
+            connection.sendall(b"x")
+        response = HTTPResponse(connection)
+        response.begin()
+        answer = json.loads(response.read())
+    assert (response.status, answer["error"]["code"]) == (400, "body_timeout")
+
+
+def test_a_client_that_goes_away_is_no_failure(
+    admin_server: RunningServer,
+    admin_side: Any,
+    file_path: str,
+    log: list[Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    uploading = admin_side.services.uploading
+    with begin(admin_server.url, file_path):
+        wait_until(lambda: uploading.num_taken == 1)
+    wait_until(lambda: uploading.num_taken == 0)
+    admin_server.stop()
+    assert [entry for entry in log if entry["log_level"] == "error"] == []
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert list(admin_side.blobs.list_keys()) == []
+
+
+def test_an_upload_does_not_outlive_a_forced_stop(
+    admin_server: RunningServer,
+    admin_side: Any,
+    file_path: str,
+    log: list[Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with begin(admin_server.url, file_path):
+        wait_until(lambda: admin_side.services.uploading.num_taken == 1)
+        admin_server.stop(is_forced=True)
+    assert [entry for entry in log if entry["log_level"] == "error"] == []
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_a_store_that_is_down_is_named_in_the_log_alone(
+    client: httpx.Client, file_path: str, admin_side: Any, log: list[Any]
+) -> None:
+    # A file where the directory should be.
+    admin_side.blobs._root.write_bytes(b"")
+    declared = [
+        {"name": name, "size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    ]
+    upload = client.post(file_path.rsplit("/", 3)[0], json={"files": declared}).json()
+    put = client.put(upload["files"][0]["url"], content=b"x")
+    assert (put.status_code, put.json()["error"]["code"]) == (503, "store_unavailable")
+    assert put.json()["error"]["message"] == "the adapter store cannot be reached; try again"
+    assert any("cannot be written" in entry.get("error", "") for entry in log)

@@ -1,0 +1,125 @@
+"""A version's files and its report over REST: to those who may read them, whole, and one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from loramux.adapter_store.ingest.export import ExportedFile
+from loramux.adapter_store.ingest.originals import config_key
+from loramux.adapter_store.registry.records import UploadFile
+from loramux.admin.rest.adapters import version_files
+from loramux.admin.rest.services import MAX_DOWNLOADS, MAX_DOWNLOADS_EACH
+from loramux.admin.server import transfer_slots as places
+from tests.admin.rest.adapters.test_adapter_uploads import FILES, new_adapter, push
+
+pytestmark = pytest.mark.anyio
+
+
+async def key_of(http: httpx.AsyncClient, tenant: str, scopes: list[str] | None = None) -> dict[str, str]:
+    made = await http.post("/admin/v1/api_keys", json={"tenant": tenant, "scopes": scopes or ["tenant:read"]})
+    return {"authorization": f"Bearer {made.json()['secret']}"}
+
+
+async def test_the_uploaded_files_come_back(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
+    adapter_id = await new_adapter(http)
+    directory = make_adapter()
+    await push(http, adapter_id, directory)
+    reader = await key_of(http, "acme")
+    for name in FILES:
+        url = f"/admin/v1/adapters/{adapter_id}/versions/1/files/{name}"
+        answer = await http.get(url, headers=reader)
+        data = (directory / name).read_bytes()
+        assert (answer.status_code, answer.content) == (200, data)
+        assert answer.headers["content-length"] == str(len(data))
+        assert answer.headers["etag"] == f'"{hashlib.sha256(data).hexdigest()}"'
+        assert answer.headers["content-disposition"] == f'attachment; filename="{name}"'
+        assert answer.headers["content-type"] == "application/octet-stream"
+    archived = await http.post(f"/admin/v1/adapters/{adapter_id}/versions/1/archive")
+    assert (archived.status_code, archived.json()["error"]["code"]) == (409, "version_in_use")
+
+
+async def test_what_cannot_be_had_says_why(
+    http: httpx.AsyncClient, admin_side: Any, make_adapter: Callable[..., Path]
+) -> None:
+    adapter_id = await new_adapter(http)
+    version = await push(http, adapter_id, make_adapter())
+    rejected = await push(http, adapter_id, make_adapter(config={"use_dora": True}))
+    base = f"/admin/v1/adapters/{adapter_id}/versions"
+    await new_adapter(http, "globex", "other")
+    stranger = await key_of(http, "globex")
+    admin_side.blobs.delete(config_key(version["id"]))
+    for url, headers, expected in (
+        (f"{base}/1/files/README.md", {}, (404, "file_not_found")),
+        (f"{base}/1/files/..%2F..%2Fetc%2Fpasswd", {}, (404, "not_found")),
+        (f"{base}/1/files/{FILES[0]}", {}, (404, "original_not_kept")),
+        (f"{base}/{rejected['number']}/files/{FILES[0]}", {}, (409, "version_not_ready")),
+        (f"{base}/9/files/{FILES[0]}", {}, (404, "version_not_found")),
+        (f"{base}/9/report", {}, (404, "version_not_found")),
+        (f"{base}/1/files/{FILES[1]}", stranger, (404, "adapter_not_found")),
+        (f"{base}/1/report", stranger, (404, "adapter_not_found")),
+        (f"{base}/1/files/{FILES[1]}", {"authorization": "Bearer nonsense"}, (401, "invalid_api_key")),
+        (f"{base}/1/files/{FILES[1]}", await key_of(http, "acme", ["adapters"]), (403, "insufficient_scope")),
+    ):
+        answer = await http.get(url, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == expected, url
+
+
+async def test_the_report_is_kept_with_the_version(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
+    adapter_id = await new_adapter(http)
+    directory = make_adapter(rank=3)
+    version = await push(http, adapter_id, directory)
+    report = (await http.get(f"/admin/v1/adapters/{adapter_id}/versions/1/report")).json()
+    assert (report["version_id"], report["state"], report["digest"]) == (version["id"], "ready", version["digest"])
+    assert report["error"] is None
+    assert report["report"] == version["report"]
+    assert report["report"]["max_rank"] == 3
+    assert [(file["name"], file["size"]) for file in report["files"]] == [
+        (name, (directory / name).stat().st_size) for name in FILES
+    ]
+    await push(http, adapter_id, make_adapter(config={"use_dora": True}))
+    refused = (await http.get(f"/admin/v1/adapters/{adapter_id}/versions/2/report")).json()
+    assert (refused["state"], refused["error"]["code"]) == ("rejected", "unsupported_config")
+
+
+async def test_a_reader_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_files, "DOWNLOAD_TIMEOUT_S", 0.05)
+    given_back: list[bool] = []
+    file = ExportedFile(UploadFile(FILES[0], 2, "0" * 64), b"{}", None, None)
+    response = version_files.ExportResponse(file, lambda: given_back.append(True))
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            await anyio.sleep_forever()
+
+    with anyio.fail_after(5):
+        await response({"type": "http", "extensions": {}}, anyio.sleep_forever, send)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert given_back == [True]
+
+
+async def test_more_downloads_than_places_are_told_to_come_again(
+    http: httpx.AsyncClient, admin_side: Any, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "WAIT_S", 0.05)
+    adapter_id = await new_adapter(http)
+    await push(http, adapter_id, make_adapter())
+    url = f"/admin/v1/adapters/{adapter_id}/versions/1/files/{FILES[0]}"
+    downloading = admin_side.services.downloading
+    tenants = ["umbrella"] * MAX_DOWNLOADS_EACH + ["initech"] * (MAX_DOWNLOADS - MAX_DOWNLOADS_EACH)
+    given_back = [await downloading.take(tenant) for tenant in tenants]
+    answer = await http.get(url)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_downloads")
+    assert int(answer.headers["retry-after"]) > 0
+    given_back[0]()
+    assert (await http.get(url)).status_code == 200
+    assert (await http.get(url.replace(FILES[0], "nothing"))).status_code == 404
+    assert downloading.num_taken == MAX_DOWNLOADS - 1, "a refusal gives its place back"

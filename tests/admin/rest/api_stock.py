@@ -1,0 +1,92 @@
+"""Real things of every kind for random calls to name: what one call ended is made again for the next operation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.registry.records import Adapter, UploadFile
+from loramux.platform.accounts.tenants import Tenant
+from tests.adapter_store.validation.hostile import good_files
+from tests.admin.conftest import ADMIN_KEY, AdminSide, begin
+
+ROLES = ("tenant:admin", "tenant:develop", "tenant:read")
+
+
+class ApiStock:
+    """One tenant with an adapter, and what belongs to them; a second tenant that sees none of it.
+
+    The adapter's version is validated by the side's worker, so that the side needs the target of the hostile catalogue.
+    """
+
+    def __init__(self, side: AdminSide) -> None:
+        self._services = side.services
+        self._side = side
+        self.tenant: Tenant = self._services.tenants.create("acme")
+        self.adapter: Adapter = self._services.registry.create_adapter(self.tenant.id, "support")
+        self._stranger = self._services.tenants.create("globex")
+        self.caller = self._services.api_keys.create(self.tenant.id, "caller").secret
+        files = good_files()
+        self._contents = {CONFIG_FILE: files.config_bytes, TENSORS_FILE: files.tensor_bytes}
+        self._open_id = ""
+        self.version = self._services.ingest.create_version(self.adapter.id, self._upload(is_sent=True))
+
+    def admin_keys(self) -> list[str]:
+        """The operator's key, one of each role, and a stranger's."""
+        keys = self._services.api_keys
+        made = [keys.create(None, "viewer", ["platform:read"])]
+        made += [keys.create(self.tenant.id, role, [role]) for role in ROLES]
+        made.append(keys.create(self._stranger.id, "stranger", ["tenant:admin"]))
+        return [ADMIN_KEY, *(one.secret for one in made)]
+
+    def names(self, path: str) -> Mapping[str, Any]:
+        """What exists now, for an operation of this path."""
+        services = self._services
+        key = services.api_keys.create(self.tenant.id, "known").key
+        quota = services.quotas.set(self.tenant.id, "tokens_per_day", 1_000_000)
+        price = services.prices.add(
+            tenant_id=self.tenant.id,
+            scope="all",
+            prompt_nanos=1,
+            cached_nanos=None,
+            completion_nanos=2,
+            effective_us=services.database.now_us() + 86_400_000_000,
+        )
+        return {
+            "tenant": "acme",
+            "id_or_slug": "acme",
+            "adapter_id": self.adapter.id,
+            "adapter": self.adapter.id,
+            "key_id": key.id,
+            "key": key.id,
+            "number": 1,
+            "version": 1,
+            "upload_id": self._open_upload(),
+            "name": CONFIG_FILE if "/files/" in path else "default",
+            "quota_id": quota.id,
+            "metric": "tokens_per_day",
+            "price_id": price.id,
+            "job_id": self.version.id.replace("adv_", "job_"),
+            "request_id": begin(self._side, self.tenant.id, key.id, "acme/support@1", 10),
+            "model": "the-base",
+        }
+
+    def _open_upload(self) -> str:
+        """One for as long as calls leave it open: a tenant may not have any number of them."""
+        found = self._services.ingest.get_upload(self._open_id)
+        if found is None or found.state != "open":
+            self._open_id = self._upload(is_sent=False)
+        return self._open_id
+
+    def _upload(self, is_sent: bool) -> str:
+        declared = tuple(
+            UploadFile(name, len(content), hashlib.sha256(content).hexdigest())
+            for name, content in self._contents.items()
+        )
+        upload = self._services.ingest.create_upload(self.adapter.id, declared)
+        if is_sent:
+            for name, content in self._contents.items():
+                self._services.ingest.put_file(upload.id, name, [content])
+        return upload.id

@@ -1,0 +1,125 @@
+"""Health, metrics and the engine's state on the admin listener."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from loramux.adapter_store.tiers.tier_figures import Held, TierFigures
+from loramux.admin.app import create_admin_app
+from loramux.engine.messages import Stats
+
+pytestmark = pytest.mark.anyio
+
+TOKEN = "a-scrape-token-of-some-length"
+
+
+def stranger(admin_side: Any, **changes: object) -> httpx.AsyncClient:
+    """A client without a key, of an app with other services."""
+    app = create_admin_app(replace(admin_side.services, **changes))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+async def test_health_needs_no_key_and_follows_the_engine(admin_side: Any) -> None:
+    async with stranger(admin_side) as http:
+        assert (await http.get("/health/live")).status_code == 200
+        assert (await http.get("/health/ready")).status_code == 200
+        admin_side.engine.die()
+        assert (await http.get("/health/live")).status_code == 200
+        assert (await http.get("/health/ready")).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("token", "is_loopback", "headers", "status"),
+    [
+        pytest.param(None, True, {}, 200, id="loopback"),
+        pytest.param(None, False, {}, 401, id="network without token"),
+        pytest.param(TOKEN, True, {}, 401, id="loopback with token, none given"),
+        pytest.param(TOKEN, False, {"authorization": f"Bearer {TOKEN}"}, 200, id="the token"),
+        pytest.param(TOKEN, False, {"authorization": f"Bearer {TOKEN}x"}, 401, id="another token"),
+        pytest.param(TOKEN, False, {"authorization": "Bearer é".encode()}, 401, id="not ASCII"),
+        pytest.param(None, True, {"x-forwarded-for": "198.51.100.7"}, 401, id="through a proxy"),
+        pytest.param(None, True, {"x-forwarded-proto": "https"}, 401, id="through a proxy that ends TLS"),
+        pytest.param(None, True, {"forwarded": "for=198.51.100.7"}, 401, id="through a proxy of RFC 7239"),
+        pytest.param(None, True, {"via": "1.1 proxy"}, 401, id="through a proxy of RFC 9110"),
+        pytest.param(None, True, {"x-real-ip": "198.51.100.7"}, 401, id="through nginx"),
+        pytest.param(None, True, {"host": "lora.example.com"}, 401, id="by the name of a proxy"),
+        pytest.param(None, True, {"host": "[::1"}, 401, id="by no name"),
+        pytest.param(None, True, {"host": "127.0.0.1:8001"}, 200, id="by address"),
+        pytest.param(None, True, {"host": "[::1]:8001"}, 200, id="by IPv6 address"),
+        pytest.param(TOKEN, True, {"authorization": f"Bearer {TOKEN}", "via": "1.1 proxy"}, 200, id="proxy with token"),
+    ],
+)
+async def test_metrics_are_open_to_this_machine_only(
+    admin_side: Any, token: str | None, is_loopback: bool, headers: dict[str, Any], status: int
+) -> None:
+    async with stranger(admin_side, metrics_token=token, is_loopback=is_loopback) as http:
+        response = await http.get("/metrics", headers=headers)
+        assert response.status_code == status
+        assert ("loramux_running_requests" in response.text) == (status == 200)
+        assert ("set metrics_token" in response.text) == (token is None and status == 401)
+
+
+async def test_how_adapters_come_to_the_pool_is_scraped_while_the_engine_answers(admin_side: Any) -> None:
+    figures = TierFigures()
+    figures.count_lookup("disk", True)
+    figures.count_lookup("disk", False)
+    figures.count_stage("disk", "read", 4096, 0.5)
+    figures.count_end("loaded")
+    figures.held = lambda: {"host": Held(4096, 3)}
+    stats = await admin_side.engine.stats(1.0)
+    admin_side.engine.stats = lambda timeout_s: answer(msgspec.structs.replace(stats, loading=figures.snapshot()))
+    async with stranger(admin_side) as http:
+        text = (await http.get("/metrics")).text
+        samples = {one for one in text.splitlines() if one.startswith("loramux_adapter_")}
+        assert {"loramux_engine_up 1.0", 'loramux_engine_pages{owner="free"} 64.0'} <= set(text.splitlines())
+        assert samples >= {
+            'loramux_adapter_lookups_total{result="hit",tier="disk"} 1.0',
+            'loramux_adapter_lookups_total{result="miss",tier="disk"} 1.0',
+            'loramux_adapter_lookups_total{result="hit",tier="host"} 0.0',
+            'loramux_adapter_tier_bytes{tier="host"} 4096.0',
+            'loramux_adapter_tier_evictions_total{tier="host"} 3.0',
+            'loramux_adapter_stages_total{stage="read",tier="disk"} 1.0',
+            'loramux_adapter_stage_bytes_total{stage="read",tier="disk"} 4096.0',
+            'loramux_adapter_stage_seconds_total{stage="read",tier="disk"} 0.5',
+            'loramux_adapter_stages_total{stage="copy",tier="pool"} 0.0',
+            'loramux_adapter_loads_total{outcome="loaded"} 1.0',
+            "loramux_adapter_files_set_aside_total 0.0",
+        }
+        assert len(samples) == 6 + 2 + 2 + 3 * 8 + 3 + 1, "nothing depends on which adapters there are"
+        parsed = list(text_string_to_metric_families(text))
+        assert len({family.name for family in parsed}) == len(parsed)
+        del admin_side.engine.stats
+        admin_side.engine.die()
+        response = await http.get("/metrics")
+        assert (response.status_code, "loramux_adapter_" in response.text) == (200, False)
+        assert "loramux_engine_up 0.0" in response.text.splitlines()
+        assert "loramux_running_requests" in response.text
+
+
+async def answer(stats: Stats) -> Stats:
+    return stats
+
+
+async def test_the_engine_and_what_it_holds(http: httpx.AsyncClient, admin_side: Any) -> None:
+    await admin_side.engine.load("d" * 64, 1.0)
+    engine = (await http.get("/admin/v1/engine")).json()
+    assert (engine["device"], engine["num_pages"], engine["num_adapter_pages"]) == ("cpu", 64, 1)
+    assert {one["tier"] for one in engine["loading"]["tiers"]} == {"host", "disk", "blobs"}
+    assert not {"call_id", "adapters"} & engine.keys()
+    (adapter,) = (await http.get("/admin/v1/residency")).json()["data"]
+    assert (adapter["digest"], adapter["num_pages"], adapter["num_users"]) == ("d" * 64, 1, 0)
+
+
+async def test_a_dead_engine_is_503(http: httpx.AsyncClient, admin_side: Any) -> None:
+    admin_side.engine.die()
+    for path in ("engine", "residency"):
+        response = await http.get(f"/admin/v1/{path}")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert int(response.headers["retry-after"]) >= 1
+    assert (await http.get("/admin/v1/tenants")).status_code == 200

@@ -1,0 +1,64 @@
+"""Random calls over both OpenAPI documents: no 5xx, no status, header or body that is not documented.
+
+LORAMUX_API_CASES says how many calls `make campaign-api` makes, LORAMUX_API_SEED which ones.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from loramux.admin.app import create_admin_app
+from loramux.admin.rest import openapi_route as admin_document
+from loramux.platform.openai_api import openapi_route as openai_document
+from loramux.platform.openai_api.app import create_openai_app
+from tests.adapter_store.validation.hostile import TARGET
+from tests.admin.conftest import open_admin_side
+from tests.admin.gateways import open_services, served
+from tests.admin.rest.api_cases import Cases, call_all
+from tests.admin.rest.api_stock import ApiStock
+
+CASES = int(os.environ.get("LORAMUX_API_CASES", "20000"))
+SEED = int(os.environ.get("LORAMUX_API_SEED", "1"))
+
+
+@pytest.mark.parametrize("listener", ["admin", "openai"])
+def test_a_few_calls_of_every_operation_are_answered_as_documented(
+    listener: str, tmp_path: Path, demo_base: Path
+) -> None:
+    cases = _run(listener, tmp_path, demo_base, 0 if listener == "admin" else 100, is_thorough=False)
+    assert cases.num_calls >= (100 if listener == "admin" else 20)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("listener", ["admin", "openai"])
+def test_many_calls_are_answered_as_documented(listener: str, tmp_path: Path, demo_base: Path) -> None:
+    cases = Cases()
+    try:
+        _run(listener, tmp_path, demo_base, CASES * 9 // 10 if listener == "admin" else CASES // 10, cases=cases)
+    finally:
+        # Also of a run that was ended before its time.
+        answered = dict(sorted(cases.statuses.items()))
+        print(f"\n{listener}: {cases.num_calls} calls with {cases.num_generated} generated cases, {answered}")
+
+
+def _run(
+    listener: str,
+    directory: Path,
+    demo_base: Path,
+    num_calls: int,
+    is_thorough: bool = True,
+    cases: Cases | None = None,
+) -> Cases:
+    with open_admin_side(directory, TARGET) as side, open_services(side.services.database, demo_base) as services:
+        stock = ApiStock(side)
+        if listener == "admin":
+            app, keys = create_admin_app(side.services), stock.admin_keys()
+            document = admin_document.document_of(app)
+        else:
+            app, keys = create_openai_app(services), [stock.caller, *stock.admin_keys()[-1:]]
+            document = openai_document.document_of(app)
+        with served(lambda: app) as url:
+            return call_all(document, url, keys, stock.names, num_calls, SEED, is_thorough, cases)

@@ -1,0 +1,130 @@
+"""The OpenAPI documents: every operation of both listeners says what it does, what it takes and what it can answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import iter_route_contexts
+from jsonschema import Draft202012Validator
+
+from loramux.admin.app import create_admin_app
+from loramux.admin.rest import openapi_route as admin_document
+from loramux.platform.openai_api import openapi_route as openai_document
+from loramux.platform.openai_api.app import create_openai_app
+from loramux.platform.openai_api.openapi import operations
+from tests.admin.conftest import ADMIN_KEY, TARGET, open_admin_side
+from tests.admin.gateways import open_services
+
+Operation = tuple[str, str, str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> dict[str, dict[str, Any]]:
+    with (
+        open_admin_side(tmp_path_factory.mktemp("documents"), TARGET) as side,
+        open_services(side.services.database, demo_base) as services,
+    ):
+        return {
+            "admin": admin_document.document_of(create_admin_app(side.services)),
+            "openai": openai_document.document_of(create_openai_app(services)),
+        }
+
+
+@pytest.fixture(scope="module")
+def found(documents: dict[str, dict[str, Any]]) -> list[Operation]:
+    return [
+        (name, path, method, operation)
+        for name, document in documents.items()
+        for path, operation, method in operations(document)
+    ]
+
+
+def test_every_operation_is_described(found: list[Operation]) -> None:
+    assert len(found) > 60
+    for name, path, method, operation in found:
+        assert operation.get("summary"), (name, method, path)
+        assert len(operation["summary"]) <= 120, (name, method, path)
+        assert operation.get("description"), (name, method, path)
+        assert operation.get("tags"), (name, method, path)
+        for parameter in operation.get("parameters", []):
+            assert "example" in parameter, (name, method, path, parameter["name"])
+    for document in ("admin", "openai"):
+        names = [operation["operationId"] for name, _, _, operation in found if name == document]
+        assert len(names) == len(set(names))
+
+
+def test_every_body_and_answer_is_typed_and_has_an_example_that_fits(
+    found: list[Operation], documents: dict[str, dict[str, Any]]
+) -> None:
+    for name, path, method, operation in found:
+        for place, content in _contents(operation):
+            schema = content["schema"]
+            at = (name, method, path, place)
+            assert schema.get("$ref") or schema.get("type") in ("string", "object"), at
+            if schema.get("type") == "object" and path != "/openapi.json":
+                assert schema.get("properties"), f"{at} is an object of anything"
+            assert "example" in content, at
+            checked = {**schema, "components": documents[name]["components"]}
+            problems = [problem.message for problem in Draft202012Validator(checked).iter_errors(content["example"])]
+            assert not problems, (at, problems, content["example"])
+
+
+def test_every_operation_names_its_errors(found: list[Operation]) -> None:
+    for name, path, method, operation in found:
+        public = admin_document.PUBLIC if name == "admin" else openai_document.PUBLIC
+        statuses = set(operation["responses"])
+        if path in public:
+            assert operation["security"] == []
+            continue
+        assert operation["security"] == [{"key": []}]
+        assert {"401", "403", "503"} <= statuses, (method, path)
+        if "{" in path:
+            assert {"400", "404"} <= statuses, (method, path)
+        if "requestBody" in operation:
+            assert {"400", "413"} <= statuses, (method, path)
+        if name == "admin" and method == "post":
+            assert {"409", "422"} <= statuses, (method, path)
+            assert any(one["name"] == "Idempotency-Key" for one in operation["parameters"])
+        if any(one["name"] == "If-Match" for one in operation.get("parameters", [])):
+            assert {"412", "428"} <= statuses, (method, path)
+        for status, answer in operation["responses"].items():
+            if status >= "400":
+                assert answer["content"]["application/json"]["example"]["error"]["code"], (method, path, status)
+
+
+def test_every_patch_needs_if_match(found: list[Operation]) -> None:
+    for _, path, method, operation in found:
+        if method == "patch":
+            assert any(one["name"] == "If-Match" and one["required"] for one in operation["parameters"]), path
+
+
+def test_the_documents_hold_every_route(tmp_path: Path, demo_base: Path, documents: dict[str, dict[str, Any]]) -> None:
+    with (
+        open_admin_side(tmp_path, TARGET) as side,
+        open_services(side.services.database, demo_base) as services,
+    ):
+        for name, app in (("admin", create_admin_app(side.services)), ("openai", create_openai_app(services))):
+            for route in iter_route_contexts(app.routes):
+                path = getattr(route, "path_format", None)
+                is_page = path in ("/", "/console") or str(path).startswith("/console/")
+                if path is not None and not is_page and getattr(route, "include_in_schema", True):
+                    assert path in documents[name]["paths"], (name, path)
+
+
+@pytest.mark.anyio
+async def test_a_document_is_for_those_who_have_a_key(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/openapi.json", headers={"authorization": ""})).status_code == 401
+    assert (await http.get("/openapi.json")).json()["openapi"].startswith("3.1")
+    assert ADMIN_KEY not in (await http.get("/openapi.json")).text
+
+
+def _contents(operation: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        yield "body", content
+    for status, answer in operation["responses"].items():
+        for content in answer.get("content", {}).values():
+            yield status, content

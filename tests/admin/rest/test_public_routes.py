@@ -1,0 +1,97 @@
+"""Without a credential nothing is open but what DESIGN calls public, asked of every route that the apps have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.routing import iter_route_contexts
+from starlette.applications import Starlette
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp
+
+from loramux.admin.app import create_admin_app
+from loramux.platform.openai_api.app import create_openai_app
+from tests.admin.conftest import AdminSide, client_of
+from tests.admin.gateways import open_services
+
+pytestmark = pytest.mark.anyio
+
+HEALTH = {"/health/live", "/health/ready"}
+Call = tuple[str, str]
+
+
+def calls_of(app: Starlette, prefix: str = "") -> Iterator[Call]:
+    """Method and path of every route, those of mounted apps too, with something in the place of each parameter."""
+    for route in iter_route_contexts(app.routes):
+        path = prefix + re.sub(r"\{[^}]*\}", "1", getattr(route, "path", ""))
+        methods: Iterable[str] = getattr(route, "methods", None) or ()
+        for method in sorted(set(methods) - {"HEAD"}):
+            yield method, path
+    for route in app.routes:
+        if isinstance(route, Mount) and isinstance(route.app, Starlette):
+            yield from calls_of(route.app, prefix + route.path)
+
+
+async def statuses_of(app: ASGIApp, calls: Iterable[Call]) -> dict[Call, httpx.Response]:
+    async with client_of(app) as stranger:
+        # A body that is no JSON would be a 400, if it were looked at before the caller is.
+        return {(method, path): await stranger.request(method, path, content=b"{") for method, path in calls}
+
+
+async def test_every_route_of_the_openai_listener_but_health_needs_a_key(
+    console_side: AdminSide, demo_base: Path
+) -> None:
+    with open_services(console_side.services.database, demo_base) as services:
+        app = create_openai_app(services)
+        calls = set(calls_of(app))
+        answers = await statuses_of(app, calls)
+    assert {("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models/1")} <= calls
+    assert ("GET", "/openapi.json") in calls
+    for (method, path), answer in answers.items():
+        if path in HEALTH:
+            assert answer.status_code in (200, 503)
+            continue
+        assert answer.status_code == 401, (method, path)
+        assert answer.json()["error"]["code"] == "missing_api_key", (method, path)
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+async def test_every_route_of_the_admin_listener_but_the_public_ones_needs_a_key(console_side: AdminSide) -> None:
+    # Where others than this machine reach the listener, a scrape needs the token too.
+    app = create_admin_app(replace(console_side.services, is_loopback=False))
+    calls = {call for call in calls_of(app) if not call[1].startswith("/console") and call[1] != "/"}
+    assert len(calls) > 60
+    for (method, path), answer in (await statuses_of(app, calls)).items():
+        if path in HEALTH:
+            assert answer.status_code in (200, 503)
+            continue
+        assert answer.status_code == 401, (method, path)
+
+
+async def test_the_console_shows_a_stranger_only_where_to_sign_in(console_side: AdminSide) -> None:
+    app = create_admin_app(console_side.services)
+    calls = {call for call in calls_of(app) if call[1].startswith("/console/")}
+    assert len(calls) > 40
+    opened = set()
+    for (method, path), answer in (await statuses_of(app, calls)).items():
+        if answer.is_success:
+            opened.add((method, path))
+        elif answer.is_redirect:
+            assert answer.headers["location"].startswith("/console/login"), (method, path)
+        else:
+            assert answer.status_code in (400, 401, 403), (method, path, answer.status_code)
+    assert opened == {("GET", "/console/login")}
+
+
+def test_all_that_the_admin_app_serves_is_looked_at(console_side: AdminSide) -> None:
+    """But the static files, which are public: a mount of another kind would be served and not be asked above."""
+    app = create_admin_app(console_side.services)
+    assert [route.path for route in app.routes if isinstance(route, Mount)] == ["/console"]
+    console = next(route.app for route in app.routes if isinstance(route, Mount))
+    assert isinstance(console, Starlette)
+    assert [route.path for route in console.routes if not isinstance(route, Route)] == ["/static"]

@@ -1,0 +1,231 @@
+"""One tenant's reports, calls and exports keep nothing from other tenants, from inference or from the operator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import anyio
+import httpx
+import pytest
+from starlette.types import Message
+
+from loramux.admin.console import live
+from loramux.admin.console.rest_calls import RestCalls
+from loramux.admin.rest import held_response
+from loramux.admin.rest.held_response import HeldResponse
+from loramux.admin.rest.services import MAX_CALLS_EACH, MAX_EXPORTS_EACH, MAX_REPORTS_EACH, NUM_REPORT_THREADS
+from loramux.admin.rest.usage.usage_query import SENT_AT_ONCE_BYTES
+from loramux.admin.server import transfer_slots as places
+from loramux.admin.server.transfer_slots import Places
+from loramux.platform.errors import RateLimited
+from tests.admin.conftest import AdminSide, client_of
+from tests.adversary.many_end_users import add_end_users
+
+pytestmark = pytest.mark.anyio
+REPORTS = ("/usage", "/usage?group_by=end_user&top=5", "/usage/events", "/usage/events/export", "/costs")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "WAIT_S", 0.05)
+
+
+class Tenant:
+    """A tenant with a key that may only read."""
+
+    def __init__(self, admin_side: AdminSide, http: httpx.AsyncClient, slug: str) -> None:
+        services = admin_side.services
+        self.id = services.tenants.create(slug).id
+        self._secret = services.api_keys.create(self.id, "reader", ["tenant:read"]).secret
+        self._http = http
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self._http.get(f"/admin/v1{path}", headers={"authorization": f"Bearer {self._secret}"})
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str]:
+    assert int(answer.headers["retry-after"]) > 0
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_a_tenants_reports_wait_for_each_other_alone(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+    acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
+    reporting = admin_side.services.reporting
+    give_back = [await reporting.take(acme.id) for _ in range(MAX_REPORTS_EACH)]
+    for path in REPORTS:
+        assert refusal(await acme.get(path)) == (429, "too_many_reports"), path
+        assert (await initech.get(path)).status_code == 200, path
+        assert (await http.get(f"/admin/v1{path}", params={"tenant": acme.id})).status_code == 200, path
+    assert (await acme.get("/adapters")).status_code == 200, "other calls go on"
+    for one in give_back:
+        one()
+    for path in REPORTS:
+        assert (await acme.get(path)).status_code == 200, path
+    assert reporting.num_taken == 0
+
+
+async def test_metrics_health_and_lists_need_no_place_of_reports(
+    http: httpx.AsyncClient, admin_side: AdminSide
+) -> None:
+    acme = Tenant(admin_side, http, "acme")
+    async with AsyncExitStack() as stack:
+        for number in range(NUM_REPORT_THREADS):
+            await stack.enter_async_context(admin_side.services.reporting.one(f"tenant-{number}"))
+        assert refusal(await acme.get("/usage")) == (503, "too_many_reports")
+        local = {"host": "localhost"}
+        assert (await http.get("/metrics", headers=local)).status_code == 200
+        for path in ("/health/ready", "/health/live", "/admin/v1/tenants"):
+            assert (await http.get(path)).status_code == 200, path
+
+
+async def test_a_tenants_calls_wait_for_each_other_alone(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+    acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
+    async with AsyncExitStack() as stack:
+        for _ in range(MAX_CALLS_EACH):
+            await stack.enter_async_context(admin_side.services.calling.one(acme.id))
+        for path in ("/adapters", "/api_keys", "/jobs", "/requests", "/residency", "/quotas/effective", "/prices"):
+            assert refusal(await acme.get(path)) == (429, "too_many_calls"), path
+            assert (await initech.get(path)).status_code == 200, path
+            assert (await http.get(f"/admin/v1{path}")).status_code in (200, 400), path
+    assert (await acme.get("/adapters")).status_code == 200
+
+
+async def test_reports_that_wait_keep_no_place_from_calls(
+    http: httpx.AsyncClient, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "WAIT_S", 10.0)
+    acme = Tenant(admin_side, http, "acme")
+    reporting, statuses = admin_side.services.reporting, []
+
+    async def report() -> None:
+        statuses.append((await acme.get("/usage")).status_code)
+
+    async with anyio.create_task_group() as group, reporting.one(acme.id):
+        for _ in range(2 * MAX_CALLS_EACH):
+            group.start_soon(report)
+        with anyio.fail_after(10):
+            while reporting.num_waiting < 2 * MAX_CALLS_EACH:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            assert (await acme.get("/adapters")).status_code == 200
+        assert not statuses
+    assert statuses == [200] * 2 * MAX_CALLS_EACH
+
+
+async def test_a_refused_call_gives_its_place_back(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+    acme = Tenant(admin_side, http, "acme")
+    for path, status in (
+        ("/adapters/ada_nothing", 404),
+        ("/adapters?limit=0", 400),
+        ("/audit_log", 403),
+        ("/usage?group_by=nothing", 400),
+    ):
+        for _ in range(MAX_CALLS_EACH + 1):
+            assert (await acme.get(path)).status_code == status
+    assert admin_side.services.calling.num_taken == 0
+
+
+async def test_exports_that_nobody_reads_are_few(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+    acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
+    add_end_users(admin_side.services.database, acme.id, 600)
+    long = "/usage?group_by=end_user"
+    async with AsyncExitStack() as stack:
+        for _ in range(MAX_EXPORTS_EACH):
+            await stack.enter_async_context(admin_side.services.exporting.one(acme.id))
+        for path in ("/usage/events/export", long):
+            assert refusal(await acme.get(path)) == (429, "too_many_exports"), path
+        assert (await acme.get("/usage")).status_code == 200, "a short report is sent at once"
+        assert (await initech.get("/usage/events/export")).status_code == 200
+    answer = await acme.get(long)
+    assert len(answer.content) > SENT_AT_ONCE_BYTES
+    assert len(answer.json()["data"][0]["results"]) == 600
+    assert len((await acme.get("/usage/events/export")).text.splitlines()) == 600
+    assert admin_side.services.exporting.num_taken == 0
+
+
+async def test_the_console_gets_a_long_report_as_a_whole(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+    services = admin_side.services
+    acme = services.tenants.create("acme")
+    add_end_users(services.database, acme.id, 600)
+    secret = services.api_keys.create(acme.id, "reader", ["tenant:read"]).secret
+    principal = services.api_keys.authenticate(secret)
+    assert principal is not None
+    app = http._transport.app  # type: ignore[attr-defined]
+    page = await RestCalls(app, principal, {}).get("/usage", group_by="end_user")
+    assert len(page["data"][0]["results"]) == 600
+    assert services.exporting.num_taken == 0
+
+
+async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_response, "STALLED_S", 0.05)
+    given_back = []
+
+    async def parts() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 1000
+
+    response = HeldResponse(parts(), lambda: given_back.append(True), {}, "text/csv")
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if len(sent) == 3:
+            await anyio.sleep_forever()
+
+    with anyio.fail_after(5):
+        await response({"type": "http", "extensions": {}}, anyio.sleep_forever, send)
+    assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 2]
+    assert given_back == [True]
+
+
+async def test_a_tenant_rests_for_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "MAX_REST_S", 3600.0)
+    monkeypatch.setattr(places, "UNRESTED_S", 600.0)
+    resting = Places("reports", 2, 1, rest=1e9)
+    async with resting.one("acme"):
+        await anyio.sleep(0.001)
+    with pytest.raises(RateLimited, match="as many reports as one tenant may have"):
+        await resting.take("acme")
+    async with resting.one("initech"):
+        assert resting.num_taken == 1, "the others have all places"
+
+    unrested = Places("reports", 2, 1, rest=1.0)
+    for _ in range(3):
+        async with unrested.one("acme"):
+            await anyio.sleep(0.001)
+
+
+async def test_a_place_comes_back_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "MAX_REST_S", 0.02)
+    monkeypatch.setattr(places, "UNRESTED_S", 0.0)
+    resting = Places("reports", 2, 1, rest=1e9)
+    for _ in range(3):
+        async with resting.one("acme", is_patient=True):
+            await anyio.sleep(0.001)
+    with anyio.fail_after(10):
+        # It is forgotten when its last rest is over, so that tenants of long ago take no memory.
+        while resting._of_tenant:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+async def test_one_tenant_watches_few_pages(
+    http: httpx.AsyncClient, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MAX_STREAMS_EACH", 0)
+    app = http._transport.app  # type: ignore[attr-defined]
+    acme = admin_side.services.tenants.create("acme")
+    secret = admin_side.services.api_keys.create(acme.id, "reader", ["tenant:read"]).secret
+    async with client_of(app) as browser:
+        page = await browser.get("/console/login")
+        token = page.text.split('name="csrf" value="', 1)[1].split('"', 1)[0]
+        assert (await browser.post("/console/login", data={"csrf": token, "key": secret})).status_code == 303
+        assert (await browser.get("/console/requests")).status_code == 200
+        refused = await browser.get("/console/live/requests")
+        assert refused.status_code == 429
+        assert "oo many pages are being watched" in refused.text
+        visiting = admin_side.services.visiting
+        async with AsyncExitStack() as stack:
+            for _ in range(MAX_CALLS_EACH):
+                await stack.enter_async_context(visiting.one(acme.id))
+            assert (await browser.get("/console/requests")).status_code == 429
+        assert (await browser.get("/console/requests")).status_code == 200

@@ -1,0 +1,155 @@
+"""A small app on a real listener, whose connections a test can look at, and whose time it can move on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPResponse
+from typing import Any
+
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+
+from loramux.admin.server.client_addresses import TrustedProxies
+from loramux.admin.server.connection_book import ConnectionBook
+from loramux.admin.server.connection_limits import ConnectionLimits
+from loramux.admin.server.http_servers import HttpServer
+from loramux.admin.server.listeners import bind
+from loramux.platform.telemetry.metrics import GatewayMetrics
+from tests.adversary.socket_flood import request
+
+HELLO = request("GET", "/", {})
+
+
+@dataclass
+class Listener:
+    """A small app on a real listener, as `loramux serve` has it."""
+
+    port: int
+    book: ConnectionBook
+    metrics: GatewayMetrics
+    loop: Any = None
+    num_asked: int = 0
+    num_waiting: int = 0
+    num_left: int = 0
+    num_endless_bytes: int = 0
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """`/` says who calls; `/wait` answers when it may; `/endless` answers without end; a body is always read."""
+        try:
+            self.num_asked += 1
+            self.num_waiting += 1
+            message: Any = {"more_body": True}
+            while message.get("more_body"):
+                message = await receive()
+            if scope["path"] == "/wait":
+                await self.may_end.wait()
+            said = json.dumps([scope["client"][0], scope["scheme"]]).encode()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while scope["path"] == "/endless" and not (message := await self._left(receive)):
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                self.num_endless_bytes += 65536
+            body = b"x" * 8_000_000 if scope["path"] == "/large" else said
+            await send({"type": "http.response.body", "body": body})
+        finally:
+            self.num_waiting -= 1
+            self.num_left += message["type"] == "http.disconnect"
+
+    async def _left(self, receive: Any) -> Any:
+        try:
+            async with asyncio.timeout(0):
+                return await receive()
+        except TimeoutError:
+            return None
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run it on the server's loop."""
+        done = threading.Event()
+        self.loop.call_soon_threadsafe(lambda: (function(), done.set()))
+        assert done.wait(10)
+
+    def sweep_later(self, seconds: float) -> None:
+        """As if so much time had passed."""
+        self.call(lambda: self.book.sweep(self.loop.time() + seconds))
+
+    def make_older(self, seconds: float) -> None:
+        """As if its clients had kept each connection waiting for so much longer."""
+
+        def move() -> None:
+            for one in self.book._members:
+                one.since_s -= seconds
+
+        self.call(move)
+
+    def open(self, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.bind((source, 0))
+        connection.settimeout(10)
+        connection.connect(("127.0.0.1", self.port))
+        connection.sendall(sent)
+        return connection
+
+    def num_refused(self, reason: str) -> float:
+        families = text_string_to_metric_families(self.metrics.render().decode())
+        (family,) = (one for one in families if one.name == "loramux_network_refusals")
+        (value,) = (one.value for one in family.samples if one.labels.get("reason") == reason and "total" in one.name)
+        return value
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not is_so():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            time.sleep(0.005)
+
+
+@contextmanager
+def listening(limits: ConnectionLimits | None = None, proxies: tuple[str, ...] = ()) -> Iterator[Listener]:
+    metrics = GatewayMetrics()
+    bound = bind("127.0.0.1", 0, "port")
+    listener = Listener(
+        bound.getsockname()[1], ConnectionBook(limits, TrustedProxies(proxies), metrics, "openai"), metrics
+    )
+    server = HttpServer(listener, bound, listener.book)
+
+    async def serve() -> None:
+        listener.loop = asyncio.get_running_loop()
+        await server.run_until_stopped()
+
+    thread = threading.Thread(target=lambda: uvloop.run(serve()))
+    thread.start()
+    listener.wait_until(lambda: server.is_listening.is_set())
+    try:
+        yield listener
+    finally:
+        listener.call(listener.may_end.set)
+        server.force_exit = True
+        server.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def answer(connection: socket.socket) -> tuple[int, bytes]:
+    response = HTTPResponse(connection)
+    response.begin()
+    return response.status, response.read()
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server has kept it; what it said before is thrown away."""
+    connection.settimeout(0.1)
+    try:
+        while connection.recv(65536):
+            pass
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    return False

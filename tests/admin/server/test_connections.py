@@ -1,0 +1,242 @@
+"""A listener bounds its connections, and the time that a slow client may hold one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import ExitStack, suppress
+from http.client import HTTPResponse
+
+import httpx
+import pytest
+
+from loramux.admin.server.bounded_connection import HEAD_TIMEOUT_S, READER_TIMEOUT_S, STALL_S
+from loramux.admin.server.connection_limits import ConnectionLimits
+from loramux.admin.server.listeners import MAX_UNSENT_BYTES
+from tests.admin.server.bounded_listener import HELLO, answer, is_open, listening
+from tests.adversary.socket_flood import Target, flood, idle, request, slow_body, slow_head
+
+# Deadlines
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"", id="idle"),
+        pytest.param(b"GET / HTTP/1.1\r\nhost: x\r\nx-slow: ", id="slow head"),
+        pytest.param(HELLO + b"GET / HTTP/1.1\r\nhost", id="slow head after an answer"),
+    ],
+)
+def test_a_connection_without_a_request_ends(sent: bytes) -> None:
+    with listening() as listener, listener.open(sent) as connection:
+        if sent.startswith(HELLO):
+            assert answer(connection)[0] == 200
+        else:
+            listener.wait_until(lambda: len(listener.book.connections) == 1)
+        listener.sweep_later(HEAD_TIMEOUT_S / 2)
+        connection.sendall(b"x")
+        listener.sweep_later(HEAD_TIMEOUT_S + 1)
+        assert not is_open(connection)
+        assert listener.num_refused("no_request") == 1
+
+
+def test_the_listener_looks_by_itself_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loramux.admin.server.bounded_connection.HEAD_TIMEOUT_S", 0.0)
+    with listening() as listener, listener.open() as connection:
+        connection.settimeout(5)
+        assert connection.recv(1) == b""
+
+
+def test_a_request_under_way_has_no_such_deadline() -> None:
+    with listening() as listener, listener.open(request("GET", "/wait", {})) as connection:
+        listener.wait_until(lambda: listener.num_waiting == 1)
+        listener.sweep_later(10_000)
+        listener.call(listener.may_end.set)
+        assert answer(connection)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(request("GET", "/endless", {}), id="stream"),
+        pytest.param(request("GET", "/large", {}), id="one large answer"),
+        # The server has nothing more to say and has closed its side, but for what is in its buffer.
+        pytest.param(request("GET", "/large", {"connection": "close"}), id="the last answer"),
+    ],
+)
+def test_a_client_that_reads_nothing_is_cut_off(sent: bytes) -> None:
+    with listening() as listener, listener.open(sent) as connection:
+
+        def has_unread() -> bool:
+            return any(one.transport.get_write_buffer_size() for one in listener.book.connections)
+
+        listener.wait_until(has_unread)
+        listener.sweep_later(READER_TIMEOUT_S / 2)
+        assert len(listener.book.connections) == 1
+        listener.sweep_later(READER_TIMEOUT_S + 1)
+        listener.wait_until(lambda: not listener.book.connections)
+        assert listener.num_refused("slow_reader") == 1
+        assert not is_open(connection)
+        if b"/endless" in sent:
+            listener.wait_until(lambda: listener.num_left == 1)
+
+
+def test_a_client_that_reads_nothing_takes_little_of_the_kernels_memory() -> None:
+    with listening() as listener, listener.open(request("GET", "/endless", {})):
+        listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))
+        assert 0 < listener.num_endless_bytes <= 2 * (MAX_UNSENT_BYTES + 65536)
+
+
+def test_requests_sent_ahead_wait_until_the_answer_before_them_is_read() -> None:
+    sent = request("GET", "/large", {}) * 2 + request("GET", "/", {"connection": "close"})
+    with listening() as listener, listener.open(sent) as connection:
+        listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))
+        # A turn of the loop later it would have taken the next.
+        listener.call(lambda: None)
+        assert listener.num_asked == 1
+        received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+        assert received.count(b"HTTP/1.1 200 OK") == listener.num_asked == 3
+
+
+def test_a_client_that_reads_slowly_but_steadily_gets_everything() -> None:
+    with listening() as listener, listener.open(request("GET", "/large", {"connection": "close"})) as connection:
+        num_bytes, num_sweeps = 0, 0
+        while chunk := connection.recv(1 << 20):
+            num_bytes += len(chunk)
+            if num_bytes > num_sweeps * 1_000_000:
+                num_sweeps += 1
+                # Each is later than the last, by less than a client may take.
+                listener.sweep_later(num_sweeps * READER_TIMEOUT_S / 2)
+        assert num_bytes > 8_000_000
+        assert num_sweeps >= 8
+        assert listener.num_refused("slow_reader") == 0
+
+
+# Room
+
+
+def test_idle_connections_give_way_to_a_newcomer_oldest_first() -> None:
+    limits = ConnectionLimits(max_connections=8, max_per_address=8)
+    with listening(limits) as listener, ExitStack() as stack:
+        first, *others = [stack.enter_context(listener.open()) for _ in range(8)]
+        listener.wait_until(lambda: len(listener.book.connections) == 8)
+        assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
+        assert not is_open(first)
+        assert all(is_open(one) for one in others)
+        assert listener.num_refused("shed") == 1
+
+
+def test_a_flood_of_one_address_ends_no_connection_of_another() -> None:
+    with listening(ConnectionLimits(max_connections=12, max_per_address=8)) as listener, ExitStack() as stack:
+        polite = [stack.enter_context(listener.open()) for _ in range(3)]
+        for source in ("127.0.0.2", "127.0.0.3"):
+            for _ in range(40):
+                stack.enter_context(listener.open(source=source))
+        last = stack.enter_context(listener.open(HELLO, source="127.0.0.4"))
+        assert answer(last)[0] == 200
+        assert len(listener.book.connections) <= 12
+        assert all(is_open(one) for one in polite)
+
+
+def test_connections_that_never_asked_go_before_those_that_did() -> None:
+    with listening(ConnectionLimits(max_connections=4, max_per_address=4)) as listener, ExitStack() as stack:
+        kept = [stack.enter_context(listener.open(HELLO)) for _ in range(3)]
+        assert [answer(one)[0] for one in kept] == [200] * 3
+        silent = stack.enter_context(listener.open())
+        listener.wait_until(lambda: len(listener.book.connections) == 4)
+        listener.make_older(STALL_S)
+        assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
+        assert not is_open(silent)
+        kept[0].sendall(HELLO)
+        assert answer(kept[0])[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        pytest.param(ConnectionLimits(max_connections=3, max_per_address=9), "listener_full", id="in all"),
+        pytest.param(ConnectionLimits(max_connections=9, max_per_address=3), "address_full", id="of one address"),
+    ],
+)
+def test_nobody_gives_way_who_waits_for_an_answer(limits: ConnectionLimits, reason: str) -> None:
+    with listening(limits) as listener, ExitStack() as stack:
+        asking = [stack.enter_context(listener.open(request("GET", "/wait", {}))) for _ in range(3)]
+        listener.wait_until(lambda: listener.num_waiting == 3)
+        refused = stack.enter_context(listener.open())
+        response = HTTPResponse(refused)
+        response.begin()
+        assert (response.status, int(response.headers["retry-after"])) == (503, 1)
+        assert json.loads(response.read())["error"]["code"] == "too_many_connections"
+        assert listener.num_refused(reason) == 1
+        listener.call(listener.may_end.set)
+        assert [answer(one)[0] for one in asking] == [200] * 3
+        assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(request("POST", "/", {}, b"x" * 10)[:-5], id="slow body"),
+        pytest.param(request("GET", "/endless", {}), id="slow reader"),
+    ],
+)
+def test_a_client_that_keeps_its_own_request_waiting_gives_way(sent: bytes) -> None:
+    with listening(ConnectionLimits(max_connections=2, max_per_address=2)) as listener, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(listener.open(sent))
+
+        def are_stalled() -> bool:
+            now_s = listener.loop.time() + STALL_S
+            return [one.shed_rank(now_s) for one in list(listener.book._members)] == [2, 2]
+
+        listener.wait_until(are_stalled)
+
+        listener.make_older(STALL_S)
+        assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
+        assert listener.num_refused("shed") == 1
+
+
+def test_a_new_connection_whose_request_is_on_its_way_is_not_the_first_to_go() -> None:
+    with listening(ConnectionLimits(max_connections=4, max_per_address=4)) as listener, ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(listener.open(request("POST", "/", {}, b"x" * 10)[:-5]))
+        listener.wait_until(lambda: listener.num_waiting == 3)
+        listener.make_older(STALL_S)
+        polite = stack.enter_context(listener.open())
+        listener.wait_until(lambda: len(listener.book.connections) == 4)
+        stack.enter_context(listener.open())
+        listener.wait_until(lambda: listener.num_refused("shed") == 1)
+        polite.sendall(HELLO)
+        assert answer(polite)[0] == 200
+
+
+def test_the_places_of_connections_that_end_are_free_again() -> None:
+    with listening(ConnectionLimits(max_connections=4, max_per_address=4)) as listener:
+        for _ in range(5):
+            with ExitStack() as stack:
+                for _ in range(4):
+                    assert answer(stack.enter_context(listener.open(HELLO)))[0] == 200
+            listener.wait_until(lambda: not listener.book.connections)
+        assert not listener.book._members
+        assert not listener.book._members_of
+        assert {listener.num_refused(reason) for reason in ("shed", "listener_full", "address_full")} == {0}
+
+
+@pytest.mark.anyio
+async def test_attacks_beside_a_polite_client() -> None:
+    limits = ConnectionLimits(max_connections=64, max_per_address=64)
+    with listening(limits) as listener:
+        target = Target(host="127.0.0.1", port=listener.port)
+        attacks = [idle, slow_head(), slow_body("/", {})]
+        under_attack = [asyncio.create_task(flood(target, attack, 60, hold_s=1.0)) for attack in attacks]
+        statuses = []
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", trust_env=False) as http:
+            while not (statuses and all(task.done() for task in under_attack)):
+                # Where this process is slow to send its request, its connection looks as idle as the attackers'.
+                with suppress(httpx.RemoteProtocolError, httpx.ReadError):
+                    statuses.append((await http.get("/", headers={"connection": "close"})).status_code)
+        counts = [task.result() for task in under_attack]
+        assert set(statuses) == {200}
+        assert sum(one.held for one in counts) <= 64
+        assert sum(one.closed for one in counts) >= 3 * 60 - 64
+        listener.wait_until(lambda: not listener.book.connections)

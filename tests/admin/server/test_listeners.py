@@ -1,0 +1,59 @@
+"""Ports are taken early, by one server, and can be taken again at once."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from loramux.admin.errors import StartRefused
+from loramux.admin.server.listeners import bind, is_loopback, prepare_to_listen, url_of
+
+
+def test_a_bound_port_does_not_answer_and_is_nobody_elses() -> None:
+    with bind("127.0.0.1", 0, "port") as first:
+        port = first.getsockname()[1]
+        with socket.socket() as client:
+            assert client.connect_ex(("127.0.0.1", port)) != 0
+        with pytest.raises(StartRefused, match=f"port {port}: address already in use; choose another with --port"):
+            bind("127.0.0.1", port, "port")
+
+
+def test_lingering_connections_do_not_keep_the_port() -> None:
+    with bind("127.0.0.1", 0, "port") as first:
+        first.setblocking(True)
+        prepare_to_listen(first)
+        first.listen()
+        port = first.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            # The side that closes first keeps the address in TIME_WAIT.
+            first.accept()[0].close()
+            assert client.recv(1) == b""
+    with bind("127.0.0.1", port, "port") as second:
+        assert second.getsockname()[1] == port
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "loopback"),
+    [
+        pytest.param("127.0.0.1", "http://127.0.0.1:{}", True, id="loopback"),
+        pytest.param("localhost", "http://127.0.0.1:{}", True, id="by name"),
+        pytest.param("0.0.0.0", "http://127.0.0.1:{}", False, id="everywhere"),
+        pytest.param("::1", "http://[::1]:{}", True, id="ipv6"),
+    ],
+)
+def test_a_listener_knows_where_it_is(host: str, url: str, loopback: bool) -> None:
+    if host == "::1" and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    with bind(host, 0, "port") as listener:
+        port = listener.getsockname()[1]
+        assert (url_of(listener), is_loopback(listener)) in [
+            (url.format(port), loopback),
+            (f"http://[::1]:{port}", loopback),
+        ]
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 300, "a\x00b", "..", "256.1.1.1"])
+def test_a_host_that_does_not_exist_is_a_sentence(host: str) -> None:
+    with pytest.raises(StartRefused, match=r"is unknown here; mend --admin-host"):
+        bind(host, 0, "admin_port")

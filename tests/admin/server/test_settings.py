@@ -1,0 +1,171 @@
+"""Settings come from flags, variables and a file, and every fault is told at once."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.admin.commands.serve import gateway, serve
+from loramux.admin.server.settings import FLAGS, DataSettings, Settings, SettingsError, load_settings
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "tiny-model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def toml(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "loramux.toml"
+    path.write_text(f'model = "{model}"\nport = 1001\nadmin_port = 1002\npool_bytes = "64MiB"\n')
+    return path
+
+
+def test_a_flag_wins_over_a_variable_over_the_file(toml: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_ADMIN_PORT", "2002")
+    monkeypatch.setenv("LORAMUX_HOST", "127.0.0.2")
+    settings = load_settings(Settings, {"config": toml, "host": "127.0.0.3", "port": None})
+    assert (settings.port, settings.admin_port, settings.host) == (1001, 2002, "127.0.0.3")
+    assert (settings.model, settings.resolved_served_name) == (model, "tiny-model")
+    assert settings.pool_bytes == 64 * 1024**2
+
+
+def test_the_files_path_may_come_from_a_variable(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_CONFIG", str(toml))
+    assert load_settings(Settings, {}).port == 1001
+
+
+def test_everything_lies_in_the_data_directory_by_default(model: Path, tmp_path: Path) -> None:
+    settings = load_settings(Settings, {"model": model, "data_dir": tmp_path / "data"})
+    assert settings.is_database_embedded
+    assert settings.resolved_database_url == f"sqlite:///{tmp_path}/data/loramux.db"
+    assert settings.resolved_blob_url == f"file://{tmp_path}/data/blobs"
+
+
+def test_all_faults_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_PROT", "1")
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", "too-short-and-secret")
+    overrides = {
+        "model": Path("/nowhere"),
+        "port": 70_000,
+        "dtype": "int3",
+        "blob_url": "ftp://x",
+        "served_name": "a b",
+    }
+    with pytest.raises(SettingsError) as caught:
+        load_settings(Settings, overrides)
+    lines = str(caught.value).splitlines()
+    for said in (
+        "LORAMUX_PROT is no setting: did you mean LORAMUX_PORT?",
+        "there is no directory /nowhere",
+        "port is wrong: it should be less than or equal to 65535, not 70000",
+        "'auto', 'float32' or 'bfloat16', not 'int3'",
+        "file://DIRECTORY or s3://BUCKET/PREFIX",
+        "'a b' is no model name",
+        "32 characters",
+    ):
+        assert [line for line in lines if said in line], said
+    assert len(lines) == 7
+    assert "too-short-and-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        pytest.param("port = ", "is not TOML", id="no toml"),
+        pytest.param("prot = 1", "unknown setting prot: did you mean port?", id="unknown key"),
+        pytest.param("[server]\nport = 1", "unknown setting server", id="table"),
+        pytest.param(None, "No such file", id="no file"),
+    ],
+)
+def test_a_bad_file_is_explained(tmp_path: Path, model: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "bad.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SettingsError, match=said.replace("?", r"\?")):
+        load_settings(Settings, {"config": path, "model": model})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        pytest.param({}, "the setting model is missing: give --model, LORAMUX_MODEL or model", id="no model"),
+        pytest.param({"model": Path("/")}, "has no config.json", id="no model in the directory"),
+        pytest.param({"model": Path("/"), "drain_s": float("nan")}, "drain_s", id="nan"),
+        pytest.param({"model": Path("/"), "max_sequences": 0}, "max_sequences", id="zero"),
+    ],
+)
+def test_a_bad_value_names_its_setting(overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Settings, overrides)
+
+
+def test_the_database_verbs_need_no_model(toml: Path) -> None:
+    settings = load_settings(DataSettings, {"config": toml, "database_url": "postgresql://h/x"})
+    assert not settings.is_database_embedded
+
+
+def test_flags_are_those_of_serve_and_gateway() -> None:
+    flags = {name for verb in (serve, gateway) for name in inspect.signature(verb).parameters}
+    assert flags - {"context"} == FLAGS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        pytest.param({"pool_bytes": 1}, "change LORAMUX_POOL_BYTES or pool_bytes in", id="no flag"),
+        pytest.param({"port": -1}, "change --port, LORAMUX_PORT or port in", id="flag"),
+        pytest.param({"admin_key": "x"}, "change LORAMUX_ADMIN_KEY or admin_key in", id="secret"),
+    ],
+)
+def test_a_fault_names_a_flag_only_where_there_is_one(model: Path, overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(Settings, {"model": model, **overrides})
+
+
+def test_a_secret_read_from_a_file_may_end_with_its_line_break(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", "k" * 32 + "\n")
+    monkeypatch.setenv("LORAMUX_METRICS_TOKEN", "t" * 16 + "\r\n")
+    settings = load_settings(Settings, {"model": model})
+    assert settings.admin_key is not None
+    assert settings.metrics_token is not None
+    assert settings.admin_key.get_secret_value() == "k" * 32
+    assert settings.metrics_token.get_secret_value() == "t" * 16
+
+
+@pytest.mark.parametrize("secret", ["k" * 20 + "\n" + "k" * 20, "schl\u00fcssel" * 6], ids=["line break", "not ASCII"])
+def test_a_secret_that_no_header_carries_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", secret)
+    with pytest.raises(SettingsError, match="printable ASCII") as caught:
+        load_settings(Settings, {"model": model})
+    assert secret not in str(caught.value)
+
+
+def test_sources_are_separated_by_commas_or_a_list(model: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(Settings, {"model": model}).adapter_sources == ()
+    toml.write_text(toml.read_text() + 'adapter_sources = ["s3://one/adapters", "s3://two"]\n')
+    assert load_settings(Settings, {"config": toml}).adapter_sources == ("s3://one/adapters", "s3://two")
+    monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", "s3://three/a, s3://four")
+    assert load_settings(Settings, {"config": toml}).adapter_sources == ("s3://three/a", "s3://four")
+    for wrong in ("file:///etc", '["s3://five"]', "s3://six/../seven"):
+        monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", wrong)
+        with pytest.raises(SettingsError, match="no place to take adapters from"):
+            load_settings(Settings, {"model": model})
+
+
+def test_trusted_proxies_are_addresses_and_networks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(Settings, {"model": model}).trusted_proxies == ()
+    monkeypatch.setenv("LORAMUX_TRUSTED_PROXIES", "127.0.0.1, 10.0.0.0/8,::1")
+    assert load_settings(Settings, {"model": model}).trusted_proxies == ("127.0.0.1", "10.0.0.0/8", "::1")
+
+
+@pytest.mark.parametrize("proxies", ["*", "10.0.0.1/8", "proxy.example.com"])
+def test_proxies_that_cannot_be_trusted_by_address_are_refused(model: Path, proxies: str) -> None:
+    with pytest.raises(SettingsError, match=r"trusted_proxies is wrong.*such as 127\.0\.0\.1 and 10\.0\.0\.0/8"):
+        load_settings(Settings, {"model": model, "trusted_proxies": proxies})

@@ -1,0 +1,53 @@
+"""The table of counted steps: what fits a multiprocessor, and a whole table of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.cards import CARDS
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("card", "registers", "shared_bytes", "num_warps", "expected"),
+    [
+        pytest.param("h200", 32, 0, 4, 16, id="warps"),
+        pytest.param("h200", 128, 0, 4, 4, id="registers"),
+        pytest.param("h200", 129, 0, 4, 3, id="registers-rounded-up"),
+        pytest.param("h200", 32, 56 << 10, 4, 4, id="shared-memory"),
+        pytest.param("h200", 16, 0, 1, 32, id="programs"),
+        pytest.param("4090", 16, 0, 1, 24, id="programs-ada"),
+        pytest.param("l4", 255, 99 << 10, 8, 1, id="everything"),
+    ],
+)
+def test_programs_of_a_multiprocessor(
+    card: str, registers: int, shared_bytes: int, num_warps: int, expected: int
+) -> None:
+    assert CARDS[card].resident_programs(registers, shared_bytes, num_warps) == expected
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
+def test_a_tiny_model_is_counted_for_every_generation_of_cards(card: str, tmp_path: Path) -> None:
+    """Every kernel of a step compiles, and the counts are those of two layers."""
+    out = tmp_path / "table.json"
+    command = [sys.executable, "-m", "benchmarks.gpu.table", "--model", "tiny", "--card", card, "--out", str(out)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "triton")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = {step["case"]: step for step in json.loads(out.read_text())["steps"]}
+    for step in steps.values():
+        assert step["launches"] == sum(row["launches"] for row in step["rows"])
+        assert all(0 < row["least_mb"] <= row["asked_mb"] or row["asked_mb"] < 0.001 for row in step["rows"])
+    decode = "decode, batch 64, context 1024: "
+    base, adapted = steps[decode + "base only"], steps[decode + "16 adapters, rank 16"]
+    assert adapted["launches"] - base["launches"] == 2 * 4 * 2, "a shrink and an expand for each of four groups"
+    assert out.with_suffix(".md").read_text() == done.stdout[:-1]

@@ -1,0 +1,194 @@
+"""The comparison with peers: what is asked, what the ratios say, and when answers agree."""
+
+from __future__ import annotations
+
+import contextlib
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from benchmarks.peers.agreement import CheckFailed, check_work, compare, require_effect
+from benchmarks.peers.figures import Cell, best_peer, is_hopeless, near_the_best, ratios, tokens_per_second
+from benchmarks.peers.http_questions import completion_body, require_lengths
+from benchmarks.peers.model_files import ModelFiles
+from benchmarks.peers.picture import draw_bars
+from benchmarks.peers.system import LORAMUX, Running, System, SystemFailed
+from benchmarks.peers.vocabulary import FIRST_BYTE, FIRST_WORD, token_id_of, write_tokenizer
+from benchmarks.peers.workload import (
+    ATTENTION,
+    BASE,
+    DISTINCT,
+    KINDS,
+    PEER_KINDS,
+    SAME,
+    Load,
+    Question,
+    adapters_of,
+    draw_work,
+)
+from benchmarks.random_model import SHAPES
+from loramux.platform.tokenizer.token_bytes import TokenBytes
+
+SHORT, LONG = Load(64, 32), Load(32, 128)
+
+
+def never_opened(files: ModelFiles, is_check: bool) -> contextlib.AbstractContextManager[Running]:
+    raise AssertionError("figures need nothing that runs")
+
+
+def plain(name: str, dtype: str = "float32") -> System:
+    return System(name, dtype, KINDS if name == LORAMUX else PEER_KINDS, never_opened)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ModelFiles:
+    return ModelFiles(tmp_path, SHAPES["small"], num_adapters=4, rank=16)
+
+
+@pytest.mark.parametrize("text", ["64", "0/32", "64/0", "64/32/1", "a/b", "400/200"])
+def test_a_load_that_no_server_is_started_for_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no load|is not possible"):
+        Load.parse(text)
+
+
+def test_work_is_the_same_for_a_seed_and_shares_no_prompt_with_another() -> None:
+    drawn = draw_work(DISTINCT, SHORT, 4, 32000, "round 0")
+    assert drawn == draw_work(DISTINCT, SHORT, 4, 32000, "round 0")
+    others = [draw_work(DISTINCT, SHORT, 4, 32000, "round 1"), draw_work(SAME, SHORT, 4, 32000, "round 0")]
+    beginnings = [question.prompt[:16] for work in (drawn, *others) for question in work.questions]
+    assert len(set(beginnings)) == 12
+    assert {len(question.prompt) for question in drawn.questions} == {64}
+    assert all(FIRST_WORD <= token < 32000 for question in drawn.questions for token in question.prompt)
+    assert drawn.num_tokens == 4 * 32
+
+
+def test_a_kind_says_which_adapters_are_named() -> None:
+    assert adapters_of(BASE, 2) == [None, None]
+    assert adapters_of(DISTINCT, 2) == ["a0", "a1"]
+    assert adapters_of(SAME, 2) == ["a0", "a0"]
+    assert adapters_of(ATTENTION, 2) == ["attention0", "attention1"]
+    with pytest.raises(ValueError, match="unheard of"):
+        adapters_of("unheard of", 2)
+
+
+def test_each_token_has_a_spelling_of_its_own_from_which_its_id_comes_back(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 400)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 400
+    token_bytes = TokenBytes(tokenizer)
+    for token_id in range(400):
+        spelled = token_bytes.of(token_id)
+        try:
+            shown = spelled.decode()
+        except UnicodeDecodeError:
+            shown = f"bytes:\\x{spelled[0]:02x}"
+        assert token_id_of(shown) == token_id
+    assert tokenizer.decode([FIRST_WORD, FIRST_BYTE + ord("!")]) == f" w{FIRST_WORD}!"
+    with pytest.raises(ValueError, match="no token"):
+        token_id_of("two words")
+
+
+def test_a_completion_asks_greedily_for_a_fixed_length() -> None:
+    assert completion_body(Question((5, 6), None), 32, "base") == {
+        "model": "base",
+        "prompt": [5, 6],
+        "max_tokens": 32,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+
+
+def test_an_answer_of_another_length_is_an_error() -> None:
+    work = draw_work(BASE, SHORT, 2, 32000, "x")
+    require_lengths("a server", [32, 32], work)
+    with pytest.raises(SystemFailed, match="a server answered"):
+        require_lengths("a server", [32, 31], work)
+
+
+def test_speed_is_by_the_median_and_the_best_peer_is_taken_over_all_dtypes() -> None:
+    fast, slow, own = plain("vLLM", "bfloat16"), plain("vLLM"), plain(LORAMUX)
+    samples = {
+        Cell(fast, SHORT, BASE): [1.0, 2.0, 9.0],
+        Cell(slow, SHORT, BASE): [4.0],
+        Cell(own, SHORT, BASE): [0.5],
+    }
+    speeds = tokens_per_second(samples, num_questions=16)
+    assert speeds[Cell(fast, SHORT, BASE)] == 256.0
+    assert best_peer(speeds, SHORT, BASE) == Cell(fast, SHORT, BASE)
+    assert best_peer(speeds, LONG, BASE) is None
+
+
+def test_ratios_are_over_the_best_peer_and_overheads_over_our_own_base() -> None:
+    own, peft, vllm = plain(LORAMUX, "bfloat16"), plain("peft"), plain("vLLM")
+    own_speeds = {BASE: 110.0, DISTINCT: 100.0, SAME: 90.0, ATTENTION: 99.0}
+    speeds = {Cell(own, SHORT, kind): speed for kind, speed in own_speeds.items()}
+    speeds |= {Cell(peft, SHORT, kind): 40.0 for kind in PEER_KINDS}
+    speeds |= {Cell(vllm, SHORT, BASE): 100.0, Cell(vllm, SHORT, SAME): 80.0}
+    found = {ratio.name: ratio for ratio in ratios(speeds, speeds, [SHORT])}
+    base = found["base only over the best peer"]
+    assert (base.value, base.against, base.is_met) == (1.1, "vLLM, float32", True)
+    distinct = found["distinct adapters over the best peer"]
+    assert (distinct.value, distinct.against, distinct.target, distinct.is_met) == (2.5, "peft, float32", 2.6, False)
+    assert found["one adapter over the best peer"].is_met is False
+    seven = found["overhead of distinct adapters, all seven linears"]
+    assert (seven.value, seven.target, seven.is_met) == (pytest.approx(0.1), 0.15, True)
+    attention = found["overhead of distinct adapters, q/k/v/o"]
+    assert (attention.value, attention.target, attention.is_met) == (pytest.approx(1 / 9), 0.10, False)
+
+
+@pytest.mark.parametrize(("load", "target"), [(SHORT, 0.15), (LONG, 0.22), (Load(16, 8), None)], ids=str)
+def test_overhead_has_the_target_of_its_load(load: Load, target: float | None) -> None:
+    found = {ratio.name: ratio for ratio in ratios({}, {}, [load])}
+    assert found["overhead of distinct adapters, all seven linears"].target == target
+    assert found["overhead of distinct adapters, q/k/v/o"].target == (None if target is None else 0.10)
+    assert all(ratio.value is None and ratio.is_met is None for ratio in found.values())
+
+
+def test_what_is_far_behind_the_best_of_its_kind_is_left_out() -> None:
+    fast, near, far = (Cell(plain(name), SHORT, BASE) for name in ("fast", "near", "far"))
+    alone = Cell(plain("far"), SHORT, SAME)
+    assert near_the_best({fast: 100.0, near: 71.0, far: 69.0, alone: 1.0}) == {fast, near, alone}
+
+
+def test_the_check_gives_every_kind_the_same_prompts(files: ModelFiles) -> None:
+    prompts = {tuple(question.prompt for question in check_work(kind, files).questions) for kind in KINDS}
+    assert len(prompts) == 1
+
+
+def test_equal_answers_are_counted_by_kind() -> None:
+    reference = {BASE: ((1, 2), (3, 4)), SAME: ((5, 6), (7, 8))}
+    agreement = compare(reference, {BASE: ((1, 2), (3, 9)), SAME: ((5, 6), (7, 8))})
+    assert (agreement.equal, agreement.share, agreement.is_whole) == ({BASE: 1, SAME: 2}, 0.75, False)
+    assert str(agreement) == "base only 1 of 2, one adapter 2 of 2"
+    assert compare(reference, reference).is_whole
+
+
+def test_a_check_in_which_an_adapter_changes_nothing_is_refused() -> None:
+    require_effect({BASE: ((1, 2), (3, 4)), SAME: ((1, 3), (5, 4))})
+    with pytest.raises(CheckFailed, match="base's own"):
+        require_effect({BASE: ((1, 2), (3, 4)), SAME: ((1, 3), (3, 4))})
+
+
+def test_only_the_same_peer_at_the_same_work_makes_a_dtype_hopeless() -> None:
+    slow = Cell(plain("peft", "bfloat16"), SHORT, BASE)
+    samples = {slow: [10.0], Cell(plain("vLLM"), SHORT, BASE): [1.0], Cell(plain("peft"), SHORT, SAME): [1.0]}
+    assert not is_hopeless(slow, samples)
+    assert not is_hopeless(slow, {**samples, Cell(plain("peft"), SHORT, BASE): [3.6]})
+    assert is_hopeless(slow, {**samples, Cell(plain("peft"), SHORT, BASE): [3.4]})
+
+
+def test_a_picture_has_a_bar_for_each_figure_and_none_for_what_is_missing() -> None:
+    panels = {"64/32": {BASE: {"ours": 100.0, "theirs": 50.0}, SAME: {"ours": 80.0}}}
+    drawn = ElementTree.fromstring(draw_bars("a & b", panels, ["ours", "theirs"]))
+    rectangles = [element for element in drawn.iter() if element.tag.endswith("rect")]
+    background, *others = rectangles
+    assert background.get("fill") == "white"
+    heights = [float(element.get("height", "nan")) for element in others]
+    # Two squares of the legend, then the bars.
+    assert heights[:2] == [12.0, 12.0]
+    assert len(heights) == 5
+    assert heights[3] == pytest.approx(heights[2] / 2, abs=0.1)
+    assert heights[4] == pytest.approx(heights[2] * 0.8, abs=0.1)
+    assert "a & b" in [element.text for element in drawn.iter()]

@@ -1,0 +1,410 @@
+"""Loads, unloads and pins: each is answered, whatever else happens, and does what it says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from loramux.engine.adapters.adapter_pool import AdapterPhase
+from loramux.engine.messages import Abort, Extend, Load, Pin, ResidentAdapter, Unload
+from tests.engine.conftest import Simulate, Simulation, stats_of
+
+OWNER = b"gateway"
+
+
+class Calls:
+    """What one gateway asks of adapters."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.num_calls = 0
+
+    def load(self, digest: str) -> str:
+        self.simulation.engine.load(OWNER, Load(call_id=self._next(), digest=digest))
+        return str(self.num_calls)
+
+    def unload(self, digest: str, deadline_s: float | None = None) -> str:
+        self.simulation.engine.unload(OWNER, Unload(call_id=self._next(), digest=digest, deadline_s=deadline_s))
+        return str(self.num_calls)
+
+    def pin(self, digest: str, is_pinned: bool = True) -> str:
+        self.simulation.engine.pin(OWNER, Pin(call_id=self._next(), digest=digest, is_pinned=is_pinned))
+        return str(self.num_calls)
+
+    def outcome(self, call_id: str) -> str | None:
+        """The answer's code where it failed, else its state; None while there is none."""
+        answers = [one for one in self.simulation.answers if one.call_id == call_id]
+        assert len(answers) <= 1, "answered twice"
+        return answers[0].code or answers[0].state if answers else None
+
+    def _next(self) -> str:
+        self.num_calls += 1
+        return str(self.num_calls)
+
+
+def resident(simulation: Simulation) -> dict[str, ResidentAdapter]:
+    return {one.digest: one for one in stats_of(simulation).adapters}
+
+
+def phase_of(simulation: Simulation, digest: str) -> AdapterPhase:
+    entry = simulation.adapters.find(digest)
+    assert entry is not None
+    return entry.phase
+
+
+def use(simulation: Simulation, *digests: str) -> None:
+    """Run a short request with each adapter, one after another."""
+    for digest in digests:
+        name = f"use-{digest}-{len(simulation.finished)}"
+        add = simulation.add(name, digest=digest, max_tokens=2)
+        simulation.run()
+        assert simulation.tokens[name] == simulation.expected(add)
+
+
+# Unloads
+
+
+def test_an_unload_comes_to_its_end_although_requests_keep_coming(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    running = simulation.add("running", digest="a", max_tokens=12)
+    for _ in range(3):
+        simulation.step()
+    call = calls.unload("a")
+    for turn in range(40):
+        simulation.add(f"late{turn}", digest="a", max_tokens=12)
+        simulation.step()
+        if calls.outcome(call) is not None:
+            break
+    assert calls.outcome(call) == "absent"
+    assert simulation.tokens["running"] == simulation.expected(running)
+    refused = [one for name, one in simulation.finished.items() if name.startswith("late")]
+    assert len(refused) > 5
+    assert {(one.code, one.message) for one in refused} == {("adapter_unavailable", "the adapter is being unloaded")}
+    use(simulation, "a")
+    assert simulation.loader.num_fetches == 2
+
+
+def test_an_overdue_unload_frees_an_adapter_that_is_being_copied(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    simulation.add("s", digest="a")
+    simulation.loader.hold()
+    simulation.step()
+    assert phase_of(simulation, "a") is AdapterPhase.COPYING
+    call = calls.unload("a", deadline_s=3.0)
+    simulation.clock.now = 3.0
+    simulation.step()
+    assert simulation.finished["s"].code == "adapter_unavailable"
+    simulation.add("late", digest="a")
+    simulation.step()
+    assert calls.outcome(call) is None
+    simulation.loader.let_go()
+    simulation.run(max_steps=20)
+    assert simulation.finished["late"].code == "adapter_unavailable"
+    assert calls.outcome(call) == "absent"
+    assert stats_of(simulation).num_adapter_pages == 0
+
+
+def test_an_overdue_unload_gives_up_a_fetch_and_waits_for_no_store(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    simulation.loader.hold()
+    simulation.add("s", digest="a")
+    simulation.step()
+    assert phase_of(simulation, "a") is AdapterPhase.FETCHING
+    call = calls.unload("a", deadline_s=3.0)
+    simulation.step()
+    assert calls.outcome(call) is None, "a request still wants it"
+    simulation.clock.now = 3.0
+    simulation.step()
+    assert simulation.finished["s"].code == "adapter_unavailable"
+    assert calls.outcome(call) == "absent"
+    assert simulation.adapters.find("a") is None
+    # What the store answers to the fetch that was given up is heard by nobody.
+    late = simulation.add("late", digest="a")
+    simulation.step()
+    simulation.loader.let_go()
+    simulation.run()
+    assert simulation.tokens["late"] == simulation.expected(late)
+    assert (simulation.loader.num_fetches, stats_of(simulation).num_adapter_loads) == (2, 1)
+
+
+def test_an_unload_leaves_a_fetch_alone_that_a_request_waits_for(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    simulation.loader.hold()
+    wanted = simulation.add("s", digest="a")
+    load, unload = calls.load("b"), calls.unload("b")
+    simulation.step()
+    assert [calls.outcome(call) for call in (load, unload)] == ["superseded", "absent"]
+    assert simulation.adapters.find("b") is None
+    assert phase_of(simulation, "a") is AdapterPhase.FETCHING
+    simulation.loader.let_go()
+    simulation.run()
+    assert simulation.tokens["s"] == simulation.expected(wanted)
+
+
+def test_the_later_of_a_load_and_an_unload_wins(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    simulation.loader.hold()
+    before, unload, after = calls.load("a"), calls.unload("a"), calls.load("a")
+    simulation.step()
+    simulation.loader.let_go()
+    simulation.run()
+    assert [calls.outcome(call) for call in (before, unload, after)] == ["superseded", "absent", "resident"]
+    assert list(resident(simulation)) == ["a"]
+    assert simulation.loader.num_fetches == 2
+
+
+def test_a_load_that_comes_after_an_unload_waits_for_it(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    simulation.add("user", digest="a", max_tokens=8)
+    for _ in range(3):
+        simulation.step()
+    unload, load = calls.unload("a"), calls.load("a")
+    simulation.run()
+    assert [one.call_id for one in simulation.answers] == [unload, load]
+    assert simulation.loader.num_fetches == 2
+
+
+def test_an_unload_looks_at_no_sequence_that_does_not_want_its_adapter(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(simulation)
+    simulation.add("user", digest="a", max_tokens=20)
+    for i in range(5):
+        simulation.add(f"base{i}", max_tokens=20)
+    simulation.step()
+    call = calls.unload("a", deadline_s=100.0)
+    looked_at: list[str] = []
+    live = simulation.engine._live
+    monkeypatch.setattr(type(live), "__iter__", lambda self: looked_at.append("all") or iter(()))
+    simulation.run()
+    assert calls.outcome(call) == "absent"
+    assert looked_at == []
+
+
+# Pins
+
+
+def test_a_pinned_adapter_stays_whatever_else_is_used(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=8, num_slots=3, adapters={"a": 2, "b": 2, "c": 3, "d": 3})
+    calls = Calls(simulation)
+    call = calls.pin("a")
+    simulation.run()
+    assert calls.outcome(call) == "resident"
+    use(simulation, "b", "c", "d", "b", "c", "d")
+    add = simulation.add("base", num_prompt=60, max_tokens=36)
+    simulation.run()
+    assert simulation.tokens["base"] == simulation.expected(add)
+    assert resident(simulation)["a"].is_pinned
+    assert resident(simulation)["a"].num_users == 0
+    use(simulation, "a")
+    fetches = simulation.loader.num_fetches
+    use(simulation, "a")
+    assert simulation.loader.num_fetches == fetches
+
+
+def test_an_adapter_that_is_unpinned_gives_way_again(simulate: Simulate) -> None:
+    simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
+    calls = Calls(simulation)
+    calls.pin("a")
+    simulation.run()
+    use(simulation, "b", "c")
+    assert "a" in resident(simulation)
+    assert calls.outcome(calls.pin("a", is_pinned=False)) is None
+    simulation.step()
+    assert calls.outcome(str(calls.num_calls)) == "resident"
+    use(simulation, "b", "c")
+    assert "a" not in resident(simulation)
+    gone = calls.pin("a", is_pinned=False)
+    simulation.step()
+    assert calls.outcome(gone) == "absent"
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "sizes", "outcomes"),
+    [
+        (4, {"a": 1, "b": 1, "c": 1}, ["resident", "resident", "pin_limit"]),
+        (1, {"a": 1}, ["pin_limit"]),
+        (8, {"a": 6, "b": 5, "c": 1}, ["resident", "pin_limit", "resident"]),
+        (8, {"a": 11}, ["pin_limit"]),
+        (8, {"missing": 0}, ["adapter_unavailable"]),
+    ],
+    ids=["half the slots", "the only slot", "half the pages", "more than half the pages", "not in the store"],
+)
+def test_pins_take_their_share_and_no_more(
+    simulate: Simulate, num_slots: int, sizes: dict[str, int], outcomes: list[str]
+) -> None:
+    stored = {digest: pages for digest, pages in sizes.items() if pages}
+    simulation = simulate(num_pages=20, num_slots=num_slots, adapters=stored)
+    calls = Calls(simulation)
+    asked = [calls.pin(digest) for digest in sizes]
+    simulation.run()
+    assert [calls.outcome(call) for call in asked] == outcomes
+    assert not simulation.engine.has_work
+
+
+def test_a_pin_that_an_accepted_request_has_no_room_beside_is_refused(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=10, adapters={"a": 2})
+    calls = Calls(simulation)
+    add = simulation.add("large", num_prompt=40, max_tokens=100)
+    simulation.step()
+    call = calls.pin("a")
+    simulation.run()
+    assert calls.outcome(call) == "pin_limit"
+    assert simulation.tokens["large"] == simulation.expected(add)
+
+
+def test_a_pin_that_an_adapter_on_its_way_has_no_room_beside_is_refused(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=10, adapters={"a": 2, "big": 9})
+    calls = Calls(simulation)
+    use(simulation, "a")
+    simulation.add("base", num_prompt=60, max_tokens=20)
+    for _ in range(3):
+        simulation.step()
+    waiting = simulation.add("waiting", digest="big", max_tokens=2)
+    for _ in range(3):
+        simulation.step()
+    call = calls.pin("a")
+    simulation.run(max_steps=200)
+    assert calls.outcome(call) == "pin_limit"
+    assert simulation.tokens["waiting"] == simulation.expected(waiting)
+
+
+def test_what_pins_leave_no_room_for_is_refused_at_once(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=10, adapters={"a": 4, "big": 7, "half": 4})
+    calls = Calls(simulation)
+    calls.pin("a")
+    simulation.run()
+    simulation.add("large", num_prompt=40, max_tokens=57)
+    simulation.add("needs big", digest="big")
+    simulation.add("needs half", num_prompt=20, max_tokens=13, digest="half")
+    fits = simulation.add("fits", num_prompt=40, max_tokens=56, digest="a")
+    fits_beside = simulation.add("fits beside", num_prompt=20, max_tokens=12, digest="half")
+    simulation.run(max_steps=1000)
+    assert simulation.finished["large"].code == "request_too_large"
+    assert simulation.finished["needs big"].code == "adapter_unavailable"
+    assert "pinned" in (simulation.finished["needs big"].message or "")
+    assert simulation.finished["needs half"].code == "request_too_large"
+    assert simulation.tokens["fits"] == simulation.expected(fits)
+    assert simulation.tokens["fits beside"] == simulation.expected(fits_beside)
+
+
+def test_an_adapter_with_nothing_but_its_pin_is_not_the_one_that_gives_its_slot_up(simulate: Simulate) -> None:
+    """A pin is a user that never ends: those who have fewest users beside it would be spared for ever."""
+    simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
+    calls = Calls(simulation)
+    calls.pin("a")
+    simulation.run()
+    adds = [simulation.add(f"b{i}", digest="b", max_tokens=8) for i in range(2)]
+    simulation.step()
+    simulation.step()
+    adds.append(simulation.add("c", digest="c", max_tokens=4))
+    for turn in range(60):
+        adds.append(simulation.add(f"late{turn}", digest="b", max_tokens=8))
+        simulation.step()
+        if "c" in simulation.finished:
+            break
+    assert "c" in simulation.finished
+    adds.append(simulation.add("a", digest="a", max_tokens=3))
+    simulation.run()
+    assert all(simulation.tokens[add.sequence_id] == simulation.expected(add) for add in adds)
+
+
+def test_an_unload_ends_a_pin(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    calls.pin("a")
+    simulation.run()
+    waiting = calls.pin("b")
+    unloads = [calls.unload("a"), calls.unload("b")]
+    simulation.run()
+    assert [calls.outcome(call) for call in (waiting, *unloads)] == ["superseded", "absent", "absent"]
+    assert stats_of(simulation).num_adapter_pages == 0
+    again = [calls.pin(digest) for digest in "abc"]
+    simulation.run()
+    assert [calls.outcome(call) for call in again] == ["resident"] * 3
+
+
+def test_a_pinned_adapter_that_was_not_finite_comes_back_pinned(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    calls.pin("a")
+    simulation.run()
+    simulation.executor.not_finite_for.add("a")
+    for i in range(2):
+        simulation.add(f"bad{i}", digest="a", max_tokens=9)
+    simulation.run()
+    assert {simulation.finished[f"bad{i}"].code for i in range(2)} == {"not_finite"}
+    assert simulation.loader.num_fetches == 2
+    assert resident(simulation)["a"].is_pinned
+    simulation.executor.not_finite_for.clear()
+    use(simulation, "a")
+
+
+def test_a_pin_outlives_its_gateway_and_can_be_ended_by_another(simulation: Simulation) -> None:
+    calls = Calls(simulation)
+    simulation.engine.pin(b"dead", Pin(call_id="dead", digest="a"))
+    simulation.run()
+    simulation.engine.abort_all(b"dead")
+    assert resident(simulation)["a"].is_pinned
+    calls.pin("a", is_pinned=False)
+    simulation.run()
+    assert not resident(simulation)["a"].is_pinned
+
+
+# Everything at once
+
+
+def happenings(calls: Calls, names: list[str], rng: random.Random) -> list[Callable[[], object]]:
+    """What may happen to everybody at any time."""
+    simulation = calls.simulation
+    engine, loader = simulation.engine, simulation.loader
+    return [
+        lambda: calls.load(rng.choice(names)),
+        lambda: calls.unload(rng.choice(names), rng.choice([None, 0.0, 4.0])),
+        lambda: calls.pin(rng.choice(names)),
+        lambda: calls.pin(rng.choice(names), is_pinned=False),
+        lambda: engine.abort(OWNER, Abort(sequence_id=f"s{rng.randrange(300)}")),
+        lambda: engine.extend(OWNER, Extend(sequence_id=f"s{rng.randrange(300)}", max_tokens=60)),
+        lambda: simulation.executor.not_finite_for.symmetric_difference_update({rng.choice(names)}),
+        loader.let_go,
+        loader.hold,
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_call_is_answered_whatever_happens(simulate: Simulate, seed: int) -> None:
+    rng = random.Random(seed)
+    names = {f"adapter{i}": rng.randint(1, 6) for i in range(8)}
+    simulation = simulate(
+        num_pages=rng.choice([20, 40]), num_slots=rng.choice([1, 3, 6]), adapters=names, max_sequences=6
+    )
+    calls = Calls(simulation)
+    happen = happenings(calls, [*names, "missing"], rng)
+    adds = {}
+    for turn in range(300):
+        simulation.clock.now += rng.random()
+        if rng.random() < 0.5:
+            pause_s, digest = rng.choice([0.0, 5.0]), rng.choice([None, *names])
+            adds[f"s{turn}"] = simulation.add(
+                f"s{turn}", rng.randint(1, 90), rng.randint(1, 40), digest, pause_s=pause_s
+            )
+        if rng.random() < 0.3:
+            rng.choice(happen)()
+        simulation.step()
+    simulation.loader.let_go()
+    simulation.executor.not_finite_for.clear()
+    for _ in range(5000):
+        if not simulation.engine.has_work:
+            break
+        simulation.clock.now += 1.0
+        simulation.step()
+    assert not simulation.engine.has_work
+    simulation.engine.check_integrity()
+    assert sorted(int(one.call_id) for one in simulation.answers) == list(range(1, calls.num_calls + 1))
+    assert set(simulation.finished) == set(adds)
+    for name, add in adds.items():
+        received = simulation.tokens[name]
+        assert received == simulation.executor.generate(add.prompt, len(received), add.digest)
+    pinned = [one for one in stats_of(simulation).adapters if one.is_pinned]
+    assert sum(one.num_pages for one in pinned) == simulation.adapters.num_pinned_pages
+    assert 2 * simulation.adapters.num_pinned_pages <= simulation.pages.num_pages

@@ -1,0 +1,47 @@
+"""An adapter is refused after three strikes, for as long as they are remembered."""
+
+from __future__ import annotations
+
+from loramux.engine.adapters.adapter_strikes import MAX_STRIKES, MEMORY_S, AdapterStrikes
+from tests.engine.conftest import Clock, Simulation
+
+
+def test_strikes_are_forgotten_one_by_one() -> None:
+    clock = Clock()
+    strikes = AdapterStrikes(clock)
+    for minute in range(MAX_STRIKES):
+        assert not strikes.is_quarantined("a")
+        clock.now = 60.0 * minute
+        strikes.strike("a")
+    assert strikes.is_quarantined("a")
+    assert not strikes.is_quarantined("b")
+    clock.now = MEMORY_S - 1
+    assert strikes.is_quarantined("a")
+    clock.now = MEMORY_S
+    assert not strikes.is_quarantined("a")
+    # Two of the three still count.
+    strikes.strike("a")
+    assert strikes.is_quarantined("a")
+
+
+def test_strikes_far_apart_refuse_nobody() -> None:
+    clock = Clock()
+    strikes = AdapterStrikes(clock)
+    for day in range(30):
+        clock.now = 86400.0 * day
+        strikes.strike("a")
+        assert not strikes.is_quarantined("a")
+
+
+def test_an_adapter_is_served_again_once_its_strikes_are_forgotten(simulation: Simulation) -> None:
+    simulation.executor.not_finite_for.add("a")
+    for i in range(MAX_STRIKES):
+        simulation.add(f"bad{i}", digest="a")
+        simulation.run()
+    simulation.executor.not_finite_for.clear()
+    simulation.add("refused", digest="a")
+    simulation.clock.now = MEMORY_S
+    add = simulation.add("served", digest="a")
+    simulation.run()
+    assert simulation.finished["refused"].code == "adapter_quarantined"
+    assert simulation.tokens["served"] == simulation.expected(add)

@@ -1,0 +1,94 @@
+"""Floors follow the requests of their shares, and one that does not fit disturbs no other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from loramux.engine.adapters.host_floors import MAX_MEMBERS, HostFloors
+from loramux.engine.messages import Finished
+from tests.adapter_store.tiers.test_host_tier import adapter, content, filled
+from tests.engine.conftest import Simulation
+
+TIER_BYTES = 100
+
+
+class Tier:
+    """Says what a host tier of 100 bytes would be told, and refuses what it would refuse."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, tuple[set[str], int]] = {}
+        self.num_calls = 0
+
+    def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
+        self.num_calls += 1
+        others = sum(floor for name, (_, floor) in self.groups.items() if name != group)
+        if others + floor_bytes > TIER_BYTES:
+            raise ValueError
+        self.groups[group] = set(digests), floor_bytes
+        if not floor_bytes:
+            del self.groups[group]
+
+
+@pytest.fixture
+def tier() -> Tier:
+    return Tier()
+
+
+@pytest.fixture
+def floors(tier: Tier) -> HostFloors:
+    return HostFloors(tier.protect)
+
+
+def test_the_adapters_that_a_share_asks_for_are_protected(tier: Tier, floors: HostFloors) -> None:
+    for digest in "aba":
+        floors.note("acme", digest, 40)
+    floors.note("umbrella", "b", 60)
+    assert tier.groups == {"acme": ({"a", "b"}, 40), "umbrella": ({"b"}, 60)}
+    assert tier.num_calls == 3, "what is protected already is not told again"
+
+
+def test_a_floor_is_changed_and_ended_by_the_next_request(tier: Tier, floors: HostFloors) -> None:
+    floors.note("acme", "a", 40)
+    floors.note("acme", "a", 50)
+    assert tier.groups == {"acme": ({"a"}, 50)}
+    floors.note("acme", "a", 0)
+    floors.note("acme", "a", 0)
+    assert (tier.groups, tier.num_calls) == ({}, 3)
+
+
+def test_a_floor_that_does_not_fit_waits_for_room_and_disturbs_nobody(tier: Tier, floors: HostFloors) -> None:
+    floors.note("acme", "a", 70)
+    floors.note("umbrella", "b", 40)
+    assert tier.groups == {"acme": ({"a"}, 70)}
+    floors.note("acme", "a", 60)
+    floors.note("umbrella", "b", 40)
+    assert tier.groups == {"acme": ({"a"}, 60), "umbrella": ({"b"}, 40)}
+
+
+def test_a_share_cannot_make_the_list_of_its_adapters_grow_without_end(tier: Tier, floors: HostFloors) -> None:
+    for number in range(MAX_MEMBERS + 2):
+        floors.note("acme", str(number), 10)
+    assert len(tier.groups["acme"][0]) == MAX_MEMBERS
+    assert not {"0", "1"} & tier.groups["acme"][0]
+
+
+def test_what_a_share_asked_for_stays_in_the_tier_when_others_adapters_come() -> None:
+    tier = filled(40, "a", "b")
+    floors = HostFloors(tier.protect)
+    floors.note("acme", "a", 10)
+    for digest in "cdefg":
+        tier.add(adapter(digest), 0)
+    assert content(tier) == "aefg"
+    floors.note("acme", "a", 0)
+    tier.add(adapter("h"), 0)
+    assert content(tier) == "efgh"
+
+
+def test_a_negative_floor_is_refused(simulation: Simulation) -> None:
+    simulation.add("one", digest="a", host_floor_bytes=-1)
+    simulation.run()
+    finished = simulation.finished["one"]
+    assert isinstance(finished, Finished)
+    assert finished.code == "invalid_request"

@@ -1,0 +1,24 @@
+"""The GPU's backend, or its stand-in: Triton's kernels interpreted, and a host that plays the device."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.device.backend import Backend, DenseLinear, open_backend
+from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpreted
+
+
+def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """Everything but CUDA itself is the same on both; holds for one test."""
+    if HAS_GPU:
+        return open_backend("cuda")
+    run_interpreted(monkeypatch)
+    gpu, sampling = import_kernels("kernels", "sampling")
+    return Backend(
+        accelerator=HostAccelerator(),
+        make_kernels=lambda pool, shapes: gpu.GpuKernels(pool),
+        make_linear=DenseLinear,
+        activation_dtype=None,
+        sample_tokens=sampling.sample_tokens,
+    )

@@ -1,0 +1,148 @@
+"""A GPU that is not there: its kernels are compiled for it or only named, and none of them runs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loramux.engine.assembly import AssembledEngine, assemble_engine
+from loramux.engine.config import EngineConfig
+from loramux.engine.device.accelerator import Accelerator, HostAccelerator
+from loramux.engine.device.backend import Backend, CompileAhead, DenseLinear
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 208,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rope_theta": 1e4, **SIZES}
+GEMMA = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 64,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "rope_theta": 1e4,
+    **SIZES,
+}
+
+
+DEVICES = itertools.count(1000)
+"""Kernels remember for each device what they were compiled to."""
+
+
+class ZeroWeights:
+    """Weights that nobody multiplies by."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+class NoAdapters:
+    """A source that is never asked."""
+
+    def lease(self, digest: str, *, cancel: object) -> Any:
+        raise KeyError(digest)
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedDriver:
+    """What Triton asks of a driver before it launches."""
+
+    capability: int
+    device: int
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def played_driver(capability: int) -> Iterator[None]:
+    """A GPU of this compute capability times 10, for which no kernel has been compiled."""
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(PlayedDriver(capability, next(DEVICES)))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+class UnlaunchedProgram:
+    """Stands for a compiled program; its launches do nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *arguments: Any) -> None:
+        return None
+
+    def run(self, *arguments: Any) -> None:
+        return None
+
+
+def cache_key(source: Any, target: Any, options: dict[str, Any]) -> str:
+    """The name under which Triton's cache has a program: what `triton.compile` would look for first."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import make_backend
+    from triton.runtime.cache import get_cache_key
+
+    backend = make_backend(target)
+    key = get_cache_key(source, backend, backend.parse_options(options), env_vars=get_cache_invalidating_env_vars())
+    return f"{source.name}-{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def start_engine(
+    directory: Path,
+    model: dict[str, Any],
+    compile_ahead: CompileAhead | None,
+    accelerator: Accelerator | None = None,
+    **settings: Any,
+) -> AssembledEngine:
+    """Start an engine for `model` that believes to be on a GPU, in host memory."""
+    (directory / "config.json").write_text(json.dumps(model))
+    gpu, sampling = (importlib.import_module(f"loramux.kernels.gpu.{name}") for name in ("kernels", "sampling"))
+    backend = Backend(
+        accelerator=accelerator or HostAccelerator(),
+        make_kernels=lambda pool, shapes: gpu.GpuKernels(pool, num_processors=132),
+        make_linear=DenseLinear,
+        activation_dtype=None,
+        sample_tokens=sampling.sample_tokens,
+        compiles=True,
+        compile_ahead=compile_ahead,
+    )
+    config = EngineConfig(
+        model_dir=str(directory),
+        blob_url="",
+        cache_dir="",
+        dtype="bfloat16",
+        **{"pool_bytes": 8 << 20, "max_batch_tokens": 16, "max_sequences": 4, **settings},
+    )
+    return assemble_engine(config, lambda: None, NoAdapters(), ZeroWeights(), backend)

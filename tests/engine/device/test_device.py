@@ -1,0 +1,146 @@
+"""Which device an engine runs on, and one sentence where it cannot."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from loramux.engine import config as config_module
+from loramux.engine.config import resolve_device
+from loramux.engine.device import backend as backend_module
+from loramux.engine.device import cuda_driver
+from loramux.engine.device.backend import open_backend
+from loramux.engine.device.cuda_driver import count_gpus, missing_for_cuda, states_cuda
+from loramux.engine.errors import DeviceNotUsable
+from tests.kernels.gpu.interpreted import HAS_GPU
+
+MISSING = "something is missing"
+
+
+@pytest.mark.parametrize(
+    ("requested", "missing", "expected"),
+    [
+        ("cpu", None, "cpu"),
+        ("cpu", MISSING, "cpu"),
+        ("auto", None, "cuda"),
+        ("auto", MISSING, "cpu"),
+        ("cuda", None, "cuda"),
+    ],
+)
+def test_the_device_is_a_gpu_where_one_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, requested: str, missing: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(config_module, "missing_for_cuda", lambda: missing)
+    assert resolve_device(requested) == expected
+
+
+def test_a_gpu_that_was_asked_for_and_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "missing_for_cuda", lambda: MISSING)
+    with pytest.raises(DeviceNotUsable, match=MISSING):
+        resolve_device("cuda")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_without_a_gpu_the_backend_is_refused_with_the_remedy() -> None:
+    with pytest.raises(DeviceNotUsable, match="use --device cpu"):
+        open_backend("cuda")
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_setting_for_overlapping_launches_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch, pdl: bool) -> None:
+    asked: list[bool] = []
+    accelerator = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(backend_module, "missing_for_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend_module, "CudaAccelerator", lambda device: accelerator)
+    monkeypatch.setattr(backend_module, "select_kernels", lambda device, pool, shapes, pdl: asked.append(pdl))
+    open_backend("cuda", pdl).make_kernels(cast(Any, None), cast(Any, None))
+    assert asked == [pdl]
+
+
+class Driver:
+    """NVIDIA's driver on a machine with one GPU; `broken` calls return an error."""
+
+    def __init__(self, capability: tuple[int, int], broken: tuple[str, ...] = ()) -> None:
+        self._attributes = dict(zip((75, 76), capability, strict=True))
+        self._broken = broken
+
+    def cuInit(self, flags: int) -> int:
+        return self._code("cuInit")
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 1
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = 40 + ordinal
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+        assert device.value == 40
+        value._obj.value = self._attributes[attribute]
+        return self._code("cuDeviceGetAttribute")
+
+    def _code(self, call: str) -> int:
+        return 999 if call in self._broken else 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [
+        pytest.param(Driver((7, 5)), "compute capability 7.5; the kernels need 8.0 or later", id="too old"),
+        pytest.param(Driver((8, 0)), None, id="old enough"),
+        pytest.param(Driver((12, 0)), None, id="new"),
+        pytest.param(Driver((7, 5), ("cuDeviceGetAttribute",)), None, id="says nothing"),
+        pytest.param(Driver((9, 0), ("cuInit",)), "none was found", id="lost"),
+    ],
+)
+def test_a_gpu_that_the_kernels_cannot_use_is_refused_before_anything_is_begun(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, expected: str | None
+) -> None:
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: True)
+    if expected is None:
+        assert resolve_device("auto") == resolve_device("cuda") == "cuda"
+        return
+    with pytest.raises(DeviceNotUsable, match=f"{expected}.*use .*--device cpu$"):
+        resolve_device("cuda")
+    assert resolve_device("auto") == "cpu"
+
+
+def test_a_gpu_needs_a_torch_that_was_built_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "count_gpus", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "capability_of_first_gpu", lambda: (9, 0))
+    monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: False)
+    missing = missing_for_cuda()
+    assert missing is not None
+    assert "constraints-cuda.txt" in missing
+    monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: True)
+    assert missing_for_cuda() is None
+
+
+def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "DRIVER", "libno-such-driver.so.1")
+    assert count_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("cuda: Optional[str] = '13.0'", True),
+        ('cuda = "12.8"', True),
+        ("cuda: Optional[str] = None", False),
+        ("cuda = None", False),
+        ("debug = False", False),
+        ("__all__ = ['__version__', 'debug', 'cuda', 'git_version']", False),
+    ],
+)
+def test_what_torch_says_it_was_built_for(line: str, expected: bool) -> None:
+    assert (
+        states_cuda(f"from typing import Optional\n\n__version__ = '2.13.0'\n{line}\nhip: Optional[str] = None\n")
+        is expected
+    )

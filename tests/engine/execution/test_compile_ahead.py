@@ -1,0 +1,124 @@
+"""What is compiled before the first launch is what the launches need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.engine.device.accelerator import HostAccelerator
+from tests.engine.device.played_gpu import GEMMA, LLAMA, UnlaunchedProgram, cache_key, played_driver, start_engine
+
+pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
+
+
+COMPILE = """
+import sys
+from pathlib import Path
+from triton import knobs
+from triton.runtime import JITFunction
+from loramux.kernels.gpu.ahead import compile_ahead
+from tests.engine.device.played_gpu import GEMMA, LLAMA, played_driver, start_engine
+
+run = JITFunction.run
+JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+found = []
+knobs.compilation.listener = lambda **said: found.append(said["cache_hit"])
+model, capability, directory = sys.argv[1:]
+for _ in range(2):
+    with played_driver(int(capability)):
+        start_engine(Path(directory), {"llama": LLAMA, "gemma": GEMMA}[model], compile_ahead).loader.close()
+assert all(found), f"{found.count(False)} of {len(found)} programs were compiled by the engine"
+print(len(found))
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("model", ["llama", "gemma"])
+def test_the_engine_compiles_nothing_itself(model: str, capability: int, tmp_path: Path) -> None:
+    """A start compiles ahead and then loads everything; the start after it compiles nothing."""
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path / "programs"),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, model, str(capability), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    num_programs = int(done.stdout) // 2
+    first, last = done.stderr.splitlines()
+    assert first.startswith(f"compiling {num_programs} of {num_programs} GPU programs in ")
+    assert last.startswith("compiling ahead took ")
+
+
+@pytest.mark.parametrize("model", [LLAMA, GEMMA], ids=["llama", "gemma"])
+def test_what_is_recorded_is_what_the_warm_up_looks_for(
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the same names in Triton's cache, although layers were left out and JSON knows no tuples."""
+    from triton import compiler
+
+    from loramux.kernels.gpu.ahead import Program, recorded_programs
+
+    wanted: dict[str, object] = {}
+    recorded: dict[str, object] = {}
+    captured: list[Callable[[], None]] = []
+
+    def note(source: Any, target: Any, options: dict[str, Any]) -> UnlaunchedProgram:
+        wanted[cache_key(source, target, options)] = source.signature, source.constants, source.attrs
+        return UnlaunchedProgram()
+
+    def record(launch: Callable[[], None], num_processes: int) -> None:
+        with recorded_programs() as lines:
+            launch()
+        assert not wanted, "it was to be compiled ahead, and was launched"
+        assert not captured, "what launches nothing is not worth a graph"
+        for program in map(Program.parse, lines):
+            source = program.source
+            key = cache_key(source, program.target, program.options)
+            recorded[key] = source.signature, source.constants, source.attrs
+
+    def capture(self: HostAccelerator, step: Callable[[], None]) -> Callable[[], None]:
+        captured.append(step)
+        return step
+
+    monkeypatch.setattr(compiler, "compile", note)
+    monkeypatch.setattr(HostAccelerator, "capture", capture)
+    with played_driver(90):
+        start_engine(tmp_path, model, record).loader.close()
+    assert len({name.rpartition("-")[0] for name in wanted}) == 10
+    assert recorded == wanted
+    assert captured
+
+
+def test_an_engine_that_cannot_compile_ahead_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from triton import compiler
+
+    compiled: list[str] = []
+
+    def note(source: Any, target: Any, options: dict[str, Any]) -> UnlaunchedProgram:
+        compiled.append(source.name)
+        return UnlaunchedProgram()
+
+    def refuse(launch: Callable[[], None], num_processes: int) -> None:
+        assert num_processes == len(os.sched_getaffinity(0))
+        raise OSError("no room for a cache")
+
+    monkeypatch.setattr(compiler, "compile", note)
+    with played_driver(90):
+        start_engine(tmp_path, LLAMA, refuse, max_sequences=1).loader.close()
+    assert compiled
+    assert "compiled one after the other: OSError('no room for a cache')" in capsys.readouterr().err

@@ -1,0 +1,277 @@
+"""Choosing tokens on the device: what the host hears later is what its own sampler would have said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from loramux.engine.batch import SamplingRow
+from loramux.engine.device.accelerator import Fence, HostAccelerator
+from loramux.engine.device.backend import Backend
+from loramux.engine.execution import device_sampler
+from loramux.engine.execution.device_sampler import DeviceSampler
+from loramux.engine.execution.sampler import SampledToken, sample, uniforms_of
+from loramux.engine.execution.step_buffer import SamplingInputs
+from loramux.engine.execution.token_marks import DeviceMarks
+from loramux.engine.logit_penalties import logit_edits
+from loramux.engine.messages import SamplingParams
+from tests.engine.device.gpu_backend import gpu_backend
+from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU
+
+VOCAB_SIZE, MAX_SAMPLES, EOS = 70, 8, (3,)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    return gpu_backend(monkeypatch)
+
+
+@pytest.fixture
+def sampler(backend: Backend) -> DeviceSampler:
+    assert backend.sample_tokens is not None
+    return DeviceSampler(backend.accelerator, backend.sample_tokens, MAX_SAMPLES, EOS)
+
+
+def rows_of(*params: SamplingParams, num_chosen: int = 0) -> list[SamplingRow]:
+    return [SamplingRow(one, seed, num_chosen) for seed, one in enumerate(params)]
+
+
+def inputs_of(rows: list[SamplingRow]) -> SamplingInputs:
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        # A step's columns are padded; what lies there means nothing.
+        return torch.tensor([*values, *[0] * (MAX_SAMPLES - len(values))], dtype=dtype, device=DEVICE)
+
+    params = [row.params for row in rows]
+    return SamplingInputs(
+        temperature=column([one.temperature for one in params], torch.float32),
+        top_k=column([one.top_k for one in params], torch.int32),
+        top_p=column([one.top_p for one in params], torch.float32),
+        min_p=column([one.min_p for one in params], torch.float32),
+        uniform=column(uniforms_of(rows).tolist(), torch.float32),
+    )
+
+
+def choose(sampler: DeviceSampler, logits: torch.Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+    return sampler.choose(logits.clone().to(DEVICE), rows, inputs_of(rows)).tokens()
+
+
+def random_logits(num_rows: int) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(num_rows))
+
+
+def test_greedy_rows_and_log_probabilities_equal_the_hosts(sampler: DeviceSampler) -> None:
+    rows = rows_of(
+        GREEDY,
+        SamplingParams(temperature=0.0, num_logprobs=0),
+        SamplingParams(temperature=0.0, num_logprobs=3),
+        SamplingParams(temperature=0.0, num_logprobs=VOCAB_SIZE + 5),
+    )
+    logits = random_logits(4)
+    for found, expected in zip(choose(sampler, logits, rows), sample(logits, rows, EOS), strict=True):
+        assert found.token_id == expected.token_id
+        assert (found.logprobs is None) == (expected.logprobs is None)
+        if found.logprobs is not None and expected.logprobs is not None:
+            assert found.logprobs.token_id == expected.logprobs.token_id
+            assert found.logprobs.logprob == pytest.approx(expected.logprobs.logprob, abs=1e-5)
+            assert [token for token, _ in found.logprobs.top] == [token for token, _ in expected.logprobs.top]
+            assert [value for _, value in found.logprobs.top] == pytest.approx(
+                [value for _, value in expected.logprobs.top], abs=1e-5
+            )
+
+
+def test_log_probabilities_are_the_models_whatever_is_forbidden_or_cut(sampler: DeviceSampler) -> None:
+    rows = rows_of(SamplingParams(temperature=0.7, top_k=2, min_tokens=1, num_logprobs=2, seed=1))
+    logits = random_logits(1)
+    logits[0, EOS[0]] = 9.0
+    (found,) = choose(sampler, logits, rows)
+    assert found.logprobs is not None
+    expected = torch.log_softmax(logits[0], 0)
+    assert found.logprobs.top[0] == (EOS[0], pytest.approx(float(expected[EOS[0]]), abs=1e-5))
+    assert found.token_id != EOS[0]
+    assert found.logprobs.logprob == pytest.approx(float(expected[found.token_id]), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_ends_a_sequence_before_its_minimum(sampler: DeviceSampler, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, min_tokens=2, stop_token_ids=(5, 6), seed=0)
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, [3, 5, 6]] = 50.0
+    logits[0, 8] = 20.0
+    assert choose(sampler, logits, rows_of(params, num_chosen=1))[0].token_id == 8
+    assert choose(sampler, logits, rows_of(params, num_chosen=2))[0].token_id in (3, 5, 6)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(min_tokens=4, num_logprobs=1)], ids=["greedy", "short"])
+def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(
+    sampler: DeviceSampler, params: SamplingParams, value: float
+) -> None:
+    logits = random_logits(3)
+    logits[1, EOS[0]] = value
+    tokens = choose(sampler, logits, rows_of(GREEDY, params, GREEDY))
+    assert tokens[1].token_id is None
+    assert [tokens[row].token_id for row in (0, 2)] == logits[[0, 2]].argmax(1).tolist()
+
+
+def test_the_next_step_finds_the_tokens_in_the_place_of_negative_ones(sampler: DeviceSampler) -> None:
+    logits = random_logits(4)
+    logits[2] = torch.nan
+    chosen = [token.token_id for token in choose(sampler, logits, rows_of(*[GREEDY] * 4))]
+    assert chosen[2] is None
+    tokens = torch.tensor([7, -1, 0, -4, -3, -2], dtype=torch.int32, device=DEVICE)
+    # The row without a token is given 0, whatever lies at the address that its number would be.
+    assert sampler.resolve(tokens).tolist() == [7, chosen[0], 0, chosen[3], 0, chosen[1]]
+
+
+def test_tokens_are_read_after_the_fence(backend: Backend) -> None:
+    order: list[str] = []
+
+    class LateFence:
+        def wait(self) -> None:
+            order.append("waited")
+
+    class LateAccelerator(HostAccelerator):
+        def fence(self) -> Fence:
+            order.append("fenced")
+            return LateFence()
+
+        def download(self, tensor: torch.Tensor) -> torch.Tensor:
+            order.append("downloaded")
+            return tensor.clone()
+
+    assert backend.sample_tokens is not None
+    if HAS_GPU:
+        pytest.skip("the order is that of the calls, seen on the host")
+    sampler = DeviceSampler(LateAccelerator(), backend.sample_tokens, MAX_SAMPLES, EOS)
+    rows = rows_of(SamplingParams(temperature=0.0, num_logprobs=1))
+    step = sampler.choose(random_logits(1), rows, inputs_of(rows))
+    assert order == ["downloaded"] * 4 + ["fenced"]
+    step.tokens()
+    assert order[-1] == "waited"
+
+
+PROMPT = [4, 9, 9, 2, 31]
+EDITED = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.7),
+    SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5),
+    SamplingParams(temperature=0.0, logit_bias=((0, -100.0), (31, 2.5))),
+    SamplingParams(temperature=0.0, repetition_penalty=0.6, frequency_penalty=-0.4, logit_bias=((7, 3.0),)),
+    SamplingParams(temperature=1.0, presence_penalty=2.0, seed=5),
+    SamplingParams(temperature=0.0, presence_penalty=2.0, min_tokens=3, num_logprobs=2),
+]
+
+
+def edited_rows(params: list[SamplingParams], num_output: int) -> list[SamplingRow]:
+    """Rows of sequences with the same prompt, each with an answer of its own so far."""
+    rows = []
+    for seed, one in enumerate(params):
+        output = torch.randint(VOCAB_SIZE, (num_output,), generator=torch.Generator().manual_seed(seed)).tolist()
+        edits = logit_edits(one, [*PROMPT, *output], len(PROMPT))
+        rows.append(SamplingRow(one, seed, num_output, edits))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("at_once", [2, 16], ids=["in several parts", "in one"])
+def test_a_bias_and_penalties_are_the_hosts(
+    sampler: DeviceSampler, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, at_once: int
+) -> None:
+    monkeypatch.setattr(device_sampler, "EDITED_AT_ONCE", at_once)
+    # Plain rows between and around them.
+    params = [GREEDY, *EDITED[:3], GREEDY, *EDITED[3:]]
+    # Logits whose steps in bfloat16 are as large as the penalties.
+    logits = (random_logits(len(params)) * 12).to(dtype)
+    found = choose(sampler, logits[:8], edited_rows(params[:8], 6))
+    expected = sample(logits.float()[:8], edited_rows(params[:8], 6), EOS)
+    assert [one.token_id for one in found] == [one.token_id for one in expected]
+
+
+def test_rows_beside_edited_ones_choose_what_they_choose_alone(sampler: DeviceSampler) -> None:
+    plain = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+    logits = random_logits(3)
+    rows = [SamplingRow(plain, 3, 0), edited_rows(EDITED[:1], 2)[0], SamplingRow(GREEDY, 0, 0)]
+    alone = [choose(sampler, logits[[row]], [rows[row]])[0] for row in (0, 2)]
+    together = choose(sampler, logits, rows)
+    assert [together[0], together[2]] == alone
+
+
+def test_what_is_edited_does_not_show_in_log_probabilities(sampler: DeviceSampler) -> None:
+    params = SamplingParams(temperature=0.0, logit_bias=((5, 100.0),), presence_penalty=2.0, num_logprobs=1)
+    logits = random_logits(1)
+    (found,) = choose(sampler, logits, edited_rows([params], 3))
+    assert found.token_id == 5
+    assert found.logprobs is not None
+    expected = torch.log_softmax(logits[0], 0)
+    assert found.logprobs.logprob == pytest.approx(float(expected[5]), abs=1e-5)
+    assert found.logprobs.top[0][0] == int(expected.argmax())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("params", EDITED, ids=repr)
+def test_no_edit_hides_that_a_row_is_not_finite(sampler: DeviceSampler, params: SamplingParams, value: float) -> None:
+    logits = random_logits(1)
+    logits[0, 31] = value
+    assert choose(sampler, logits, edited_rows([params], 2))[0].token_id is None
+
+
+@pytest.mark.parametrize("repetition", [0.01, 100.0])
+def test_no_setting_makes_a_row_pass_for_broken(sampler: DeviceSampler, repetition: float) -> None:
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=repetition, logit_bias=((3, -100.0),), min_tokens=9, stop_token_ids=(31,)
+    )
+    logits = random_logits(1) * 1e29
+    rows = edited_rows([params], 6)
+    found = choose(sampler, logits, rows)[0].token_id
+    assert found is not None
+    assert found == sample(logits, rows, EOS)[0].token_id
+    assert found not in (*EOS, 31)
+
+
+def test_marks_follow_the_sequences_of_a_step() -> None:
+    marks = DeviceMarks(HostAccelerator())
+    rows = edited_rows([EDITED[0]] * 9, 3)
+    # More than the first memory holds, some of which go again.
+    for held in (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]):
+        marks.hold(held, VOCAB_SIZE)
+        assert marks.num_held == len(held)
+        edits = [one.edits for one in held if one.edits is not None]
+        found = marks.rows(marks.slots(edits))
+        for row, one in zip(found, edits, strict=True):
+            expected = torch.zeros(VOCAB_SIZE, dtype=torch.int32)
+            ids, values = one.marks(3).tensors()
+            expected[ids] = values
+            assert row.tolist() == expected.tolist()
+    marks.hold([], VOCAB_SIZE)
+    assert marks.num_held == 0
+
+
+class DeviceOutOfSight(HostAccelerator):
+    """A device whose tensors have no content that the host could read: whoever tries, fails."""
+
+    device = torch.device("meta")
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.device.type == "cpu"
+        return tensor.to(self.device)
+
+
+def test_submitting_a_step_never_waits_for_the_device() -> None:
+    def choose_nothing(*arguments: Any, **options: Any) -> None:
+        assert all(one.device.type == "meta" for one in arguments[:7])
+
+    sampler = DeviceSampler(DeviceOutOfSight(), choose_nothing, MAX_SAMPLES, EOS)
+    rows = edited_rows([GREEDY, *EDITED], 4)
+    inputs = inputs_of(rows)
+    far = SamplingInputs(
+        **{name: getattr(inputs, name).to("meta") for name in ("temperature", "top_k", "top_p", "min_p", "uniform")}
+    )
+    for num_chosen in (4, 5):
+        logits = torch.empty(len(rows), VOCAB_SIZE, device="meta")
+        step = sampler.choose(logits, [msgspec.structs.replace(row, num_chosen=num_chosen) for row in rows], far)
+        assert step.chosen.device.type == "meta"
+    with pytest.raises(NotImplementedError):
+        step.tokens()

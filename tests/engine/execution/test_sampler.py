@@ -1,0 +1,118 @@
+"""Sampling: distributions, truncation, seeds and log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from loramux.engine.batch import SamplingRow
+from loramux.engine.execution.sampler import sample
+from loramux.engine.messages import SamplingParams
+
+
+def sampling_row(params: SamplingParams, seed: int = 0, num_chosen: int = 0) -> SamplingRow:
+    return SamplingRow(params, seed, num_chosen)
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
+    rows = [sampling_row(params, seed=seed) for seed in range(count)]
+    tokens = [one.token_id for one in sample(logits.expand(count, -1), rows, ())]
+    assert None not in tokens
+    return [int(token) for token in tokens if token is not None]
+
+
+LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(), [0.5, 0.25, 0.15, 0.1]),
+        (SamplingParams(temperature=0.5), [0.25, 0.0625, 0.0225, 0.01]),
+        (SamplingParams(top_k=2), [0.5, 0.25, 0, 0]),
+        (SamplingParams(top_p=0.8), [0.5, 0.25, 0.15, 0]),
+        (SamplingParams(top_p=0.5), [1, 0, 0, 0]),
+        (SamplingParams(top_p=0.0), [1, 0, 0, 0]),
+        (SamplingParams(top_k=3, top_p=0.7), [0.5, 0.25, 0, 0]),
+        (SamplingParams(min_p=0.29), [0.5, 0.25, 0.15, 0]),
+        (SamplingParams(min_p=0.31), [0.5, 0.25, 0, 0]),
+        (SamplingParams(min_p=1.0), [1, 0, 0, 0]),
+        (SamplingParams(temperature=0.5, min_p=0.1), [0.25, 0.0625, 0, 0]),
+        (SamplingParams(temperature=0.5, min_p=0.08), [0.25, 0.0625, 0.0225, 0]),
+        (SamplingParams(top_k=3, top_p=0.99, min_p=0.4), [0.5, 0.25, 0, 0]),
+        (SamplingParams(temperature=1e-6), [1, 0, 0, 0]),
+        (SamplingParams(temperature=0.0), [1, 0, 0, 0]),
+    ],
+    ids=[
+        "plain", "cold", "top 2", "nucleus 0.8", "nucleus 0.5", "nucleus 0", "both",
+        "min_p below a share", "min_p above it", "min_p of all", "min_p after the temperature", "min_p below it",
+        "all three", "nearly greedy", "greedy",
+    ],
+)  # fmt: skip
+def test_the_distribution_is_the_one_asked_for(params: SamplingParams, expected: list[float]) -> None:
+    count = 20_000
+    drawn = torch.bincount(torch.tensor(draw(LOGITS, params, count)), minlength=4) / count
+    wanted = torch.tensor(expected) / sum(expected)
+    # Four standard deviations of a binomial share.
+    assert ((drawn - wanted).abs() <= 4 * (wanted * (1 - wanted) / count).sqrt() + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "expected"), [(1.0, range(1)), (4.0, range(2000))], ids=["few", "more than are looked at first"]
+)
+def test_min_p_in_a_wide_vocabulary(temperature: float, expected: range) -> None:
+    logits = torch.full((3000,), -9.0)
+    # Beside the likeliest these weigh 0.37, and 0.78 at temperature 4.
+    logits[:2000] = -1.0
+    logits[0] = 0.0
+    drawn = set(draw(logits, SamplingParams(min_p=0.5, temperature=temperature), 4000))
+    assert drawn <= set(expected)
+    assert len(drawn) >= min(len(expected), 1500)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=2.0), SamplingParams(min_p=0.1)], ids=["plain", "min_p"])
+def test_a_row_does_not_depend_on_its_neighbours(params: SamplingParams) -> None:
+    logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
+    rows = [sampling_row(params, seed=row, num_chosen=row) for row in range(5)]
+    together = [one.token_id for one in sample(logits, rows, ())]
+    alone = [sample(logits[row : row + 1], [rows[row]], ())[0].token_id for row in range(5)]
+    assert together == alone
+
+
+def test_a_seed_gives_another_number_each_token() -> None:
+    params = SamplingParams(temperature=100.0)
+    logits = torch.zeros(1, 1000)
+    drawn = {sample(logits, [sampling_row(params, seed=1, num_chosen=n)], ())[0].token_id for n in range(50)}
+    assert len(drawn) > 40
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "infinite"])
+def test_a_row_that_is_not_finite_yields_no_token_and_spoils_no_other(bad: float) -> None:
+    logits = LOGITS.repeat(2, 1)
+    logits[0, 2] = bad
+    found = sample(logits, [sampling_row(SamplingParams(temperature=0.0)), sampling_row(SamplingParams())], ())
+    assert found[0].token_id is None
+    assert found[1].token_id is not None
+
+
+def test_minimum_length_forbids_the_end() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1,))
+    for num_chosen, expected in [(0, 2), (1, 2), (2, 0)]:
+        assert sample(LOGITS[None], [sampling_row(params, num_chosen=num_chosen)], (0,))[0].token_id == expected
+
+
+def test_an_end_that_would_be_ignored_is_not_forbidden() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True, stop_token_ids=(1,))
+    assert sample(LOGITS[None], [sampling_row(params)], (0,))[0].token_id == 0
+    assert sample(LOGITS[None], [sampling_row(params)], (2,))[0].token_id == 0
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    params = SamplingParams(temperature=0.0, num_logprobs=2)
+    found = sample(LOGITS[None], [sampling_row(params)], ())[0].logprobs
+    assert found is not None
+    assert found.logprob == pytest.approx(math.log(0.5))
+    assert [token for token, _ in found.top] == [0, 1]
+    assert [value for _, value in found.top] == pytest.approx([math.log(0.5), math.log(0.25)])

@@ -1,0 +1,343 @@
+"""What a model directory may say, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.model_config import GELU_TANH, SILU, ModelConfig
+from loramux.engine.model.rope_config import RopeConfig
+from loramux.engine.model.rotary import inverse_frequencies, rotary_tables
+from loramux.engine.model.weights import open_weights
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+
+
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+LONGROPE = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+    "original_max_position_embeddings": 64,
+}
+
+
+def load(tmp_path: Path, changes: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.load(tmp_path)
+
+
+def test_llama(tmp_path: Path) -> None:
+    config = load(tmp_path, {})
+    assert (config.head_dim, config.dtype, config.eos_token_ids) == (16, "bfloat16", (2,))
+    assert [module.name for module in config.modules][:2] == ["self_attn.q_proj", "self_attn.k_proj"]
+    assert config.geometry(2, 2).page_bytes == 16 * 2 * 2 * 16 * 2
+
+
+def test_generation_config_decides_what_ends_a_sequence(tmp_path: Path) -> None:
+    assert load(tmp_path, {}, {"eos_token_id": [2, 5]}).eos_token_ids == (2, 5)
+
+
+def test_gemma_2_is_read_as_transformers_fills_it_in(tmp_path: Path) -> None:
+    config = load(tmp_path, {**GEMMA2, "num_key_value_heads": 4})
+    assert (config.activation, config.norm_offset, config.output_norms, config.qk_norm) == (GELU_TANH, 1.0, True, False)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert (config.attention_scale, config.embedding_scale) == (256**-0.5, 8.0)
+    assert config.layer_windows == (4096, None, 4096, None)
+    assert config.tied_embeddings
+    plain = load(tmp_path, {**GEMMA2, "attn_logit_softcapping": None, "tie_word_embeddings": False})
+    assert (plain.attention_soft_cap, plain.tied_embeddings) == (None, False)
+
+
+def test_gemma_3_turns_its_windowed_layers_otherwise(tmp_path: Path) -> None:
+    before = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    now = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    }
+    local, whole = RopeConfig(theta=1e4), RopeConfig(theta=1e6, kind="linear", factor=8.0)
+    for ropes in (before, now):
+        config = load(tmp_path, {**GEMMA3, **ropes, "num_hidden_layers": 7, "sliding_window": 32})
+        assert config.layer_ropes == (*[local] * 5, whole, local)
+        assert config.layer_windows == (*[32] * 5, None, 32)
+        assert (config.qk_norm, config.attention_soft_cap, config.logit_soft_cap) == (True, None, None)
+    by_pattern = load(tmp_path, {**GEMMA3, "sliding_window_pattern": 2})
+    assert by_pattern.layer_windows == (4096, None, 4096, None)
+
+
+def test_phi_3_has_fused_linears(tmp_path: Path) -> None:
+    config = load(tmp_path, {**PHI3, "sliding_window": 32})
+    assert [(module.name, module.in_features, module.out_features) for module in config.modules] == [
+        ("self_attn.qkv_proj", 64, 64 + 2 * 32),
+        ("self_attn.o_proj", 64, 64),
+        ("mlp.gate_up_proj", 64, 2 * 96),
+        ("mlp.down_proj", 96, 64),
+    ]
+    assert config.module_groups == ((0,), (1,), (2,), (3,))
+    assert (config.layer_windows, config.activation) == ((32,) * 4, SILU)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_phi_3_longrope(tmp_path: Path, name: str) -> None:
+    scaling = {**LONGROPE["rope_scaling"], "type": name}
+    config = load(tmp_path, {**PHI3, **LONGROPE, "rope_scaling": scaling})
+    (rope,) = set(config.layer_ropes)
+    assert (rope.kind, rope.original_max_len, rope.rotary_fraction) == ("longrope", 64, 1.0)
+    assert rope.attention_factor == math.sqrt(1 + math.log(256 / 64) / math.log(64))
+    usual = inverse_frequencies(RopeConfig(theta=1e4), 16, 256)
+    torch.testing.assert_close(inverse_frequencies(rope, 16, 64), usual)
+    torch.testing.assert_close(inverse_frequencies(rope, 16, 65), usual / 4)
+    cos, sin = rotary_tables(rope, 16, 65)
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full((65, 8), rope.attention_factor**2))
+
+
+def test_phi_3_turns_a_part_of_each_head(tmp_path: Path) -> None:
+    scaling = {**LONGROPE["rope_scaling"], "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "attention_factor": 1.5}
+    config = load(tmp_path, {**PHI3, **LONGROPE, "rope_scaling": scaling, "partial_rotary_factor": 0.75})
+    assert (config.layer_ropes[0].rotary_fraction, config.layer_ropes[0].attention_factor) == (0.75, 1.5)
+    assert rotary_tables(config.layer_ropes[0], config.head_dim, 65)[0].shape == (65, 6)
+    plain = load(tmp_path, {**PHI3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
+    assert rotary_tables(plain.layer_ropes[0], plain.head_dim, 65)[0].shape == (65, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, RopeConfig(theta=1e4)),
+        ({"rope_theta": 5e5}, RopeConfig(theta=5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e3}}, RopeConfig(theta=7e3)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(theta=1e4, kind="linear", factor=2.0)),
+    ],
+    ids=["nothing said", "theta alone", "transformers 5", "before transformers 5"],
+)
+def test_rope(tmp_path: Path, changes: dict[str, Any], expected: RopeConfig) -> None:
+    assert load(tmp_path, changes).layer_ropes == (expected,) * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, (4, 4, 16)),
+        ({"architectures": ["Phi3ForCausalLM"]}, (4, 4, 16)),
+        ({"architectures": ["MistralForCausalLM"], "num_attention_heads": 8}, (8, 8, 8)),
+        ({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 32}, (32, 32, 128)),
+        ({"architectures": ["Gemma2ForCausalLM"]}, (4, 4, 256)),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else None,
+)
+def test_heads_that_are_not_said_are_those_of_transformers(
+    tmp_path: Path, changes: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    silent = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    (tmp_path / "config.json").write_text(json.dumps({**silent, **changes}))
+    config = ModelConfig.load(tmp_path)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, (32,) * 4),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}, (None,) * 4),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 32,
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+            },
+            (None, None, None, 32),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            (None, 8, None, 8),
+        ),
+    ],
+    ids=["mistral", "qwen2 without", "qwen2 from a layer on", "qwen3 by layer"],
+)
+def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    assert load(tmp_path, changes).layer_windows == expected
+
+
+def test_a_window_that_is_not_said_is_that_of_transformers(tmp_path: Path) -> None:
+    assert load(tmp_path, {"architectures": ["MistralForCausalLM"]}).layer_windows == (4096,) * 4
+    assert (
+        load(tmp_path, {"architectures": ["MistralForCausalLM"], "sliding_window": None}).layer_windows == (None,) * 4
+    )
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
+    ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported"),
+    ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not supported"),
+    ({"architectures": None}, "none is not supported"),
+    ({"hidden_act": "gelu"}, "activation 'gelu'"),
+    ({**GEMMA2, "hidden_activation": "gelu"}, r"activation 'gelu' \(hidden_activation"),
+    ({"head_dim": 20}, "head_dim 20"),
+    ({"head_dim": 512}, "head_dim 512"),
+    ({"head_dim": [16, 16, 32, 32]}, "head_dim is .*, not a positive integer"),
+    ({"num_attention_heads": [4, 4, 8, 8]}, "num_attention_heads is .*, not a positive integer"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+    ({"num_key_value_heads": 3}, "do not divide"),
+    ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+    ({"dtype": "float8_e4m3fn"}, "dtype"),
+    ({"vocab_size": None}, "malformed"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    # What changes the computation and is not computed is named.
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' of LlamaForCausalLM is not supported"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' of LlamaForCausalLM is not supported"),
+    (LONGROPE, "'longrope' of LlamaForCausalLM is not supported"),
+    ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope_section of the rotary embedding"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "malformed: 'factor'"),
+    ({"rope_theta": math.inf}, "rope_theta is inf"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ({**PHI3, "partial_rotary_factor": 2.0}, "partial_rotary_factor = 2.0"),
+    ({**PHI3, "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' of Phi3ForCausalLM is not supported"),
+    ({**PHI3, **LONGROPE, "partial_rotary_factor": 0.5}, "short_factor in config.json has 8 factors for 4"),
+    (
+        {**PHI3, **LONGROPE, "rope_scaling": {**LONGROPE["rope_scaling"], "short_mscale": 1.2}},
+        "short_mscale of the rotary embedding 'longrope'",
+    ),
+    ({**GEMMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters.rope_type"),
+    ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+    ({**GEMMA2, "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
+    ({**GEMMA2, "final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+    ({**GEMMA2, "query_pre_attn_scalar": None}, "query_pre_attn_scalar is None"),
+    ({**GEMMA2, "sliding_window": None}, "no sliding_window is in use"),
+    ({**GEMMA2, "sliding_window": 0}, "sliding_window is 0"),
+    ({**GEMMA2, "layer_types": ["full_attention", "chunked_attention"] * 2}, "layer_types names 'chunked_attention'"),
+    ({**GEMMA2, "layer_types": ["full_attention"]}, "layer_types names 1 layers of 4"),
+    ({**GEMMA2, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ({**GEMMA3, "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types = "),
+    (
+        {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 4},
+        "no sliding_window is in use",
+    ),
+    ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias = True"),
+    ({**PHI3, "attention_bias": True}, "attention_bias = True"),
+    ({**GEMMA2, "mlp_bias": True}, "mlp_bias = True"),
+    ({**PHI3, "lm_head_bias": True}, "lm_head_bias = True"),
+    ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+    ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
+    ({"use_qk_norm": True}, "use_qk_norm = True"),
+    ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ({"attention_multiplier": 0.0078125}, "attention_multiplier"),
+    ({"embedding_multiplier": 12}, "embedding_multiplier"),
+    ({"residual_multiplier": 0.22}, "residual_multiplier"),
+    ({"logits_scaling": 8.0}, "logits_scaling"),
+    ({"logit_scale": 0.0625}, "logit_scale"),
+    ({"num_local_experts": 8}, "num_local_experts"),
+    ({"num_experts": 64}, "num_experts"),
+    ({"n_routed_experts": 256}, "n_routed_experts"),
+    ({"kv_lora_rank": 512}, "kv_lora_rank"),
+    ({"per_layer_config": {"0": {}}}, "per_layer_config"),
+    ({"block_configs": [{}]}, "block_configs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), REFUSED, ids=lambda value: None if isinstance(value, dict) else str(value)
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelNotSupported, match=message):
+        load(tmp_path, changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": False, "mlp_bias": False, "rope_scaling": None, "pretraining_tp": 1, "layer_types": None},
+        {"layer_types": ["full_attention"] * 4, "sliding_window": 32, "use_cache": True, "head_dim": None},
+        {"residual_multiplier": 1.0, "logits_scaling": 1, "clip_qkv": None, "quantization_config": None},
+        {"num_experts": 0, "attn_logit_softcapping": None, "partial_rotary_factor": 1.0, "use_mrope": False},
+        {**GEMMA2, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+        {**GEMMA3, "rope_scaling": None, "use_bidirectional_attention": False, "attn_logit_softcapping": None},
+        {**PHI3, "rope_scaling": None, "lm_head_bias": False, "full_attn_mod": 1, "attention_bias": False},
+    ],
+    ids=["llama 2", "llama, saved by transformers 5", "multipliers of 1", "zeros", "gemma 2", "gemma 3", "phi 3"],
+)
+def test_fields_that_change_nothing_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert load(tmp_path, changes).num_layers == 4
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]"], ids=["absent", "not JSON", "no object"])
+def test_a_directory_without_a_usable_config_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelNotSupported, match=r"config\.json"):
+        ModelConfig.load(tmp_path)
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match="does not exist"):
+        ModelConfig.load(tmp_path / "none")
+
+
+def read(model_dir: Path, *names: str) -> None:
+    with open_weights(model_dir) as weights:
+        for name in names:
+            weights.tensor(name, (4, 2))
+
+
+def test_a_tensor_that_no_part_of_the_model_uses_is_refused(tmp_path: Path) -> None:
+    """It may be a bias or a norm of a computation that config.json says nothing of."""
+    used, inverse = "model.embed_tokens.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({used: torch.ones(4, 2), inverse: torch.ones(3)}, tmp_path / "model.safetensors")
+    read(tmp_path, used)
+    save_file({used: torch.ones(4, 2), "model.layers.0.x.bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelNotSupported, match=r"does not use, such as model\.layers\.0\.x\.bias"):
+        read(tmp_path, used)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_stored_head_must_be_what_it_is_tied_to(tmp_path: Path, is_same: bool) -> None:
+    embedding = torch.randn(4, 2)
+    head = embedding.clone() if is_same else embedding + 1
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    save_file(dict(zip(names, (embedding, head), strict=True)), tmp_path / "model.safetensors")
+    read(tmp_path, *names)
+    if is_same:
+        read(tmp_path, names[0])
+    else:
+        with pytest.raises(ModelNotSupported, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
+            read(tmp_path, names[0])
+
+
+def test_the_reason_that_a_model_cannot_be_loaded_is_not_replaced(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4, 2), "b": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelNotSupported, match="no tensor c"):
+        read(tmp_path, "a", "c")

@@ -1,0 +1,219 @@
+"""What gives way first, under each policy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from loramux.engine.pages.eviction import EvictionPolicy, GreedyDual, LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.page_pool import PageOwner, PagePool
+from tests.engine.conftest import Simulate, stats_of
+
+
+@dataclass(eq=False)
+class Thing:
+    """Something evictable that knows whether it was evicted."""
+
+    key: str
+    num_pages: int = 1
+    cost: float = 1.0
+    has_slot: bool = False
+    turn: int | None = None
+    pages: PagePool | None = None
+    held: list[int] = field(default_factory=list)
+    is_gone: bool = False
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self.turn is not None
+
+    def evict(self) -> None:
+        self.is_gone = True
+        if self.pages is not None:
+            self.pages.free(self.held)
+
+
+def anything(item: object) -> bool:
+    return True
+
+
+@pytest.fixture(params=[LeastRecentlyUsed, GreedyDual])
+def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
+    made: EvictionPolicy = request.param()
+    return made
+
+
+def test_what_has_been_idle_longest_goes_first(policy: EvictionPolicy) -> None:
+    a, b, c = (Thing(name) for name in "abc")
+    for thing in (a, b, c):
+        policy.add(thing)
+    policy.discard(a)
+    policy.add(a)
+    policy.discard(c)
+    taken = [policy.take(anything) for _ in range(3)]
+    # Both agree here: what was used twice is worth more, and it is the newest.
+    assert taken == [b, a, None]
+
+
+def test_what_is_not_allowed_stays_in_its_place(policy: EvictionPolicy) -> None:
+    things = [Thing(str(number)) for number in range(5)]
+    for thing in things:
+        policy.add(thing)
+    assert policy.take(lambda item: item in things[2:]) is things[2]
+    assert [policy.take(anything) for _ in range(4)] == [things[0], things[1], things[3], things[4]]
+
+
+def test_greedy_dual_keeps_what_is_dear_for_its_size_and_often_used() -> None:
+    policy = GreedyDual()
+    large, dear, often = Thing("large", num_pages=10), Thing("dear", cost=5.0), Thing("often")
+    for thing in (often, large, dear):
+        policy.add(thing)
+    for _ in range(7):
+        policy.discard(often)
+        policy.add(often)
+    assert [policy.take(anything) for _ in range(3)] == [large, dear, often]
+
+
+def test_greedy_dual_forgets_old_glory() -> None:
+    policy = GreedyDual()
+    once_great = Thing("once great", cost=50.0)
+    policy.add(once_great)
+    for number in range(200):
+        policy.add(Thing(str(number)))
+        if policy.take(anything) is once_great:
+            break
+    else:
+        pytest.fail("what is never used again must age")
+
+
+def test_greedy_dual_remembers_what_was_evicted() -> None:
+    policy = GreedyDual(memory=10)
+    for _ in range(3):
+        policy.add(Thing("popular"))
+        assert policy.take(anything) is not None
+    policy.add(Thing("popular"))
+    policy.add(Thing("new"))
+    taken = policy.take(anything)
+    assert taken is not None
+    assert taken.key == "new"
+
+
+class Waiters:
+    """Who waits for which of some things."""
+
+    def __init__(self, things: list[Thing]) -> None:
+        self._things = things
+
+    def num_pages_before(self, turn: int) -> int:
+        return sum(thing.num_pages for thing, of in self._idle() if of < turn)
+
+    def last_after(self, turn: int) -> Thing | None:
+        later = [(of, thing) for thing, of in self._idle() if of > turn]
+        return max(later, key=lambda one: one[0])[1] if later else None
+
+    def _idle(self) -> Iterator[tuple[Thing, int]]:
+        return ((thing, thing.turn) for thing in self._things if thing.turn is not None and not thing.is_gone)
+
+
+def filled(policy: EvictionPolicy, turns: list[int | None]) -> tuple[Reclaimer, list[Thing]]:
+    """A pool of ten pages, two for each thing, with the turn of who waits for it."""
+    pages, things = PagePool(10), []
+    for number, turn in enumerate(turns):
+        thing = Thing(str(number), num_pages=2, has_slot=True, turn=turn, pages=pages)
+        thing.held = pages.alloc(2, PageOwner.ADAPTER)
+        policy.add(thing)
+        things.append(thing)
+    reclaimer = Reclaimer(pages, policy)
+    reclaimer.waited_for = Waiters(things)
+    return reclaimer, things
+
+
+def test_what_somebody_waits_for_gives_way_last_the_latest_turn_first(policy: EvictionPolicy) -> None:
+    """Or it would have to be had again at once, at the cost of the next that somebody waits for."""
+    reclaimer, things = filled(policy, [1, 7, 6, None, None])
+    assert reclaimer.make_room(4, turn=5)
+    assert [thing.is_gone for thing in things] == [False, False, False, True, True]
+    assert reclaimer.make_room(6, turn=5)
+    assert [thing.is_gone for thing in things] == [False, True, False, True, True]
+
+
+def test_nobody_takes_what_is_waited_for_in_an_earlier_turn(policy: EvictionPolicy) -> None:
+    reclaimer, things = filled(policy, [3, None, None, None, 5])
+    assert not reclaimer.can_make_room(9, turn=4)
+    assert not reclaimer.make_room(9, turn=4)
+    assert not reclaimer.make_room(11, turn=0)
+    assert not any(thing.is_gone for thing in things)
+    assert reclaimer.make_room(8, turn=4)
+    assert [thing.is_gone for thing in things] == [False, True, True, True, True]
+    assert reclaimer.make_room(10, turn=2)
+
+
+def test_a_slot_is_not_looked_for_among_prefixes(policy: EvictionPolicy) -> None:
+    prefixes, adapters = [Thing(f"p{number}") for number in range(9)], [Thing("a", has_slot=True), Thing("b")]
+    asked: list[object] = []
+    for thing in prefixes + adapters:
+        policy.add(thing)
+
+    def ask(item: object) -> bool:
+        asked.append(item)
+        return True
+
+    assert policy.take(ask, slots_only=True) is adapters[0]
+    assert asked == adapters[:1]
+    assert policy.take(ask, slots_only=True) is None
+    assert [policy.take(anything) for _ in range(10)] == [*prefixes, adapters[1]]
+
+
+def test_greedy_dual_keeps_no_more_than_it_needs() -> None:
+    policy, thing = GreedyDual(), Thing("busy")
+    for _ in range(10_000):
+        policy.add(thing)
+        policy.discard(thing)
+    assert len(policy._heaps[False]) < 2000
+
+
+def test_a_random_life_takes_each_item_once(policy: EvictionPolicy) -> None:
+    rng = random.Random(2)
+    idle: list[Thing] = []
+    for number in range(3000):
+        match rng.randrange(3):
+            case 0:
+                thing = Thing(str(number % 50), num_pages=rng.randint(1, 9), cost=rng.random())
+                policy.add(thing)
+                idle.append(thing)
+            case 1 if idle:
+                thing = idle.pop(rng.randrange(len(idle)))
+                policy.discard(thing)
+            case 2:
+                taken = policy.take(anything)
+                assert (taken is None) == (not idle)
+                if taken is not None:
+                    idle = [thing for thing in idle if thing is not taken]
+    while idle:
+        taken = policy.take(anything)
+        idle = [thing for thing in idle if thing is not taken]
+    assert policy.take(anything) is None
+
+
+@pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
+def test_a_long_queue_loads_adapters_about_once_a_request(simulate: Simulate, shares: int) -> None:
+    """More wait for resident adapters than the order lists; those behind them must not have theirs loaded in vain."""
+    popular = [f"popular{number}" for number in range(5)]
+    rare = [f"rare{number}" for number in range(20)]
+    simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))
+    rng = random.Random(7)
+    adds = [
+        simulation.add(
+            str(number),
+            max_tokens=8,
+            digest=rng.choice(popular) if rng.random() < 0.7 else rng.choice(rare),
+            share_key=str(number % shares),
+        )
+        for number in range(100)
+    ]
+    simulation.run()
+    assert all(simulation.tokens[add.sequence_id] == simulation.expected(add) for add in adds)
+    assert stats_of(simulation).num_adapter_loads <= len(adds)

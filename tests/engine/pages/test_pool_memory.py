@@ -1,0 +1,70 @@
+"""How much of a device the pool takes, on devices that the test plays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loramux.engine.device.accelerator import DeviceMemory, HostAccelerator
+from loramux.engine.errors import PoolTooSmall
+from loramux.engine.pages.pool_memory import DEFAULT_BYTES, MIN_RESERVE_BYTES, pool_bytes_of
+from tests.engine.device.played_gpu import LLAMA, UnlaunchedProgram, played_driver, start_engine
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "kept"),
+    [
+        # Llama-3.1-8B in bfloat16 is 15 GiB.
+        pytest.param(24 * GIB - 15 * GIB - 700 * MIB, 24 * GIB, 2 * GIB, id="8b-on-24-gb"),
+        pytest.param(80 * GIB - 15 * GIB - 700 * MIB, 80 * GIB, int(6.4 * GIB), id="8b-on-80-gb"),
+    ],
+)
+def test_room_for_graphs_stays_free(free: int, total: int, kept: int) -> None:
+    assert pool_bytes_of(None, DeviceMemory(free, total)) == pytest.approx(free - kept, abs=1)
+    assert pool_bytes_of(5 * GIB, DeviceMemory(free, total)) == 5 * GIB
+
+
+def test_a_device_that_shares_the_host_s_memory_takes_a_fixed_part() -> None:
+    assert pool_bytes_of(None, None) == DEFAULT_BYTES
+
+
+@pytest.mark.parametrize("free", [0, MIN_RESERVE_BYTES])
+def test_a_model_that_leaves_no_room_is_refused_with_the_remedy(free: int) -> None:
+    with pytest.raises(PoolTooSmall, match=r"GiB of the GPU's 16\.0 GiB are free .* use a larger GPU"):
+        pool_bytes_of(None, DeviceMemory(free, 16 * GIB))
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
+def test_the_pool_takes_nothing_of_what_activations_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import compiler
+
+    class Card(HostAccelerator):
+        """A card of 24 GiB on which 2 GiB and 96 MiB are free beside the weights, once their copies are given back."""
+
+        free = MIN_RESERVE_BYTES + 32 * MIB
+
+        def release_unused(self) -> None:
+            self.free += 64 * MIB
+
+        def memory(self) -> DeviceMemory:
+            return DeviceMemory(self.free, 24 * GIB)
+
+    card = Card()
+
+    def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
+        assert card.free == MIN_RESERVE_BYTES + 96 * MIB
+        launch()
+        # Torch keeps the activations of what was launched.
+        card.free -= 80 * MIB
+
+    monkeypatch.setattr(compiler, "compile", lambda *arguments, **options: UnlaunchedProgram())
+    with played_driver(90):
+        assembled = start_engine(tmp_path, LLAMA, compile_ahead, card, pool_bytes=None, max_sequences=1)
+    page_bytes = assembled.views.geometry.total_page_bytes
+    assert assembled.ready.num_pages == 16 * MIB // page_bytes
+    assembled.loader.close()

@@ -1,0 +1,363 @@
+"""Who goes first: shares by what they were served, priorities before that, and nobody waits without end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loramux.engine.messages import Add
+from loramux.engine.scheduling.fair_queue import MAX_DEARNESS, MAX_ROUNDS, ROUNDS_A_LOOK, FairQueue
+from loramux.engine.scheduling.shares import Share, place
+from loramux.engine.sequence import Sequence
+from tests.engine.conftest import GREEDY, Simulate, Simulation, stats_of
+
+
+def waiting(queue: FairQueue, arrival: int, share: str = "", num_prompt: int = 10, **fields: object) -> Sequence:
+    add = Add(
+        sequence_id=str(arrival), prompt=(0,) * num_prompt, max_tokens=10, sampling=GREEDY, share_key=share, **fields
+    )
+    sequence = Sequence(add=add, owner=b"", arrival=arrival, seed=0)
+    queue.add(sequence)
+    return sequence
+
+
+def admit_next(queue: FairQueue) -> Sequence:
+    (sequence,) = queue.order(1, 0)
+    queue.admit(sequence, sequence.num_tokens)
+    return sequence
+
+
+def test_shares_take_turns_whoever_came_first() -> None:
+    queue = FairQueue()
+    for arrival in range(6):
+        waiting(queue, arrival, "flood")
+    waiting(queue, 6, "polite")
+    waiting(queue, 7, "polite")
+    assert [one.add.share_key for one in queue.order(8, 0)] == ["flood", "polite"] * 2 + ["flood"] * 4
+    assert [admit_next(queue).add.share_key for _ in range(5)] == ["flood", "polite", "flood", "polite", "flood"]
+
+
+def test_input_and_output_are_charged() -> None:
+    queue = FairQueue()
+    waiting(queue, 0, "long", num_prompt=100)
+    for arrival in range(1, 8):
+        waiting(queue, arrival, "short", num_prompt=10)
+    waiting(queue, 9, "long", num_prompt=100)
+    first = admit_next(queue)
+    assert first.add.share_key == "long"
+    assert [admit_next(queue).add.share_key for _ in range(3)] == ["short"] * 3
+    (short,) = queue.order(1, 0)
+    assert short.add.share_key == "short"
+    for _ in range(40):
+        # With 30 of input these 80 are more than the other's 100.
+        queue.charge_outputs([short])
+    assert admit_next(queue).add.share_key == "long"
+
+
+@pytest.mark.parametrize("weight", [1, 2, 5])
+def test_weights_share_out_in_proportion(weight: int) -> None:
+    queue = FairQueue()
+    for arrival in range(300):
+        waiting(queue, arrival, "heavy", weight=weight)
+        waiting(queue, 1000 + arrival, "light")
+    served = Counter(admit_next(queue).add.share_key for _ in range(60 * (weight + 1) // weight))
+    assert served["heavy"] / served["light"] == pytest.approx(weight, rel=0.1)
+
+
+def test_nobody_saves_up_by_being_idle() -> None:
+    queue = FairQueue()
+    for arrival in range(40):
+        waiting(queue, arrival, "busy")
+    for _ in range(20):
+        admit_next(queue)
+    for arrival in range(40, 60):
+        waiting(queue, arrival, "late")
+    served = [admit_next(queue).add.share_key for _ in range(10)]
+    assert Counter(served) == {"busy": 5, "late": 5}
+
+
+def test_of_shares_served_alike_the_one_that_runs_least_goes_first() -> None:
+    """Who comes beside a flood is lifted to what the flood was served, and would be behind all its older requests."""
+    queue = FairQueue()
+    for arrival in range(40):
+        waiting(queue, arrival, "flood")
+    for _ in range(8):
+        admit_next(queue)
+    waiting(queue, 40, "polite")
+    assert admit_next(queue).add.share_key == "polite"
+
+
+def test_a_moment_of_idleness_resets_nothing() -> None:
+    queue = FairQueue()
+    greedy = waiting(queue, 0, "greedy", num_prompt=1000)
+    waiting(queue, 1, "other", num_prompt=5)
+    admit_next(queue)
+    queue.leave(greedy)
+    waiting(queue, 2, "greedy", num_prompt=5)
+    waiting(queue, 3, "other", num_prompt=5)
+    assert [admit_next(queue).arrival for _ in range(3)] == [1, 3, 2]
+
+
+def test_priorities_go_before_counters() -> None:
+    queue = FairQueue()
+    for arrival in range(3):
+        waiting(queue, arrival, "a")
+    waiting(queue, 3, "b", priority=1)
+    waiting(queue, 4, "b", priority=1)
+    waiting(queue, 5, "a", priority=2)
+    assert [one.arrival for one in queue.order(6, 0)] == [5, 3, 4, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("num_prompt", "bound"), [(1, MAX_ROUNDS), (5000, MAX_DEARNESS * MAX_ROUNDS)])
+def test_a_share_waits_for_a_bounded_number_of_rounds_whatever_others_do(num_prompt: int, bound: int) -> None:
+    """K is MAX_ROUNDS admissions of others; what is much dearer than theirs may have to wait longer, up to a bound."""
+    queue = FairQueue()
+    waiting(queue, 0, "patient", num_prompt=num_prompt)
+    for arrival in range(1, bound + 100):
+        waiting(queue, arrival, "pushy", num_prompt=1, priority=9)
+    order = [admit_next(queue).add.share_key for _ in range(bound + ROUNDS_A_LOOK + 1)]
+    assert bound <= order.index("patient") <= bound + ROUNDS_A_LOOK
+
+
+@pytest.mark.parametrize("num_shares", [10, 200])
+def test_dear_requests_get_no_more_than_their_share_however_many_wait(num_shares: int) -> None:
+    """Ageing must not turn a fair order over tokens into one over requests."""
+    queue, arrivals = FairQueue(), itertools.count()
+
+    def ask(share: int) -> None:
+        waiting(queue, next(arrivals), str(share), num_prompt=500 if share < num_shares // 2 else 10)
+
+    for share in range(num_shares):
+        ask(share)
+    tokens: Counter[int] = Counter()
+    for _ in range(60 * num_shares):
+        sequence = admit_next(queue)
+        queue.leave(sequence)
+        ask(int(sequence.add.share_key))
+        tokens[int(sequence.add.share_key)] += sequence.num_tokens
+    dear = sum(tokens[share] for share in range(num_shares // 2))
+    cheap = sum(tokens[share] for share in range(num_shares // 2, num_shares))
+    assert 0.7 < dear / cheap < 1.4
+
+
+class PlainOrder:
+    """The order of turns made anew each time, the slow way: what the queue's heaps must come to."""
+
+    def __init__(self, queue: FairQueue, num_ready: int, num_cold: int) -> None:
+        self.turns: list[tuple[tuple[float, ...], int]] = []
+        for share in queue._waiting:
+            rounds = queue._num_admissions - share.waits_since if share in queue._late else 0
+            for is_ready, count in ((True, num_ready), (False, num_cold)):
+                if count:
+                    self.go_through(share, is_ready, rounds)
+        kept = {True: num_ready, False: num_cold}
+        self.arrivals: list[int] = []
+        resident = {one.arrival for share in queue._waiting for one in share.ready}
+        for _, arrival in sorted(self.turns):
+            if kept[arrival in resident]:
+                kept[arrival in resident] -= 1
+                self.arrivals.append(arrival)
+            if num_ready and not kept[True] and len(resident) > num_ready:
+                break
+
+    def go_through(self, share: Share, is_ready: bool, rounds: int) -> None:
+        served, running = share.served, share.num_running
+        for one in sorted(share.ready if is_ready else share.ready + share.cold, key=place):
+            if one in share.line(is_ready):
+                late = (0, -rounds, 0, 0, one.arrival)
+                fair = (1, -one.add.priority, served, running, one.arrival)
+                self.turns.append((late if rounds else fair, one.arrival))
+            served += one.num_tokens / share.weight
+            running += 1
+            rounds = 0
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_order_is_what_sorting_all_that_wait_gives(data: st.DataObject) -> None:
+    queue, arrivals, running = FairQueue(), itertools.count(), []
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    num_shares = data.draw(st.sampled_from([2, 20]))
+    for _ in range(300):
+        match rng.choice(["add", "add", "admit", "admit", "output", "leave", "remove", "residency"]):
+            case "add":
+                waiting(
+                    queue,
+                    next(arrivals),
+                    str(rng.randrange(num_shares)),
+                    num_prompt=rng.choice([1, 10, 300]),
+                    weight=rng.choice([1, 1, 3]),
+                    priority=rng.choice([0, 0, 0, 2]),
+                    digest=rng.choice([None, "a", "b", "c"]),
+                )
+            case "admit" if ready := queue.order(1, 0):
+                queue.admit(ready[0], ready[0].num_tokens)
+                running.append(ready[0])
+            case "output" if running:
+                queue.charge_outputs([rng.choice(running)])
+            case "leave" if running:
+                queue.leave(running.pop(rng.randrange(len(running))))
+            case "remove" if all_waiting := queue.sequences():
+                queue.remove(rng.choice(all_waiting))
+            case "residency":
+                queue.set_resident(rng.choice("abc"), rng.random() < 0.5)
+        num_ready, num_cold = rng.choice([(1, 0), (4, 4), (0, 3), (50, 50)])
+        found = [one.arrival for one in queue.order(num_ready, num_cold)]
+        assert found == PlainOrder(queue, num_ready, num_cold).arrivals
+
+
+def test_a_flood_does_not_age_into_the_front() -> None:
+    """Ageing belongs to shares: ten thousand old requests of one are one wait."""
+    queue = FairQueue()
+    for arrival in range(10_000):
+        waiting(queue, arrival, "flood")
+    for _ in range(2 * MAX_ROUNDS):
+        admit_next(queue)
+    waiting(queue, 10_000, "polite")
+    assert "polite" in [admit_next(queue).add.share_key for _ in range(2)]
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_the_bound_holds_for_any_traffic(data: st.DataObject) -> None:
+    shares = data.draw(st.integers(2, 6))
+    queue, arrival = FairQueue(), 0
+    unserved: dict[str, int] = {}
+    for _ in range(150):
+        for share in range(shares):
+            if data.draw(st.booleans()) or share == 0:
+                waiting(
+                    queue,
+                    arrival,
+                    str(share),
+                    num_prompt=data.draw(st.sampled_from([40, 50, 60])),
+                    weight=data.draw(st.sampled_from([1, 4])),
+                    priority=data.draw(st.sampled_from([0, 0, 3])),
+                )
+                unserved.setdefault(str(share), 0)
+                arrival += 1
+        served = admit_next(queue).add.share_key
+        still_waiting = {one.add.share_key for one in queue.sequences()}
+        unserved = {key: 0 if key == served else count + 1 for key, count in unserved.items() if key in still_waiting}
+        assert max(unserved.values(), default=0) <= MAX_ROUNDS + ROUNDS_A_LOOK + shares
+
+
+def test_sequences_are_ready_while_their_adapter_is_resident() -> None:
+    queue = FairQueue()
+    for arrival, digest in enumerate(["a", None, "b", "a"]):
+        waiting(queue, arrival, digest=digest)
+    assert ([one.arrival for one in queue.order(9, 0)], queue.num_cold) == ([1], 3)
+    queue.set_resident("a", True)
+    assert ([one.arrival for one in queue.order(9, 0)], queue.num_cold) == ([0, 1, 3], 1)
+    assert [one.arrival for one in queue.order(9, 9)] == [0, 1, 2, 3]
+    queue.set_resident("a", False)
+    assert [one.arrival for one in queue.order(9, 2)] == [0, 1, 2]
+    for sequence in queue.sequences():
+        queue.remove(sequence)
+    assert (queue.num_waiting, queue.num_cold, queue.num_waiting_tokens) == (0, 0, 0)
+
+
+def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate) -> None:
+    names = {f"adapter{i}": 1 for i in range(100)}
+    simulation = simulate(num_slots=4, adapters=names, max_sequences=4)
+    simulation.loader.is_holding = True
+    for name in names:
+        simulation.add(name, digest=name)
+    base = simulation.add("base", max_tokens=3)
+    for _ in range(5):
+        simulation.step()
+    assert simulation.tokens["base"] == simulation.expected(base)
+    # No more are fetched ahead than may run next.
+    assert simulation.loader.num_fetches <= 5
+    simulation.loader.let_go()
+    simulation.run()
+    assert len(simulation.finished) == 101
+
+
+def test_the_victim_is_of_the_lowest_priority_then_of_the_share_that_was_served_most(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=9, max_sequences=3)
+    simulation.add("greedy", num_prompt=60, max_tokens=60, share_key="greedy")
+    simulation.step()
+    simulation.add("modest", num_prompt=20, max_tokens=80, share_key="modest")
+    simulation.add("urgent", num_prompt=20, max_tokens=60, share_key="greedy", priority=1)
+    while stats_of(simulation).num_preemptions == 0:
+        simulation.step()
+    assert {one.sequence_id for one in simulation.scheduler.running} == {"modest", "urgent"}
+    simulation.run()
+    assert {one.reason for one in simulation.finished.values()} == {"length"}
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(simulate: Simulate) -> None:
+    simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=100)
+    simulation.add("long", num_prompt=1000)
+    simulation.step()
+    simulation.add("short", num_prompt=12)
+    for _ in range(3):
+        simulation.step()
+    assert simulation.tokens["short"]
+    assert not simulation.tokens["long"]
+    simulation.run()
+
+
+def test_rows_that_nobody_begins_with_go_to_the_prompt_under_way(simulate: Simulate) -> None:
+    """What waits is ready, but its pages are not to be had: the long prompt loses no row to it."""
+    simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
+    simulation.add("long", num_prompt=1000, max_tokens=2)
+    simulation.step()
+    for number in range(3):
+        simulation.add(f"waiting{number}", num_prompt=500, max_tokens=9, priority=-1)
+    steps = 1
+    while not simulation.tokens["long"]:
+        simulation.step()
+        steps += 1
+    assert steps <= 1000 // 64 + 3
+    simulation.run()
+
+
+def test_a_flood_costs_a_polite_share_little(simulate: Simulate) -> None:
+    """A share that keeps the queue full, beside one request at a time of another: in steps to the first token."""
+
+    def first_token_steps(flood_share: str) -> list[int]:
+        rng = random.Random(1)
+        simulation = simulate(num_pages=400, max_sequences=8, max_batch_tokens=128)
+        steps: list[int] = []
+        asked_at, polite = 0, 0
+        simulation.add("polite0", num_prompt=20, max_tokens=4, share_key="polite")
+        for step in range(1500):
+            while simulation.scheduler.queue.num_waiting < 30:
+                number = rng.getrandbits(60)
+                share = flood_share or f"share{number % 30}"
+                simulation.add(f"other{number}", rng.randint(10, 60), rng.randint(4, 20), share_key=share)
+            simulation.step()
+            name = f"polite{polite}"
+            if len(simulation.tokens[name]) == 1 and len(steps) == polite:
+                steps.append(step - asked_at)
+            if name in simulation.finished:
+                polite += 1
+                asked_at = step
+                simulation.add(f"polite{polite}", num_prompt=20, max_tokens=4, share_key="polite")
+        return sorted(steps)
+
+    beside_flood, beside_many = first_token_steps("flood"), first_token_steps("")
+    assert len(beside_flood) > 50
+
+    def p99(steps: list[int]) -> int:
+        return steps[int(0.99 * len(steps))]
+
+    assert p99(beside_flood) <= 1.25 * p99(beside_many)
+
+
+def test_counters_do_not_depend_on_the_order_of_equal_work(simulate: Simulate) -> None:
+    """Two shares with equal traffic end equally served, preemptions and shared prefixes or not."""
+    simulation: Simulation = simulate(num_pages=14, max_sequences=4)
+    for i in range(12):
+        simulation.add(f"s{i}", num_prompt=30, max_tokens=20, share_key="xy"[i % 2], isolation_key=b"k")
+    simulation.run()
+    queue = simulation.scheduler.queue
+    served = {share.key: share.served for share in queue._idle.values()}
+    assert served["x"] == pytest.approx(served["y"], abs=40)

@@ -1,0 +1,34 @@
+"""What is there when a process begins to serve is none of the collector's business any more; what comes later is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from loramux.engine.server.gc_freeze import keep_for_good
+
+
+class Node:
+    """Part of a circle, which only the collector can free."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_is_there_is_left_alone_and_what_comes_is_collected() -> None:
+    there = Node()
+    is_there = weakref.ref(there)
+    gone = weakref.ref(Node())
+    keep_for_good()
+    try:
+        assert gone() is None, "what was garbage before is not kept"
+        assert gc.get_freeze_count() > 10_000
+        del there
+        later = weakref.ref(Node())
+        gc.collect()
+        assert is_there() is not None, "the collector does not go through what was there"
+        assert later() is None
+    finally:
+        gc.unfreeze()
+    gc.collect()
+    assert is_there() is None

@@ -1,0 +1,208 @@
+"""The engine's loop behind its socket, over the simulated device."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import zmq
+
+from loramux.engine.messages import (
+    AdapterState,
+    Credit,
+    EngineReady,
+    Finished,
+    FromEngine,
+    Heartbeat,
+    Pin,
+    Rejected,
+    Stats,
+    StatsRequest,
+    StepOutput,
+    ToEngine,
+)
+from loramux.engine.server.process import EngineServer
+from loramux.engine.server.step_record import StepRecord
+from tests.engine.conftest import Simulation, simulate_engine
+
+READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu", dtype="float32")
+
+
+class Gateway:
+    """One gateway's end of the socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self._socket.connect(f"ipc://{path}")
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+
+    def send(self, message: ToEngine) -> None:
+        self.send_raw(msgspec.msgpack.encode(message))
+
+    def send_raw(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> FromEngine:
+        while isinstance(message := self._decoder.decode(self._socket.recv()), Heartbeat):
+            continue
+        return message
+
+    def die(self) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest.fixture
+def simulation() -> Simulation:
+    return simulate_engine(adapters={"a": 2})
+
+
+class Fetcher:
+    """Looks take until the other end of a pipe says so; after that there is another pipe."""
+
+    def __init__(self) -> None:
+        self.looks: list[Callable[[], None]] = []
+        self._read, self.write = os.pipe()
+        self.num_pipes = 1
+
+    def fileno(self) -> int:
+        return self._read
+
+    def look(self, then: Callable[[], None]) -> None:
+        self.looks.append(then)
+
+    def attend(self) -> None:
+        if not select.select([self._read], [], [], 0)[0]:
+            return
+        self.close()
+        self._read, self.write = os.pipe()
+        self.num_pipes += 1
+        while self.looks:
+            self.looks.pop()()
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self.write)
+
+
+@pytest.fixture
+def fetcher() -> Iterator[Fetcher]:
+    fetcher = Fetcher()
+    yield fetcher
+    fetcher.close()
+
+
+@pytest.fixture
+def served(simulation: Simulation, fetcher: Fetcher, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
+    """Two gateways of an engine whose loop runs on a thread."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.bind(f"ipc://{tmp_path / 'engine'}")
+    wake_read, wake_write = os.pipe()
+    ended = threading.Event()
+    record = StepRecord(StepRecord.new_file(max_sequences=4))
+    assembled = SimpleNamespace(engine=simulation.engine, ready=READY, fetcher=fetcher)
+    server = EngineServer(assembled, socket, wake_read, record, ended)  # type: ignore[arg-type]
+    loop = threading.Thread(target=server.serve)
+    loop.start()
+    yield Gateway(context, tmp_path / "engine"), Gateway(context, tmp_path / "engine")
+    ended.set()
+    os.write(wake_write, b"\0")
+    loop.join()
+    context.destroy(linger=0)
+    os.close(wake_read)
+    os.close(wake_write)
+
+
+def test_a_message_that_cannot_be_read_is_rejected_and_disturbs_nobody(
+    served: tuple[Gateway, Gateway], simulation: Simulation
+) -> None:
+    broken, sound = served
+    for frames in ((b"\xc1",), (b"",), (b"\x81", b"\xa4type"), (msgspec.msgpack.encode({"type": "Nonsense"}),)):
+        broken.send_raw(*frames)
+    assert broken.receive() == READY
+    for _ in range(4):
+        rejected = broken.receive()
+        assert isinstance(rejected, Rejected)
+        assert "could not be read" in rejected.message
+    add = simulation.make_add("s", (1, 2, 3), 4)
+    sound.send(Credit(count=10))
+    sound.send(add)
+    assert sound.receive() == READY
+    outputs = [sound.receive() for _ in range(4)]
+    tokens = [token for one in outputs if isinstance(one, StepOutput) for token in one.outputs[0].token_ids]
+    assert tokens == simulation.expected(add)
+    assert isinstance(sound.receive(), Finished)
+
+
+def test_an_adapter_is_pinned_over_the_socket(served: tuple[Gateway, Gateway]) -> None:
+    gateway, _ = served
+    gateway.send(Credit(count=1))
+    gateway.send(Pin(call_id="p", digest="a"))
+    assert gateway.receive() == READY
+    answer = gateway.receive()
+    assert isinstance(answer, AdapterState)
+    assert (answer.call_id, answer.state, answer.num_pages) == ("p", "resident", 2)
+    gateway.send(StatsRequest(call_id="s"))
+    stats = gateway.receive()
+    assert [(one.digest, one.is_pinned) for one in getattr(stats, "adapters", ())] == [("a", True)]
+
+
+def test_the_sequences_of_a_gateway_that_is_gone_end_though_nothing_is_sent_to_it(
+    served: tuple[Gateway, Gateway], simulation: Simulation
+) -> None:
+    gone, staying = served
+    # Without credit its tokens wait in the engine, so that no failed message would tell of its end.
+    gone.send(simulation.make_add("same", (1, 2, 3), 500))
+    assert gone.receive() == READY
+    staying.send(Credit(count=1000))
+    add = simulation.make_add("same", (4, 5, 6), 400)
+    staying.send(add)
+    assert staying.receive() == READY
+    gone.die()
+    tokens: list[int] = []
+    while not isinstance(message := staying.receive(), Finished):
+        assert isinstance(message, StepOutput)
+        assert len(message.outputs) == 1, "its own alone"
+        tokens.extend(message.outputs[0].token_ids)
+    assert tokens == simulation.expected(add)
+    deadline = time.monotonic() + 10
+    while (stats := num_held(staying)) != (0, 0):
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.05)
+
+
+def num_held(gateway: Gateway) -> tuple[int, int]:
+    gateway.send(StatsRequest(call_id="s"))
+    stats = gateway.receive()
+    assert isinstance(stats, Stats)
+    return stats.num_running, stats.num_waiting
+
+
+def test_who_asks_for_the_tiers_waits_for_a_look_and_others_do_not(
+    served: tuple[Gateway, Gateway], fetcher: Fetcher
+) -> None:
+    looking, other = served
+    for number in (1, 2):
+        looking.send(StatsRequest(call_id=f"look {number}", with_tiers=True))
+        other.send(StatsRequest(call_id=f"plain {number}"))
+        if number == 1:
+            assert looking.receive() == other.receive() == READY
+        plain = other.receive()
+        assert isinstance(plain, Stats)
+        assert plain.call_id == f"plain {number}"
+        while not fetcher.looks:
+            time.sleep(0.001)
+        os.write(fetcher.write, b"x")
+        looked = looking.receive()
+        assert isinstance(looked, Stats)
+        assert looked.call_id == f"look {number}"
+        assert fetcher.num_pipes == number + 1, "it is polled again, wherever it is"

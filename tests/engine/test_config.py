@@ -1,0 +1,70 @@
+"""Settings that cannot work stop the start with a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.tiers.tier_figures import TierFigures
+from loramux.engine.assembly import open_fetcher
+from loramux.engine.config import EngineConfig
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.errors import ConfigNotUsable
+from loramux.kernels.layout import LinearShape, PageGeometry
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig(model_dir="", blob_url="", cache_dir="", **settings)
+
+
+def test_every_running_sequence_has_a_row_of_a_step() -> None:
+    assert config(max_batch_tokens=16, max_sequences=16).max_sequences == 16
+    with pytest.raises(ConfigNotUsable, match="max_batch_tokens is 15, less than max_sequences, which is 16"):
+        config(max_batch_tokens=15, max_sequences=16)
+
+
+def test_the_engines_process_checks_what_it_is_handed() -> None:
+    document = msgspec.json.encode(config()).replace(b'"max_sequences":64', b'"max_sequences":4096')
+    with pytest.raises(ConfigNotUsable, match="4096"):
+        msgspec.json.decode(document, type=EngineConfig)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), float("inf")])
+def test_not_everything_may_be_pinned(share: float) -> None:
+    with pytest.raises(ConfigNotUsable, match="max_pinned_share"):
+        config(max_pinned_share=share)
+
+
+def test_a_disk_tier_that_cannot_be_written_is_refused_without_its_path(target: PackTarget, tmp_path: Path) -> None:
+    place = tmp_path / "secret-name"
+    place.write_text("a file where a directory should be")
+    settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
+    with pytest.raises(ConfigNotUsable, match="give another disk_tier_dir") as refused:
+        open_fetcher(settings, target, HostAccelerator(), lambda: None, TierFigures())
+    assert "secret-name" not in str(refused.value)
+
+
+def test_the_host_tier_is_memory_that_the_device_knows(target: PackTarget, tmp_path: Path) -> None:
+    settings = EngineConfig(
+        model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(tmp_path / "disk"), host_tier_bytes=1 << 20
+    )
+    pinned = []
+
+    class Watched(HostAccelerator):
+        def pin(self, memory: torch.Tensor) -> None:
+            pinned.append(memory)
+
+    fetcher = open_fetcher(settings, target, Watched(), lambda: None, TierFigures())
+    fetcher.close()
+    (memory,) = pinned
+    assert memory.numel() == 1 << 20
+
+
+@pytest.fixture
+def target() -> PackTarget:
+    return PackTarget((LinearShape("q_proj", 32, 32),), PageGeometry(2, 2, 8, 4, 4), "float32")

@@ -1,0 +1,180 @@
+"""What the engine tells of traced requests, and that it needs no OpenTelemetry for it."""
+
+from __future__ import annotations
+
+import ast
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from loramux.adapter_store.tiers.load_timelines import MAX_LOADS, LoadTimelines
+from loramux.engine.tracing.otel_spans import MAX_WAITING, OtelSpanSink
+from loramux.engine.tracing.sequence_traces import SequenceTraces
+from loramux.engine.tracing.spans import SpanRecord
+from tests.engine.conftest import Simulate, Simulation
+
+TRACE = "00-{}-00f067aa0ba902b7-01"
+FIRST, SECOND = TRACE.format("a" * 32), TRACE.format("b" * 32)
+
+
+class Spans:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, SpanRecord]] = []
+
+    def record(self, traceparent: str, span: SpanRecord) -> None:
+        self.records.append((traceparent, span))
+
+    def of(self, traceparent: str) -> list[str]:
+        return [span.name for parent, span in self.records if parent == traceparent]
+
+    def find(self, traceparent: str, name: str) -> SpanRecord:
+        (found,) = [span for parent, span in self.records if parent == traceparent and span.name == name]
+        return found
+
+
+def traced(simulation: Simulation) -> tuple[Spans, LoadTimelines]:
+    spans, timelines = Spans(), LoadTimelines()
+    simulation.engine._traces = SequenceTraces(spans, timelines)
+    fetch = simulation.loader.fetch
+
+    def noted(digest: str) -> None:
+        timelines.begin(digest)
+        with timelines.of(digest):
+            timelines.note("disk", "read", 4096, 0.0)
+        fetch(digest)
+
+    simulation.loader.fetch = noted  # type: ignore[method-assign]
+    return spans, timelines
+
+
+def test_a_cold_request_waits_loads_reads_and_answers(simulate: Simulate) -> None:
+    simulation = simulate(adapters={"a": 2})
+    spans, timelines = traced(simulation)
+    simulation.add("cold", digest="a", traceparent=FIRST)
+    simulation.add("joins", digest="a", traceparent=SECOND)
+    simulation.add("nobody asks")
+    simulation.run()
+    assert len(spans.records) == 8, "the untraced sequence told nothing"
+    assert spans.of(FIRST) == ["engine.load_adapter", "engine.queue", "engine.prefill", "engine.decode"]
+    queue, prefill, decode = (spans.find(FIRST, f"engine.{part}") for part in ("queue", "prefill", "decode"))
+    assert queue.started_ns <= queue.ended_ns == prefill.started_ns <= prefill.ended_ns == decode.started_ns
+    assert decode.attributes == {"loramux.completion_tokens": 4, "loramux.reason": "length"}
+    load, joined = (spans.find(trace, "engine.load_adapter") for trace in (FIRST, SECOND))
+    assert queue.started_ns <= load.started_ns <= load.ended_ns <= queue.ended_ns
+    assert [child.name for child in load.children] == ["store.disk.read"]
+    assert (load.attributes["loramux.joined"], joined.attributes["loramux.joined"]) == (False, True)
+    assert joined.children == ()
+    assert timelines.take("a") is None, "nothing is kept of a load that is through"
+    simulation.add("warm", digest="a", traceparent=TRACE.format("c" * 32))
+    simulation.run()
+    assert spans.of(TRACE.format("c" * 32)) == ["engine.queue", "engine.prefill", "engine.decode"]
+    assert simulation.engine._traces is not None
+    assert not simulation.engine._traces._lives
+
+
+def test_a_load_that_fails_is_the_failure_of_the_wait(simulate: Simulate) -> None:
+    simulation = simulate()
+    spans, _ = traced(simulation)
+    simulation.add("lost", digest="gone", traceparent=FIRST)
+    simulation.run()
+    assert spans.of(FIRST) == ["engine.load_adapter", "engine.queue"]
+    assert spans.find(FIRST, "engine.load_adapter").failure == "the store has no such adapter"
+    assert spans.find(FIRST, "engine.queue").failure == "adapter_unavailable"
+
+
+def test_loads_that_nobody_takes_are_forgotten() -> None:
+    timelines = LoadTimelines()
+    for number in range(MAX_LOADS + 5):
+        timelines.begin(str(number))
+    assert timelines.take("0") is None
+    assert timelines.take(str(MAX_LOADS)) is not None
+    timelines.note("disk", "read", 1, 0.0)
+
+
+def test_spans_become_opentelemetrys_with_their_own_times() -> None:
+    kept, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    sink = OtelSpanSink(provider)
+    child = SpanRecord(name="store.disk.read", scope="loramux.adapter_store", started_ns=5, ended_ns=7)
+    sink.record(
+        FIRST,
+        SpanRecord(
+            name="engine.load_adapter", scope="loramux.engine", started_ns=3, ended_ns=9, children=(child,), failure="x"
+        ),
+    )
+    sink.close(5.0)
+    inner, outer = kept.get_finished_spans()
+    assert (outer.start_time, outer.end_time, inner.start_time, inner.end_time) == (3, 9, 5, 7)
+    assert outer.parent is not None
+    assert f"{outer.parent.span_id:016x}" == "00f067aa0ba902b7"
+    assert inner.parent is not None
+    assert outer.context is not None
+    assert inner.parent.span_id == outer.context.span_id
+    assert f"{outer.context.trace_id:032x}" == "a" * 32
+    assert not outer.status.is_ok
+
+
+def test_an_exporter_that_hangs_costs_the_engine_no_time() -> None:
+    hangs = threading.Event()
+
+    class Stuck(InMemorySpanExporter):
+        def export(self, spans: object) -> object:  # type: ignore[override]
+            hangs.wait(30)
+            return super().export(())
+
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(Stuck()))
+    sink = OtelSpanSink(provider)
+    span = SpanRecord(name="engine.queue", scope="loramux.engine", started_ns=1, ended_ns=2)
+    slowest = 0.0
+    for _ in range(2 * MAX_WAITING):
+        started = time.perf_counter()
+        sink.record(FIRST, span)
+        slowest = max(slowest, time.perf_counter() - started)
+    assert slowest < 1.0, "what is too much is dropped"
+    started = time.perf_counter()
+    sink.close(0.1)
+    assert time.perf_counter() - started < 2.0
+    hangs.set()
+
+
+def imported(statements: list[ast.stmt]) -> set[str]:
+    """What a module imports when it is imported itself."""
+    found: set[str] = set()
+    for statement in statements:
+        match statement:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=str(module)):
+                found.add(module)
+            case ast.Try(body=body, handlers=handlers):
+                found |= imported(body) | imported([line for handler in handlers for line in handler.body])
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                continue
+            case ast.If(body=body, orelse=orelse):
+                found |= imported(body) | imported(orelse)
+    return found
+
+
+def test_every_other_module_of_the_engine_needs_no_opentelemetry() -> None:
+    root = Path(__file__).parents[3]
+    users = {
+        path.relative_to(root).as_posix()
+        for folder in ("kernels", "adapter_store", "engine")
+        for path in (root / folder).rglob("*.py")
+        for name in imported(ast.parse(path.read_text()).body)
+        if name.split(".")[0] == "opentelemetry" or name == "loramux.engine.tracing.otel_spans"
+    }
+    assert users == {"engine/tracing/otel_spans.py"}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_SDK_DISABLED", raising=False)

@@ -1,0 +1,103 @@
+"""Triton's kernels on a machine without a GPU: a private copy of Triton that interprets them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+TRITON_MODULES = (
+    "attention",
+    "expand",
+    "fused",
+    "gather",
+    "kernels",
+    "lora",
+    "rotate_and_store",
+    "sampling",
+    "shrink",
+)
+
+
+def import_kernels(*names: str) -> list[ModuleType]:
+    """Modules of `loramux.kernels.gpu`, compiled where there is a GPU and interpreted where there is none."""
+    if HAS_GPU:
+        return [importlib.import_module(f"loramux.kernels.gpu.{name}") for name in names]
+    with _interpreted_triton():
+        return [importlib.import_module(f"loramux.kernels.gpu.{name}") for name in names]
+
+
+def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels run for the rest of a test: some of Triton asks the environment only then.
+
+    Skips the test where loops up to a tensor's value fail in the interpreter.
+    """
+    numbers = [int(part) for part in version("triton").split(".")[:2]]
+    if numbers < [3, 7] and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of this triton cannot loop up to a tensor with this numpy")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@contextmanager
+def _interpreted_triton() -> Iterator[None]:
+    """Import a copy of triton that interprets, and leave the process as it was.
+
+    Triton decides when it is imported, its own functions included, and other tests' libraries may have imported it to
+    compile. Its C extension decides nothing, and cannot be loaded twice.
+    """
+
+    def is_ours(name: str) -> bool:
+        folder, _, module = name.rpartition(".")
+        is_kernel = folder == "loramux.kernels.gpu" and module in TRITON_MODULES
+        return is_kernel or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
+
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if is_ours(name)}
+    switch = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        _prepare_once_a_launch(importlib.import_module("triton.runtime.interpreter"))
+        yield
+    finally:
+        os.environ.pop("TRITON_INTERPRET")
+        if switch is not None:
+            os.environ["TRITON_INTERPRET"] = switch
+        for name in [name for name in sys.modules if is_ours(name)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _prepare_once_a_launch(interpreter: Any) -> None:
+    """Let the interpreter prepare `triton.language` once a launch, not again at each call of a device function.
+
+    Each time costs a millisecond, and `tl.sum` is such a call: a search makes a hundred of them.
+    """
+    prepare, prepared = interpreter._patch_lang, set()
+
+    def prepare_once(function: Any) -> Any:
+        names = id(function.__globals__)
+        if names in prepared:
+            # Of a device function's preparation the interpreter keeps nothing.
+            return None
+        prepared.add(names)
+        scope = prepare(function)
+        restore = scope.restore
+
+        def forget() -> None:
+            restore()
+            prepared.discard(names)
+
+        scope.restore = forget
+        return scope
+
+    interpreter._patch_lang = prepare_once

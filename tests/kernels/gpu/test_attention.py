@@ -1,0 +1,574 @@
+"""The GPU's KV writes and paged attention against a plain float64 softmax, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.kernels.layout import PageGeometry
+from loramux.kernels.reference.kernels import ReferenceKernels
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+from tests.kernels.sequences import batch_of
+
+kernel_module, attention_module = import_kernels("rotate_and_store", "attention")
+rotate_and_store = kernel_module.rotate_and_store
+AttentionPlan, Tiling = attention_module.AttentionPlan, attention_module.Tiling
+attention_plan, check_attention = attention_module.attention_plan, attention_module.check_attention
+paged_attention = attention_module.paged_attention
+
+# Where it can loop, the interpreter of an older triton warns on each bound.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+NUM_LAYERS = 2
+LAYER = 1
+POISON = 1 << 30
+"""No page has this number."""
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The GPU, or a host on which Triton interprets."""
+    if not HAS_GPU:
+        run_interpreted(monkeypatch)
+    return DEVICE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """Sequences in shuffled pages of a poisoned pool, and the same K and V dense."""
+
+    pool: PoolViews
+    batch: AttentionBatch
+    k: torch.Tensor  # [sum of contexts, num_kv_heads, head_dim], as stored
+    v: torch.Tensor
+
+
+def moved(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
+    tensors = (batch.cu_q, batch.seq_lens, batch.pages, batch.page_starts, batch.kv_slots)
+    return AttentionBatch(*(tensor.to(device) for tensor in tensors), batch.max_q)
+
+
+def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch) -> None:
+    """Store K and V as they are: each row turned by no angle."""
+    num_rows, _, head_dim = k.shape
+    cos, sin = torch.ones(num_rows, head_dim // 2).to(k.device), torch.zeros(num_rows, head_dim // 2).to(k.device)
+    rotate_and_store(torch.zeros(num_rows, 1, head_dim).to(k), k, v, cos, sin, pool, layer, batch)
+
+
+def context_of(
+    contexts: Sequence[int],
+    num_queries: Sequence[int],
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
+    *,
+    listed_backwards: bool = False,
+) -> Context:
+    geometry = PageGeometry(NUM_LAYERS, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dtype.itemsize)
+    num_pages = sum(-(-length // 16) for length in contexts) + 2
+    poisoned = make_poisoned_pool(num_pages, geometry, dtype)
+    raw = poisoned.raw.to(device)
+    pool = PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
+    pages = torch.randperm(num_pages, dtype=torch.int32)
+    # Rows of K and V are views of wider rows, as they come out of a joined q/k/v linear.
+    width = spec.num_kv_heads * spec.head_dim
+    kv = torch.randn(sum(contexts), 2 * width).to(device, dtype)
+    k, v = (x.unflatten(1, (spec.num_kv_heads, spec.head_dim)) for x in kv.split(width, 1))
+    kv_write(k, v, pool, LAYER, moved(batch_of(contexts, contexts, pages, POISON), device))
+    batch = batch_of(contexts, num_queries, pages, POISON, listed_backwards=listed_backwards)
+    return Context(pool, moved(batch, device), k, v)
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Attention of the last rows of one sequence in float64."""
+    group_size = spec.num_heads // spec.num_kv_heads
+    k, v = (x.double().repeat_interleave(group_size, 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.double(), k) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    key = torch.arange(k.shape[0], device=q.device)
+    position = key[k.shape[0] - q.shape[0] :, None]
+    is_visible = key <= position
+    if spec.sliding_window is not None:
+        is_visible &= key > position - spec.sliding_window
+    return torch.einsum("hts,shd->thd", torch.softmax(scores.masked_fill(~is_visible, -torch.inf), -1), v)
+
+
+def attended(
+    q: torch.Tensor, context: Context, spec: AttentionSpec, plan: AttentionPlan, batch: AttentionBatch | None = None
+) -> torch.Tensor:
+    """The kernel's result, in a poisoned output with a poisoned workspace."""
+    batch = batch or context.batch
+    elements = plan.workspace_elements(q.shape[0], batch.seq_lens.shape[0], spec)
+    workspace = torch.full((elements,), torch.nan, device=q.device)
+    out = torch.full_like(q, torch.nan)
+    paged_attention(q, context.pool, LAYER, batch, spec, plan, workspace, out)
+    return out
+
+
+def check_attention_of(
+    contexts: Sequence[int],
+    num_queries: Sequence[int],
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    plan: AttentionPlan,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
+    *,
+    listed_backwards: bool = False,
+) -> None:
+    context = context_of(
+        contexts, num_queries, spec, dtype, device, make_poisoned_pool, listed_backwards=listed_backwards
+    )
+    q = queries(sum(num_queries), spec, dtype, device)
+    check(attended(q, context, spec, plan), q, context, spec, contexts, num_queries)
+
+
+def queries(num_rows: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Rows inside wider rows."""
+    width = spec.num_heads * spec.head_dim
+    qkv = (torch.randn(num_rows, width + 24) * 2).to(device, dtype)
+    return qkv[:, 8 : width + 8].unflatten(1, (spec.num_heads, spec.head_dim))
+
+
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 5e-3, "atol": 5e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+
+
+def check(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    context: Context,
+    spec: AttentionSpec,
+    contexts: Sequence[int],
+    num_queries: Sequence[int],
+) -> None:
+    row, start = 0, 0
+    for length, rows in zip(contexts, num_queries, strict=True):
+        span = slice(start, start + length)
+        expected = plain_attention(q[row : row + rows], context.k[span], context.v[span], spec)
+        torch.testing.assert_close(out[row : row + rows].double(), expected, **TOLERANCE[q.dtype])
+        row, start = row + rows, start + length
+
+
+SMALL_TILES = AttentionPlan(
+    short=Tiling(min_rows=1, max_rows=1, block_m=16, tile_n=32, num_splits=2, num_warps=4, num_stages=2),
+    long=Tiling(min_rows=2, max_rows=1 << 30, block_m=32, tile_n=32, num_splits=1, num_warps=4, num_stages=2),
+)
+"""Several tiles of queries, tiles of keys and splits even for short contexts."""
+
+HEADS = {
+    "mha-8": (2, 2, 8),
+    "gqa-4-64": (8, 2, 64),
+    "gqa-8-72": (8, 1, 72),
+    "gqa-4-128": (4, 1, 128),
+    "gqa-3-256": (3, 1, 256),
+}
+"""Query heads, KV heads, head_dim."""
+
+MIXED = [33, 21, 1, 70], [1, 21, 1, 9]
+
+BATCHES = {
+    "one-token": ([1], [1]),
+    "decode": ([5, 33, 16, 17, 150], [1, 1, 1, 1, 1]),
+    "prefill": ([5, 16, 40], [5, 16, 40]),
+    "chunked-prefill": ([200, 17], [20, 2]),
+    "mixed": MIXED,
+}
+"""Context lengths and query rows."""
+
+MASKS = {
+    "whole": (None, None),
+    "soft-cap": (None, 5.0),
+    "window-20-soft-cap": (20, 2.0),
+}
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize(("sliding_window", "soft_cap"), MASKS.values(), ids=MASKS.keys())
+def test_heads_and_masks_of_a_mixed_batch(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    spec = AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5, sliding_window, soft_cap)
+    check_attention_of(*MIXED, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
+
+
+@pytest.mark.parametrize(("contexts", "num_queries"), BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("sliding_window", [None, 20], ids=["whole", "window-20"])
+def test_batches(
+    contexts: list[int],
+    num_queries: list[int],
+    sliding_window: int | None,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    spec = AttentionSpec(4, 1, 16, 0.25, sliding_window)
+    check_attention_of(contexts, num_queries, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
+
+
+def test_lists_of_pages_in_any_order(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+    spec = AttentionSpec(4, 1, 16, 0.25)
+    check_attention_of(*MIXED, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool, listed_backwards=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "short_rows", "sliding_window"),
+    [
+        pytest.param(torch.float32, 3, None, id="float32-three-short-rows"),
+        pytest.param(torch.float16, 1, None, id="float16"),
+        pytest.param(torch.bfloat16, 1, 50, id="bfloat16-window-50"),
+    ],
+)
+def test_the_chosen_plan_in_each_dtype(
+    dtype: torch.dtype,
+    short_rows: int,
+    sliding_window: int | None,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    spec = AttentionSpec(4, 1, 64, 0.125, sliding_window)
+    plan = attention_plan(46, 4, spec, dtype.itemsize, short_rows=short_rows, num_processors=2)
+    check_attention_of([190, 100, 3, 77], [1, 40, 3, 2], spec, dtype, plan, device, make_poisoned_pool)
+
+
+def test_splits_of_prefill(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+    assert SMALL_TILES.long is not None
+    plan = AttentionPlan(None, replace(SMALL_TILES.long, num_splits=4))
+    spec = AttentionSpec(4, 1, 24, 0.2)
+    check_attention_of([130, 31], [15, 3], spec, torch.float32, plan, device, make_poisoned_pool)
+
+
+def test_more_sequences_than_one_pass_of_the_search(
+    device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    contexts, num_queries = [1] * 254 + [20, 3, 30], [0] * 254 + [20, 3, 30]
+    plan = AttentionPlan(None, SMALL_TILES.long)
+    spec = AttentionSpec(1, 1, 8, 0.3)
+    check_attention_of(contexts, num_queries, spec, torch.float32, plan, device, make_poisoned_pool)
+
+
+def test_a_captured_launch_follows_the_batch_in_device_memory(
+    device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    """Shapes and plan stay; the sequences, their number and their kinds change. Padding is left alone."""
+    spec = AttentionSpec(4, 1, 16, 0.25)
+    contexts = [90, 20, 41, 7]
+    context = context_of(contexts, [1, 1, 1, 1], spec, torch.float32, device, make_poisoned_pool)
+    q = queries(24, spec, torch.float32, device)
+    out = torch.empty_like(q)
+    static = moved(context.batch, device)
+    plan = attention_plan(24, 4, spec, 4, num_processors=2)
+    workspace = torch.empty(plan.workspace_elements(24, 4, spec), device=device)
+
+    def launch() -> None:
+        paged_attention(q, context.pool, LAYER, static, spec, plan, workspace, out)
+
+    replay = launch
+    if device.type == "cuda":
+        launch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        replay = graph.replay
+    for num_queries in ([1, 1, 1, 1], [3, 20, 1, 0], [0, 0, 17, 7], [0, 0, 0, 0]):
+        static.cu_q.copy_(torch.tensor([0, *torch.tensor(num_queries).cumsum(0)]))
+        # A sequence without rows is padding: even its length means nothing.
+        static.seq_lens.copy_(torch.tensor([n if r else 0 for n, r in zip(contexts, num_queries, strict=True)]))
+        out.fill_(torch.nan)
+        replay()
+        check(out, q, context, spec, contexts, num_queries)
+        assert out[sum(num_queries) :].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN (slice|axis) encountered:RuntimeWarning")
+def test_a_row_that_is_not_finite_stays_so_alone(
+    device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    spec = AttentionSpec(4, 1, 16, 0.25)
+    contexts, num_queries = [30, 40, 50], [1, 5, 1]
+    context = context_of(contexts, num_queries, spec, torch.float32, device, make_poisoned_pool)
+    q = queries(7, spec, torch.float32, device)
+    q[3, 1] = torch.nan
+    q[6] = torch.nan
+    out = attended(q, context, spec, SMALL_TILES)
+    assert out[3, 1].isnan().all()
+    assert out[6].isnan().all()
+    out[3, 1], out[6] = 0, 0
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_kv_write_stores_the_rounded_value_and_nothing_else(
+    num_rows: int, dtype: torch.dtype, device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
+    heads, head_dim, num_pages = 3, 8, 5
+    geometry = PageGeometry(NUM_LAYERS, heads, head_dim, dtype.itemsize, dtype.itemsize)
+    raw = make_poisoned_pool(num_pages, geometry, dtype).raw.to(device)
+    pool = PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
+    before = raw.clone()
+    kv_slots = torch.randperm(num_pages * 16, device=device)[:num_rows]
+    is_padding = torch.arange(num_rows, device=device) % 7 == 3
+    unused = torch.zeros(1, dtype=torch.int32, device=device)
+    batch = AttentionBatch(unused, unused, unused, unused, torch.where(is_padding, -1, kv_slots), num_rows)
+    k, v = torch.randn(num_rows, heads, head_dim, device=device), torch.randn(num_rows, heads, head_dim, device=device)
+    if num_rows:
+        # Ties round to even.
+        k[0, 0, :2] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])
+    # The interpreter cuts a bfloat16 off instead of rounding it.
+    rtol = 2**-7 if dtype is torch.bfloat16 and device.type == "cpu" else 0.0
+    kv_write(k, v, pool, LAYER, batch)
+
+    assert torch.equal(raw[:, 0], before[:, 0])
+    planes = pool.kv[:, LAYER].unflatten(1, (2, heads, 16, head_dim)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    stored, untouched = kv_slots[~is_padding], torch.ones(num_pages * 16, dtype=torch.bool, device=device)
+    untouched[stored] = False
+    for plane, rows in zip(planes, (k, v), strict=True):
+        torch.testing.assert_close(plane[stored], rows[~is_padding].to(dtype), rtol=rtol, atol=0)
+        assert plane[untouched].isnan().all()
+
+
+HEADS = {"joined": (5, 1, 32, 32), "part-of-head": (4, 2, 40, 12), "odd-heads": (3, 3, 24, 24)}
+"""Heads of q, of k and v, head_dim, and the elements of a head that turn."""
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "rotated"), HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("num_rows", [0, 1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_are_rotated_and_stored_as_the_reference_does(
+    dtype: torch.dtype,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotated: int,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    """The reference lays K out as a CPU does: both are compared by position."""
+    num_pages = 5
+    geometry = PageGeometry(NUM_LAYERS, num_kv_heads, head_dim, dtype.itemsize, dtype.itemsize)
+    expected_pool = make_poisoned_pool(num_pages, geometry, dtype)
+    raw = expected_pool.raw.clone().to(device)
+    pool = PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
+    kv_slots = torch.randperm(num_pages * 16)[:num_rows]
+    is_padding = torch.arange(num_rows) % 7 == 3
+    unused = torch.zeros(1, dtype=torch.int32)
+    batch = AttentionBatch(unused, unused, unused, unused, torch.where(is_padding, -1, kv_slots), num_rows)
+    # Rows of q, k and v are views of one wider row, as they come out of a joined linear.
+    widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    wide = torch.randn(num_rows, sum(widths) + 9).to(device, dtype)
+    before = wide.clone()
+    q, k, v = (x.unflatten(1, (-1, head_dim)) for x in wide[:, 4:-5].split(widths, 1))
+    angle = torch.randn(num_rows, rotated // 2)
+    rows = [x.to("cpu", torch.float32, copy=True) for x in (q, k, v)]
+    padded = q[is_padding].clone()
+    poisoned = torch.where(is_padding[:, None], torch.nan, angle).to(device)
+    rotate_and_store(q, k, v, poisoned.cos(), poisoned.sin(), pool, LAYER, moved(batch, device))
+
+    reference = ReferenceKernels(expected_pool)
+    reference.rotate_and_store(*rows, angle.cos(), angle.sin(), LAYER, batch)
+    tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}[dtype]
+    torch.testing.assert_close(q.cpu().float()[~is_padding], rows[0][~is_padding], rtol=tolerance, atol=tolerance)
+    assert torch.equal(q[is_padding], padded)
+    # Nothing but q has changed, in its row and beside it.
+    assert torch.equal(wide[:, 4 + widths[0] :], before[:, 4 + widths[0] :])
+    assert torch.equal(wide[:, :4], before[:, :4])
+    half = geometry.kv_elements // 2
+    shape = (num_kv_heads, 16, head_dim)
+    found, specified = pool.kv.cpu(), expected_pool.kv
+    keys = specified[..., :half].unflatten(-1, (num_kv_heads, head_dim, 16)).transpose(-1, -2)
+    close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    torch.testing.assert_close(found[..., :half].unflatten(-1, shape), keys, **close)
+    # V is stored as it came.
+    assert torch.equal(found[..., half:].nan_to_num(7.0), specified[..., half:].nan_to_num(7.0))
+
+
+REFUSED = {
+    "head-dim-12": (AttentionSpec(4, 2, 12, 1.0), PageGeometry(1, 2, 12, 2, 2), "multiples of 8 from 8 to 256"),
+    "head-dim-264": (AttentionSpec(4, 2, 264, 1.0), PageGeometry(1, 2, 264, 2, 2), "multiples of 8 from 8 to 256"),
+    "uneven-heads": (AttentionSpec(5, 2, 8, 1.0), PageGeometry(1, 2, 8, 2, 2), "cannot share 2 KV heads"),
+    "group-129": (AttentionSpec(129, 1, 8, 1.0), PageGeometry(1, 1, 8, 2, 2), "at most 128 can share one"),
+    "other-pages": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 4, 8, 2, 2), "of the pages differ"),
+    "page-of-32": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 2, 8, 2, 2, 32), "pages of 16"),
+    "window-0": (AttentionSpec(4, 2, 8, 1.0, 0), PageGeometry(1, 2, 8, 2, 2), "sees at least itself"),
+}
+
+
+@pytest.mark.parametrize(("spec", "geometry", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_not_supported_is_refused_with_its_limit(
+    spec: AttentionSpec, geometry: PageGeometry, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_attention(spec, geometry)
+
+
+PLANS: dict[str, Any] = {
+    "empty": (0, 0, False),
+    "one-sequence": (1, 1, False),
+    "decode-256": (256, 256, True),
+    "chunk": (512, 3, False),
+    "prefill": (8192, 4, False),
+}
+
+
+@pytest.mark.parametrize(("num_tokens", "num_sequences", "all_short"), PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 7, 71, 128])
+def test_plans_are_within_bounds(
+    num_tokens: int, num_sequences: int, all_short: bool, head_dim: int, group_size: int
+) -> None:
+    spec = AttentionSpec(group_size * 2, 2, head_dim, 1.0)
+    check_attention(spec, PageGeometry(1, 2, head_dim, 2, 2))
+    plan = attention_plan(num_tokens, num_sequences, spec, 2, all_short=all_short)
+    assert (plan.long is None) == all_short
+    for tiling in (plan.short, plan.long):
+        if tiling is not None:
+            assert tiling.num_splits >= 1
+            assert tiling.block_m >= group_size * tiling.block_q(group_size) > 0
+            # Queries and two or three stages of K and V, in shared memory.
+            block_d = max(16, head_dim)
+            assert (tiling.block_m + 2 * tiling.num_stages * tiling.tile_n) * block_d * 2 <= 227 * 1024
+    assert plan.workspace_elements(num_tokens, num_sequences, spec) * 4 < 1 << 30
+
+
+COMPILE = """
+import sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from loramux.kernels.gpu import fused
+from loramux.kernels.layout import PageGeometry
+from loramux.kernels.gpu.attention import attention_plan, paged_attention
+from loramux.kernels.gpu.rotate_and_store import rotate_and_store
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+compiled = []
+run = JITFunction.run
+
+def compile_only(self, *args, grid, warmup=False, **options):
+    kernel = run(self, *args, grid=grid, warmup=True, **options)
+    compiled.append(self.fn.__name__)
+    return kernel
+
+driver.set_active(Hopper())
+JITFunction.run = compile_only
+SPECS = {
+    "llama": (AttentionSpec(32, 8, 128, 0.09), torch.bfloat16),
+    "gemma": (AttentionSpec(16, 8, 256, 0.06, 4096, 50.0), torch.bfloat16),
+    "odd": (AttentionSpec(6, 2, 72, 0.1), torch.float16),
+    "exact": (AttentionSpec(4, 4, 40, 0.1, 100), torch.float32),
+}
+spec, dtype = SPECS[sys.argv[1]]
+geometry = PageGeometry(2, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dtype.itemsize)
+raw = torch.zeros(4, 2, geometry.page_bytes, dtype=torch.uint8)
+pool = PoolViews(raw, raw.view(dtype), raw.view(dtype), geometry)
+integers = torch.zeros(65, dtype=torch.int32)
+slots = torch.zeros(64, dtype=torch.int64)
+batch = AttentionBatch(integers, integers[:64], integers, integers[:64], slots, 64)
+q = torch.zeros(64, spec.num_heads, spec.head_dim, dtype=dtype)
+k = torch.zeros(64, spec.num_kv_heads, spec.head_dim, dtype=dtype)
+plan = attention_plan(64, 64, spec, dtype.itemsize)
+workspace = torch.zeros(plan.workspace_elements(64, 64, spec))
+angle = torch.zeros(64, spec.head_dim // 2)
+rotate_and_store(q, k, k, angle, angle, pool, 1, batch)
+paged_attention(q, pool, 1, batch, spec, plan, workspace, q)
+x, weight = q.flatten(1), torch.zeros(spec.num_heads * spec.head_dim, dtype=dtype)
+fused.rms_norm(q, weight[: spec.head_dim], 1e-5)
+fused.add_rms_norm(x, x.clone(), weight, 1e-5)
+fused.silu_and_mul(x)
+fused.gelu_and_mul(x)
+print(*sorted(set(compiled)))
+"""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=pytest.mark.campaign) for name in ("llama", "gemma", "odd", "exact")],
+)
+def test_everything_compiles_for_a_hopper_gpu(model: str, tmp_path: Path) -> None:
+    """The compiler refuses what the interpreter lets pass; it needs no GPU."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, model], capture_output=True, text=True, env=environment, timeout=170
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["_attend", "_combine", "_gate", "_norm", "_rotate_and_store"]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sliding_window", "soft_cap"), [(None, None), (333, 30.0)], ids=["whole", "gemma"])
+def test_long_contexts_of_every_head_dim(
+    head_dim: int,
+    dtype: torch.dtype,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    device: torch.device,
+    make_poisoned_pool: Callable[..., PoolViews],
+) -> None:
+    spec = AttentionSpec(8, 2, head_dim, head_dim**-0.5, sliding_window, soft_cap)
+    contexts, num_queries, processors = [1999, 1, 700, 333, 515], [1, 1, 300, 333, 2], 132
+    if device.type == "cpu":
+        contexts, num_queries, processors = [411, 1, 360], [1, 1, 50], 2
+    plan = attention_plan(sum(num_queries), len(contexts), spec, dtype.itemsize, num_processors=processors)
+    check_attention_of(contexts, num_queries, spec, dtype, plan, device, make_poisoned_pool)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("first", range(1, 200, 20))
+def test_every_context_length(first: int, device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+    spec = AttentionSpec(4, 2, 16, 0.25)
+    contexts = list(range(first, first + 20))
+    for num_queries in ([1] * 20, [min(n, 1 + i * 3) for i, n in enumerate(contexts)]):
+        check_attention_of(contexts, num_queries, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
+
+
+def test_a_pool_over_4_gib(device: torch.device) -> None:
+    """Page ids whose elements lie past 2^31, which 32-bit arithmetic would miss."""
+    spec = AttentionSpec(4, 2, 128, 0.1)
+    geometry = PageGeometry(32, 2, 128, 2, 2)
+    num_pages = (5 << 30) // geometry.total_page_bytes
+    assert num_pages * geometry.kv_elements * geometry.num_layers > 1 << 31
+    # Untouched memory of a host is never backed by real pages.
+    raw = torch.empty(num_pages, 32, geometry.page_bytes, dtype=torch.uint8, device=device)
+    pool = PoolViews(raw, raw.view(torch.float16), raw.view(torch.float16), geometry)
+    pages = torch.tensor([num_pages - 1, 0, num_pages - 2, 1], dtype=torch.int32)
+    context = Context(
+        pool, moved(batch_of([60], [1], pages, POISON), device), *torch.randn(2, 60, 2, 128).half().to(device)
+    )
+    kv_write(context.k, context.v, pool, LAYER, moved(batch_of([60], [60], pages, POISON), device))
+    q = queries(1, spec, torch.float16, device)
+    plan = attention_plan(1, 1, spec, 2, all_short=True)
+    check(attended(q, context, spec, plan), q, context, spec, [60], [1])

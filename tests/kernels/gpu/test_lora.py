@@ -1,0 +1,546 @@
+"""The GPU's shrink and expand against dense matrices in float64: on a GPU where there is one, else interpreted."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.segments import build_segments
+from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
+
+RANKS = (0, 1, 3, 31, 64, 128)
+NUM_SLOTS = 5
+ALONE = "LORAMUX_TEST_ALONE"
+"""Set for a test that was given a process of its own."""
+POISON = 1 << 30
+"""No row and no segment has this number."""
+
+# What rounding y costs. Float32 sums are ordered differently; the interpreter truncates to bfloat16.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 2.0**-8 if HAS_GPU else 2.0**-7}
+
+# Each batch with the columns of its grid: at least one a row takes single rows apart, fewer takes tiles only.
+BATCHES = {
+    "empty": ([], 0),
+    "empty-padded": ([], 3),
+    "all-base": ([-1] * 6, 6),
+    "one-row": ([2], 1),
+    "one-base-row": ([-1], 1),
+    "one-adapter-40-rows": ([1] * 40, 5),
+    "one-adapter-40-rows-decode": ([1] * 40, 40),
+    "mixed": ([-1, 0, 2, 2, -1, 4, 0, 0, 1, -1, 3, 2, 2], 6),
+    "mixed-decode": ([-1, 0, 2, 2, -1, 4, 0, 0, 1, -1, 3, 2, 2], 13),
+}
+
+ONE = (64,)
+THREE = (64, 63, 200)
+
+
+@pytest.fixture(scope="module")
+def triton_kernels() -> dict[str, ModuleType]:
+    """The modules under test by name."""
+    names = ("lora", "shrink", "expand")
+    return dict(zip(names, import_kernels(*names), strict=True))
+
+
+@pytest.fixture
+def shrink(triton_kernels: dict[str, ModuleType]) -> Callable[..., None]:
+    return triton_kernels["shrink"].lora_shrink
+
+
+@pytest.fixture
+def expand(triton_kernels: dict[str, ModuleType]) -> Callable[..., None]:
+    return triton_kernels["expand"].lora_expand
+
+
+def geometry_of(dtype: torch.dtype) -> PageGeometry:
+    """Pages of 1,024 elements a layer, and of 3,840, which is no power of two."""
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    num_kv_heads, head_dim = (2, 16) if itemsize == 4 else (3, 40)
+    return PageGeometry(2, num_kv_heads, head_dim, itemsize, itemsize)
+
+
+def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
+    """Modules 1, 2, ... of the tables; module 0 belongs to another group."""
+    offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
+    return ModuleGroup(tuple(range(1, len(out_features) + 1)), in_features, tuple(out_features), tuple(offsets))
+
+
+def padded_segments(slots: Sequence[int], num_segments: int, max_rows: int = 16) -> Segments:
+    """The segments of a batch as a captured graph holds them: slot -1 from the last on, the rest poisoned."""
+    segments = build_segments(np.array(slots, np.int32), max_rows)
+    missing = num_segments - segments.num_segments
+    assert missing >= 0
+    tail = torch.full((missing,), POISON, dtype=torch.int32)
+    return Segments(
+        rows=torch.cat([segments.rows, tail]).to(DEVICE),
+        starts=torch.cat([segments.starts, tail]).to(DEVICE),
+        slots=torch.cat([segments.slots, torch.full_like(tail, -1)]).to(DEVICE),
+        max_rows=max_rows,
+    )
+
+
+def on_device(adapters: Any) -> Any:
+    """The same pool and tables on the tested device."""
+    pool, tables = adapters.pool, adapters.tables
+    dtype, raw = pool.adapter.dtype, pool.raw.to(DEVICE)
+    fields = {name: getattr(tables, name).to(DEVICE) for name in ("page_table", "off", "rank", "scale")}
+    return replace(
+        adapters,
+        pool=replace(pool, raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype)),
+        tables=replace(tables, **fields),
+    )
+
+
+def check(
+    adapters: Any,
+    group: ModuleGroup,
+    slots: Sequence[int],
+    layer: int,
+    x: torch.Tensor,
+    before: torch.Tensor,
+    y: torch.Tensor,
+    planes: torch.Tensor,
+) -> None:
+    """Compare with float64: `planes` written where and only where they must be, `y` within one rounding."""
+    x, before, y, planes = x.cpu(), before.cpu(), y.cpu(), planes.cpu()
+    scales, tolerance = adapters.tables.scale.cpu().double(), TOLERANCE[y.dtype]
+    for t, slot in enumerate(slots):
+        if slot < 0:
+            assert planes[:, t].isnan().all()
+            assert torch.equal(y[t], before[t])
+            continue
+        for i, module in enumerate(group.modules):
+            a, b = adapters.a[slot, layer, module].double(), adapters.b[slot, layer, module].double()
+            v = a @ x[t].double()
+            rank = v.shape[0]
+            torch.testing.assert_close(planes[:, t, i, :rank].double().sum(0), v, rtol=1e-4, atol=1e-4)
+            assert planes[:, t, i, rank:].isnan().all()
+            columns = slice(group.out_offsets[i], group.out_offsets[i] + group.out_features[i])
+            if not rank:
+                assert torch.equal(y[t, columns], before[t, columns])
+            expected = before[t, columns].double() + scales[slot, layer, module] * (v @ b)
+            torch.testing.assert_close(y[t, columns].double(), expected, rtol=tolerance, atol=1e-3)
+
+
+def run_case(
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+    pool_dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    in_features: int,
+    out_features: Sequence[int],
+    batch: tuple[list[int], int],
+    num_planes: int,
+    ranks: Sequence[int] = RANKS,
+    pdl: bool = False,
+    max_rows: int = 16,
+) -> None:
+    """Shrink and expand over random adapters; x, planes and y are views of wider, poisoned or guarded rows."""
+    slots, num_segments = batch
+    rng = np.random.default_rng(in_features + len(slots))
+    group = group_of(in_features, out_features)
+    modules = [LinearShape("other", 72, 72), *(LinearShape("m", in_features, out) for out in out_features)]
+    table = rng.choice(ranks, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
+    adapters = on_device(make_adapter_pool(modules, table, geometry_of(pool_dtype), pool_dtype))
+    segments = padded_segments(slots, num_segments, max_rows)
+    num_rows, layer = len(slots), 1
+
+    x = torch.full((num_rows, in_features + 5), torch.nan, dtype=x_dtype)
+    x[:, 2:-3] = torch.randn(num_rows, in_features)
+    x = x.to(DEVICE)[:, 2:-3]
+    # A model's largest batch has more rows than this one.
+    planes = torch.full((num_planes, num_rows + 3, len(out_features), max(ranks) + 2), torch.nan, device=DEVICE)
+    y_wide = torch.randn(num_rows, group.total_out + 3).to(DEVICE, x_dtype)
+    before = y_wide.clone()
+    y = y_wide[:, 1:-2]
+    shrink(adapters.pool, x, layer, group, adapters.tables, segments, planes, pdl=pdl)
+    expand(adapters.pool, planes, layer, group, adapters.tables, segments, y, pdl=pdl)
+    check(adapters, group, slots, layer, x, before[:, 1:-2], y, planes)
+    assert planes[:, num_rows:].isnan().all()
+    assert torch.equal(y_wide[:, [0, -2, -1]], before[:, [0, -2, -1]])
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+def test_equals_dense_matrices(
+    batch: tuple[list[int], int],
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    run_case(shrink, expand, make_adapter_pool, torch.float32, torch.float32, 300, THREE, batch, 2)
+
+
+LARGE_BATCHES = {
+    "one-full": ([1] * 64, 1),
+    "one-row-more": ([1] * 65, 2),
+    "mixed": ([2] * 70 + [-1] * 3 + [0] + [4] * 20 + [0] * 2, 7),
+    "all-base": ([-1] * 70, 3),
+}
+
+
+@pytest.mark.parametrize("batch", LARGE_BATCHES.values(), ids=LARGE_BATCHES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_large_segments_equal_dense_matrices(
+    dtype: torch.dtype,
+    batch: tuple[list[int], int],
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    run_case(shrink, expand, make_adapter_pool, dtype, dtype, 300, THREE, batch, 2, max_rows=64)
+
+
+@pytest.mark.parametrize(
+    ("pool_dtype", "x_dtype"),
+    [
+        pytest.param(torch.float16, torch.float16, id="float16"),
+        pytest.param(torch.bfloat16, torch.bfloat16, id="bfloat16"),
+        pytest.param(torch.bfloat16, torch.float32, id="bfloat16-pool-float32-rows"),
+        pytest.param(torch.float32, torch.float16, id="float32-pool-float16-rows"),
+    ],
+)
+@pytest.mark.parametrize("num_segments", [5, 6], ids=["tiles", "single-rows"])
+def test_dtypes(
+    num_segments: int,
+    pool_dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    batch = ([4, 0, -1, 0, 0, 3], num_segments)
+    run_case(shrink, expand, make_adapter_pool, pool_dtype, x_dtype, 128, THREE, batch, 1)
+
+
+@pytest.mark.parametrize("in_features", [63, 512], ids=lambda n: f"in-{n}")
+@pytest.mark.parametrize("num_planes", [1, 3, 7], ids=lambda n: f"planes-{n}")
+def test_any_number_of_planes(
+    num_planes: int,
+    in_features: int,
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    """Also more planes than A has chunks, and numbers that do not divide them."""
+    batch = ([0, 0, 1], 3)
+    run_case(shrink, expand, make_adapter_pool, torch.float32, torch.float32, in_features, ONE, batch, num_planes)
+
+
+@pytest.mark.parametrize("batch", [BATCHES["mixed"], BATCHES["mixed-decode"]], ids=["mixed", "mixed-decode"])
+def test_overlapping_launches(
+    batch: tuple[list[int], int],
+    triton_kernels: dict[str, ModuleType],
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    if not triton_kernels["lora"].supports_pdl(DEVICE):
+        pytest.skip("needs compute capability 9")
+    dtype = torch.bfloat16
+    run_case(shrink, expand, make_adapter_pool, dtype, dtype, 512, THREE, batch, 2, pdl=True)
+
+
+@pytest.mark.parametrize("num_segments", [2, 3], ids=["tiles", "single-rows"])
+def test_the_largest_rank(
+    num_segments: int,
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    batch = ([0, 1, 0], num_segments)
+    run_case(shrink, expand, make_adapter_pool, torch.float16, torch.float16, 128, ONE, batch, 1, (256,))
+
+
+# The interpreter's matrix product is numpy's, which warns.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_row_that_is_not_finite_harms_only_itself(
+    shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
+) -> None:
+    geometry = geometry_of(torch.float32)
+    modules = [LinearShape("m", 128, 128)]
+    adapters = on_device(make_adapter_pool(modules, np.full((1, 2, 1), 4, np.int32), geometry, torch.float32))
+    group = ModuleGroup((0,), 128, (128,), (0,))
+    x = torch.randn(3, 128, device=DEVICE)
+    x[1, 7] = torch.inf
+    planes, y = torch.full((1, 3, 1, 4), torch.nan, device=DEVICE), torch.zeros(3, 128, device=DEVICE)
+    segments = padded_segments([0, 0, 0], 1)
+    shrink(adapters.pool, x, 0, group, adapters.tables, segments, planes)
+    expand(adapters.pool, planes, 0, group, adapters.tables, segments, y)
+    assert y[[0, 2]].isfinite().all()
+    assert not y[1].isfinite().any()
+
+
+@pytest.mark.parametrize("num_segments", [5, 9], ids=["tiles", "single-rows"])
+def test_one_launch_serves_whatever_the_segments_hold(
+    num_segments: int,
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    """As a graph does: captured once, then the segments and the tables are rewritten in place."""
+    geometry = geometry_of(torch.float32)
+    modules = [LinearShape("m", 128, 96)]
+    ranks = np.array([3, 31, 64], np.int32).reshape(3, 1, 1).repeat(2, 1)
+    adapters = on_device(make_adapter_pool(modules, ranks, geometry, torch.float32))
+    group, tables = ModuleGroup((0,), 128, (96,), (0,)), adapters.tables
+    x, y = torch.randn(9, 128, device=DEVICE), torch.zeros(9, 96, device=DEVICE)
+    planes = torch.full((2, 9, 1, 64), torch.nan, device=DEVICE)
+    segments = padded_segments([-1] * 9, num_segments)
+    segments = replace(segments, rows=torch.full((9,), POISON, dtype=torch.int32, device=DEVICE))
+
+    def launch() -> None:
+        shrink(adapters.pool, x, 0, group, tables, segments, planes)
+        expand(adapters.pool, planes, 0, group, tables, segments, y)
+
+    replay = launch
+    if HAS_GPU:
+        launch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        replay = graph.replay
+    for slots in ([0, 0, 1, -1, 2, 2, 1, 2, 0], [1] * 9, [-1, -1, 2, -1, -1, -1, -1, -1, -1], [-1] * 9):
+        step = padded_segments(slots, num_segments)
+        segments.rows[: min(9, step.rows.shape[0])] = step.rows[:9]
+        segments.starts.copy_(step.starts)
+        segments.slots.copy_(step.slots)
+        planes.fill_(torch.nan)
+        before = torch.randn(9, 96, device=DEVICE)
+        y.copy_(before)
+        replay()
+        check(adapters, group, slots, 0, x, before, y, planes)
+    tables.rank[:, 0, 0] = 0
+    segments.slots[0], segments.starts[0], segments.starts[1] = 1, 0, 1
+    y.copy_(before)
+    replay()
+    assert torch.equal(y, before)
+
+
+@pytest.mark.parametrize("num_segments", [1, 16, 256, 1024], ids=lambda n: f"segments-{n}")
+def test_planes_suit_the_batch(num_segments: int, triton_kernels: dict[str, ModuleType]) -> None:
+    num_splits = triton_kernels["shrink"].num_splits
+    narrow, wide = group_of(63, (64,)), group_of(14336, (64, 64))
+    assert num_splits(narrow, 32768, num_segments, num_segments) == 1
+    assert 1 <= num_splits(wide, 32768, 10 * num_segments, num_segments) <= 16
+    assert 14 <= num_splits(wide, 32768, num_segments, num_segments) <= 16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page_elements", "message"),
+    [
+        pytest.param(torch.float64, 1024, "take bfloat16, float16 and float32", id="dtype"),
+        pytest.param(torch.float32, 8 * 125, "chunks of 8; .* at least 16", id="chunk"),
+    ],
+)
+def test_refuses_what_it_cannot_serve(
+    dtype: torch.dtype, page_elements: int, message: str, triton_kernels: dict[str, ModuleType]
+) -> None:
+    geometry = PageGeometry(1, 1, 1, page_elements, 32)
+    assert geometry.adapter_elements == page_elements
+    with pytest.raises(ValueError, match=message):
+        triton_kernels["lora"].check_geometry(geometry, group_of(128, (128,)), dtype)
+
+
+class CompiledForHopper:
+    """Takes a kernel's launches and compiles them for compute capability 9.0, which needs no GPU."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.compiled: Any = None
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        return self._compile
+
+    def _compile(self, *arguments: Any, **options: Any) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        names = self._kernel.arg_names
+        constants = {(names.index(name),): value for name, value in options.items() if name in names}
+        pointers = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+        signature = dict.fromkeys(names, "constexpr")
+        aligned = {}
+        for i, argument in enumerate(arguments):
+            is_tensor = isinstance(argument, torch.Tensor)
+            signature[names[i]] = pointers[argument.dtype] if is_tensor else "i32"
+            # The launcher would say the same of what it is given.
+            if is_tensor or (names[i] != "layer" and argument % 16 == 0):
+                aligned[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)
+        launch = {name: value for name, value in options.items() if name not in names}
+        self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
+
+
+def run_alone(request: pytest.FixtureRequest) -> None:
+    """Once a process has interpreted, it can no longer compile: such a test runs itself in a process of its own."""
+    test = f"{__file__}::{request.node.name}"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "campaign or not campaign", test]
+    done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Memory that is never read: for what is only compiled."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
+def test_outer_modules_compile_for_hopper(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding and the head of Llama-3.1-8B, whose pages are seen as one layer of 4 MiB."""
+    if ALONE not in os.environ:
+        run_alone(request)
+        return
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernels = {}
+    for name in ("gather", "shrink", "expand"):
+        module = importlib.import_module(f"loramux.kernels.gpu.{name}")
+        kernels[name] = CompiledForHopper(getattr(module, f"{name}_kernel"))
+        monkeypatch.setattr(module, f"{name}_kernel", kernels[name])
+    geometry = PageGeometry(32, 8, 128, 2, 2)
+    raw = tensor(9, 32, geometry.page_bytes, dtype=torch.uint8)
+    pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry).flat
+    tables = AdapterTables(tensor(64, 128), tensor(64, 1, 2, 2), tensor(64, 1, 2), tensor(64, 1, 2).float())
+    segments = Segments(tensor(64), tensor(17), tensor(16), 64)
+    embedding = ModuleGroup((0,), 128256, (4096,), (0,), is_embedding=True)
+    head = ModuleGroup((1,), 4096, (128256,), (0,))
+    gpu = importlib.import_module("loramux.kernels.gpu.kernels").GpuLora(pool)
+    hidden, logits = tensor(64, 4096, dtype=torch.bfloat16), tensor(64, 128256, dtype=torch.bfloat16)
+    planes = gpu.lora_planes(embedding, 64, segments)
+    gpu.lora_gather(tensor(64), 0, embedding, tables, segments, planes)
+    gpu.lora_expand(planes, 0, embedding, tables, segments, hidden)
+    planes = gpu.lora_planes(head, 64, segments)
+    gpu.lora_shrink(hidden, 0, head, tables, segments, planes)
+    gpu.lora_expand(planes, 0, head, tables, segments, logits)
+    assert "ld.global" in kernels["gather"].compiled.asm["ptx"]
+    for name in ("shrink", "expand"):
+        assert "mma.sync" in kernels[name].compiled.asm["ptx"]
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    ("num_tokens", "num_segments", "max_rows", "pdl"),
+    [
+        pytest.param(64, 64, 16, True, id="decode"),
+        pytest.param(2048, 160, 16, False, id="mixed", marks=pytest.mark.campaign),
+        pytest.param(2048, 64, 64, False, id="prefill", marks=pytest.mark.campaign),
+    ],
+)
+def test_compiles_for_hopper(
+    num_tokens: int,
+    num_segments: int,
+    max_rows: int,
+    pdl: bool,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The interpreter accepts what the compiler does not. The shapes are q/k/v of Llama-3.1-8B."""
+    if ALONE not in os.environ:
+        run_alone(request)
+        return
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    lora_shrink = importlib.import_module("loramux.kernels.gpu.shrink")
+    lora_expand = importlib.import_module("loramux.kernels.gpu.expand")
+    shrink_kernel = CompiledForHopper(lora_shrink.shrink_kernel)
+    lora_gather = importlib.import_module("loramux.kernels.gpu.gather")
+    expand_kernel = CompiledForHopper(lora_expand.expand_kernel)
+    gather_kernel = CompiledForHopper(lora_gather.gather_kernel)
+    monkeypatch.setattr(lora_shrink, "shrink_kernel", shrink_kernel)
+    monkeypatch.setattr(lora_expand, "expand_kernel", expand_kernel)
+    monkeypatch.setattr(lora_gather, "gather_kernel", gather_kernel)
+
+    geometry = PageGeometry(32, 8, 128, 2, 2)
+    E = geometry.adapter_elements
+    group = ModuleGroup((0, 1, 2), 4096, (4096, 1024, 1024), (0, 4096, 5120))
+    raw = tensor(9, 32, geometry.page_bytes, dtype=torch.uint8)
+    pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)
+    rank, scale = tensor(64, 32, 7), tensor(64, 32, 7, dtype=torch.float32)
+    tables = AdapterTables(tensor(64, 128), tensor(64, 32, 7, 2), rank, scale)
+    segments = Segments(tensor(num_tokens), tensor(num_segments + 1), tensor(num_segments), max_rows=max_rows)
+    num_planes = lora_shrink.num_splits(group, E, num_tokens, num_segments)
+    planes = tensor(num_planes, num_tokens, 3, 64, dtype=torch.float32)
+    x, y = (tensor(num_tokens, width, dtype=torch.bfloat16) for width in (4096, 6144))
+    lora_shrink.lora_shrink(pool, x, 3, group, tables, segments, planes, pdl=pdl)
+    lora_expand.lora_expand(pool, planes, 3, group, tables, segments, y, pdl=pdl)
+    embedding = ModuleGroup((0,), 128256, (4096,), (0,), is_embedding=True)
+    lora_gather.lora_gather(pool, tensor(num_tokens), 3, embedding, tables, segments, planes[:1, :, :1])
+    assert "ld.global" in gather_kernel.compiled.asm["ptx"]
+    for kernel, call in ((shrink_kernel, "launch_dependents"), (expand_kernel, "wait")):
+        ptx = kernel.compiled.asm["ptx"]
+        assert kernel.compiled.metadata.launch_pdl == (pdl and kernel is expand_kernel)
+        assert (f"griddepcontrol.{call}" in ptx) == pdl
+        # Tiles of 64 rows are multiplied by a whole warp group.
+        assert ("wgmma.mma_async" if max_rows == 64 else "mma.sync") in ptx
+        # Adapters are read 16 bytes at a time, into registers or past them.
+        assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)
+        if pdl and kernel is expand_kernel:
+            # The first block of B is on its way before shrink is waited for.
+            waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
+            assert ptx.index("prefetch.global.L2") < waits[-1] < ptx.index("mma.sync")
+        # Several programs fit one multiprocessor's 228 KiB.
+        assert kernel.compiled.metadata.shared <= 32 * 1024
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("out_features", [ONE, THREE], ids=["one", "three"])
+@pytest.mark.parametrize("in_features", [63, 128, 500, 512], ids=lambda n: f"in-{n}")
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+def test_campaign(
+    batch: tuple[list[int], int],
+    in_features: int,
+    out_features: tuple[int, ...],
+    dtype: torch.dtype,
+    shrink: Callable[..., None],
+    expand: Callable[..., None],
+    make_adapter_pool: Callable[..., Any],
+) -> None:
+    ranks = (*RANKS, 129, 256)
+    run_case(shrink, expand, make_adapter_pool, dtype, dtype, in_features, out_features, batch, 2, ranks)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a pool larger than the interpreter can walk")
+def test_a_pool_over_4_gib(
+    shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
+) -> None:
+    """The same adapters behind 5 GiB of other pages."""
+    dtype = torch.bfloat16
+    geometry = geometry_of(dtype)
+    modules = [LinearShape("m", 128, 128)]
+    adapters = on_device(make_adapter_pool(modules, np.full((2, 2, 1), 16, np.int32), geometry, dtype))
+    ahead = 5 * 2**30 // geometry.total_page_bytes
+    raw = torch.full(
+        (ahead + adapters.pool.raw.shape[0], 2, geometry.page_bytes), 0xFF, dtype=torch.uint8, device=DEVICE
+    )
+    raw[ahead:] = adapters.pool.raw
+    adapters = replace(
+        adapters,
+        pool=replace(adapters.pool, raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype)),
+        tables=replace(adapters.tables, page_table=adapters.tables.page_table + ahead),
+    )
+    group, slots = ModuleGroup((0,), 128, (128,), (0,)), [0, 1, 1, 0]
+    x, before = torch.randn(2, 4, 128, device=DEVICE, dtype=dtype)
+    planes, y = torch.full((1, 4, 1, 16), torch.nan, device=DEVICE), before.clone()
+    segments = padded_segments(slots, 2)
+    shrink(adapters.pool, x, 1, group, adapters.tables, segments, planes)
+    expand(adapters.pool, planes, 1, group, adapters.tables, segments, y)
+    check(adapters, group, slots, 1, x, before, y, planes)

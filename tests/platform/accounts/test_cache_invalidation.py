@@ -1,0 +1,155 @@
+"""A key that is revoked in one gateway is dead in every other within five seconds, on both databases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from sqlalchemy import select, update
+
+from loramux.migrations import schema
+from loramux.migrations.cache_triggers import CACHED_TABLES
+from loramux.migrations.database import Database
+from loramux.migrations.listener import CacheListener
+from loramux.platform.accounts import cache_invalidation as cache_watch
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.cache_invalidation import CacheWatch
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.quotas.policies import QuotaPolicies
+
+WITHIN_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_watch, "POLL_INTERVAL_S", 0.2)
+    monkeypatch.setattr(cache_watch, "RETRY_S", 0.05)
+
+
+class OneGateway:
+    """What a gateway keeps of accounts, and the thread that follows their changes."""
+
+    def __init__(self, database: Database) -> None:
+        self.keys, self.tenants = ApiKeys(database), Tenants(database)
+        self.num_told = 0
+        self.watch = CacheWatch(database, (self.keys.forget_recent, self.tenants.forget_recent, self._count))
+
+    def _count(self) -> None:
+        self.num_told += 1
+
+
+@contextmanager
+def two_gateways(database_url: str) -> Iterator[tuple[OneGateway, OneGateway]]:
+    databases = [Database(database_url), Database(database_url)]
+    gateways = OneGateway(databases[0]), OneGateway(databases[1])
+    try:
+        until(lambda: all(gateway.num_told for gateway in gateways))
+        yield gateways
+    finally:
+        for gateway, database in zip(gateways, databases, strict=True):
+            gateway.watch.close()
+            assert not gateway.watch._thread.is_alive()
+            database.close()
+
+
+def until(is_so: object) -> float:
+    """How long it took until it was so."""
+    started = time.monotonic()
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() - started < WITHIN_S
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def test_a_key_revoked_in_one_gateway_is_dead_in_the_other(migrated_url: str) -> None:
+    with two_gateways(migrated_url) as (one, other):
+        tenant = one.tenants.create("acme")
+        key = one.keys.create(tenant.id, "test")
+        settle(one, other)
+        assert other.keys.authenticate(key.secret) is not None
+        assert other.keys.recent(key.secret) is not None, "kept"
+        one.keys.revoke(key.key.id)
+        # Far sooner than its entry expires: within a poll and a little.
+        assert until(lambda: other.keys.recent(key.secret) is None) < 2.5
+        assert other.keys.authenticate(key.secret) is None
+
+
+def test_a_notice_that_never_comes_is_made_up_for_by_the_poll(
+    migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(self: CacheListener, timeout_s: float) -> None:
+        self._stopped.wait(timeout_s)
+
+    monkeypatch.setattr(CacheListener, "wait", deaf)
+    with two_gateways(migrated_postgres_url) as (one, other):
+        tenant = one.tenants.create("acme")
+        key = one.keys.create(tenant.id, "test")
+        settle(one, other)
+        assert other.keys.authenticate(key.secret) is not None
+        one.keys.revoke(key.key.id)
+        assert until(lambda: other.keys.recent(key.secret) is None) < 2.5
+
+
+def test_a_notice_is_quicker_than_any_poll(migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_watch, "POLL_INTERVAL_S", 60.0)
+    with two_gateways(migrated_postgres_url) as (one, other):
+        told = other.num_told
+        QuotaPolicies(one.keys._database).set(one.tenants.create("acme").id, "tokens_per_minute", 10)
+        until(lambda: other.num_told > told)
+
+
+def test_a_tenant_suspended_by_hand_is_noticed(migrated_url: str) -> None:
+    with two_gateways(migrated_url) as (one, other):
+        tenant = one.tenants.create("acme")
+        key = one.keys.create(tenant.id, "test")
+        settle(one, other)
+        other.tenants.share(tenant.id)
+        assert other.keys.authenticate(key.secret) is not None
+        with one.keys._database.write() as connection:
+            connection.execute(update(schema.tenants).values(state="suspended"))
+        until(lambda: other.keys.recent(key.secret) is None)
+        assert other.tenants.recent_share(tenant.id) is None
+        assert other.keys.authenticate(key.secret) is None
+
+
+def test_a_watch_outlives_its_connection(migrated_postgres_url: str) -> None:
+    with two_gateways(migrated_postgres_url) as (one, other):
+        key = one.keys.create(one.tenants.create("acme").id, "test")
+        told = other.num_told
+        with one.keys._database.write() as connection:
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        # The new connection tells at once, since it cannot know what it missed.
+        until(lambda: other.num_told > told)
+        settle(one, other)
+        assert other.keys.authenticate(key.secret) is not None
+        one.keys.revoke(key.key.id)
+        until(lambda: other.keys.recent(key.secret) is None)
+
+
+def test_every_kept_table_has_its_triggers_after_an_upgrade(database: Database) -> None:
+    def epoch() -> int:
+        with database.read() as connection:
+            value = schema.signals.c.value
+            return connection.execute(select(value).where(schema.signals.c.name == "caches")).scalar_one_or_none() or 0
+
+    database.upgrade()
+    tenant = Tenants(database).create("acme")
+    ApiKeys(database).create(tenant.id, "test")
+    QuotaPolicies(database).set(tenant.id, "tokens_per_minute", 10)
+    for table in CACHED_TABLES:
+        before = epoch()
+        with database.write() as connection:
+            connection.exec_driver_sql(f"UPDATE {table} SET created_us = created_us + 1")
+        assert epoch() == before + 1, table
+
+
+def settle(*gateways: OneGateway) -> None:
+    """Wait until the changes so far have been told, so that what is read now stays kept."""
+    told: list[int] = []
+    while told != (told := [gateway.num_told for gateway in gateways]):
+        time.sleep(0.5)

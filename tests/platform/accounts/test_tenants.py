@@ -1,0 +1,73 @@
+"""Tenants are made once, found by either name, and listed newest first."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.migrations.database import Database
+from loramux.platform.accounts.tenants import InvalidSlug, TenantExists, Tenants
+from loramux.platform.errors import InvalidRequest
+
+
+def test_a_tenant_is_found_by_id_and_by_slug(clocked: Database) -> None:
+    tenants = Tenants(clocked)
+    made = tenants.create("acme", "Acme, Inc.")
+    assert made.id.startswith("ten_")
+    assert tenants.get(made.id) == made
+    assert tenants.get("acme") == made
+    assert tenants.get("other") is None
+
+
+def test_a_slug_that_looks_like_an_id_does_not_hide_its_owner(clocked: Database) -> None:
+    tenants = Tenants(clocked)
+    first = tenants.create("first")
+    impostor = tenants.create(first.id)
+    assert tenants.get(first.id) == first
+    assert tenants.get(impostor.id) == impostor
+
+
+@pytest.mark.parametrize(
+    "slug",
+    ["", "Acme", "-a", ".a", "a b", "a/b", "a@1", "a:b", "é", "a" * 64, "a\n", "a\x00"],
+    ids=repr,
+)
+def test_a_bad_slug_is_refused(clocked: Database, slug: str) -> None:
+    tenants = Tenants(clocked)
+    with pytest.raises(InvalidSlug) as caught:
+        tenants.create(slug)
+    assert caught.value.param == "slug"
+    assert tenants.get(slug) is None
+
+
+@pytest.mark.parametrize("shown", ["", "x" * 201, "a\x00b"], ids=["empty", "long", "NUL"])
+def test_a_bad_display_name_is_refused(clocked: Database, shown: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Tenants(clocked).create("acme", shown)
+    assert caught.value.param == "display_name"
+
+
+def test_a_taken_slug_is_a_conflict(clocked: Database) -> None:
+    tenants = Tenants(clocked)
+    tenants.create("acme")
+    with pytest.raises(TenantExists) as caught:
+        tenants.create("acme")
+    assert caught.value.status == 409
+
+
+def test_tenants_are_listed_newest_first_in_pages(clocked: Database) -> None:
+    tenants = Tenants(clocked)
+    made = sorted((tenants.create(slug).id for slug in ("a", "b", "c")), reverse=True)
+    first = tenants.list(limit=2)
+    assert [tenant.id for tenant in first.data] == made[:2]
+    assert first.has_more
+    rest = tenants.list(limit=2, after=made[1])
+    assert [tenant.id for tenant in rest.data] == made[2:]
+    assert not rest.has_more
+
+
+def test_isolation_keys_are_stable_and_differ_between_tenants(clocked: Database) -> None:
+    tenants = Tenants(clocked)
+    acme, other = tenants.create("acme"), tenants.create("other")
+    assert tenants.share(acme.id) == tenants.share(acme.id)
+    assert tenants.share(acme.id).isolation_key != tenants.share(other.id).isolation_key
+    assert tenants.share(acme.id).weight == 1

@@ -1,0 +1,93 @@
+"""A database that lets nobody write and does not say so: whoever waits for it, or for one that does, is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from loramux.migrations.database import Database
+from loramux.platform.admission import database_health as database_state
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.generation import running_requests as running
+from loramux.platform.generation import settler as settling
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.platform.conftest import Gateway
+from tests.platform.generation.troubled_gateway import (
+    NUM_TOKENS,
+    ask,
+    assert_all_is_settled,
+    is_refused,
+    is_whole,
+    maintained,
+    until_ready,
+    until_spool_is_empty,
+    until_streaming,
+)
+
+pytestmark = pytest.mark.anyio
+
+RESERVE_WAIT_S, STALLED_S = 2.0, 0.4
+MARGIN_S = 1.0
+"""Of a busy machine."""
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "RESERVE_WAIT_S", RESERVE_WAIT_S)
+    monkeypatch.setattr(settling, "SETTLE_WAIT_S", 0.3)
+    monkeypatch.setattr(running, "TEND_INTERVAL_S", 0.1)
+    monkeypatch.setattr(database_state, "STALLED_S", STALLED_S)
+
+
+@contextmanager
+def stalled(url: str) -> Iterator[None]:
+    """A stranger holds a lock that every reservation and settlement waits for."""
+    with psycopg.connect(url) as connection:
+        connection.execute("LOCK TABLE reservations")
+        yield
+
+
+async def test_requests_that_wait_for_cold_adapters_outwait_no_deadline(
+    migrated_postgres_url: str, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str
+) -> None:
+    database = Database(migrated_postgres_url)
+    async with maintained(database, tokenizer, tmp_path / "spool") as gateway:
+        for name in ("held", "one", "two"):
+            gateway.add_adapter("acme", name)
+        gateway.engine.resident[hashlib.sha256(b"acme/held@1").hexdigest()] = 1
+        gateway.limit("cold_loads_per_minute", 2)
+        gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.01)
+        stream = asyncio.create_task(ask(gateway, model="held"))
+        await until_streaming(gateway, 1)
+        with stalled(migrated_postgres_url):
+            waiting = [timed(gateway, model) for model in ("one", "one", "two", "one", "two", "held", "base")]
+            answers = await asyncio.gather(*waiting)
+            assert is_whole(await stream), "what runs finishes"
+            assert all(is_refused(answer) for answer, _ in answers)
+            assert max(took_s for _, took_s in answers) < RESERVE_WAIT_S + MARGIN_S
+            later = [await timed(gateway, model) for model in ("one", "held", "base")]
+            assert all(is_refused(answer) for answer, _ in later)
+            assert max(took_s for _, took_s in later) < RESERVE_WAIT_S / 2, "the trouble is known by now"
+            await until_ready(gateway, False)
+        await until_ready(gateway, True)
+        await until_spool_is_empty(gateway)
+        # Each cold load was given back: two may be had.
+        for model in ("one", "two", "held", "base"):
+            assert is_whole(await ask(gateway, model=model))
+        events = [event for event in gateway.usage() if event.status == "completed"]
+        assert [event.completion_tokens for event in events] == [NUM_TOKENS] * 5
+        assert_all_is_settled(gateway)
+    database.close()
+
+
+async def timed(gateway: Gateway, model: str) -> tuple[Any, float]:
+    started_s = time.monotonic()
+    return await ask(gateway, model=model), time.monotonic() - started_s

@@ -1,0 +1,35 @@
+"""The real engine process on a played GPU: `played_card_engine.py full|lost SOCKET RECORD`.
+
+`full`: the card has no memory for a context. `lost`: a step that holds the token LOSING_TOKEN loses the card.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from functools import partial
+
+from loramux.engine.batch import Batch
+from loramux.engine.execution.device_sampler import SampledStep
+from loramux.engine.execution.graph_executor import GraphExecutor
+from loramux.engine.server import process
+from tests.engine.device.played_card import PlayedCard, cuda_error, played_backend
+
+LOSING_TOKEN = 666
+card = PlayedCard()
+submit = GraphExecutor.submit
+
+
+def submit_or_lose(self: GraphExecutor, batch: Batch) -> SampledStep:
+    if LOSING_TOKEN in batch.tokens:
+        card.lost = cuda_error("the device fell off the bus")
+    return submit(self, batch)
+
+
+if __name__ == "__main__":
+    threading.current_thread().name = "engine"
+    if sys.argv.pop(1) == "full":
+        card.broken["launch"] = cuda_error("out of memory")
+    GraphExecutor.submit = submit_or_lose  # type: ignore[method-assign]
+    process.assemble_engine = partial(process.assemble_engine, backend=played_backend(card))
+    process.main()

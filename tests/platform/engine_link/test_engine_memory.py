@@ -1,0 +1,54 @@
+"""The engine's process keeps the memory that a step freed for the next one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from loramux.platform.engine_link.engine_process import MEMORY_ENVIRONMENT, _environment
+
+STEPS = """
+import resource
+import numpy as np
+
+def step():
+    activations = [np.ones(2 << 20, np.float32) for _ in range(4)]
+
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(environment: dict[str, str]) -> int:
+    ran = subprocess.run([sys.executable, "-c", STEPS], env=environment, capture_output=True, text=True, check=True)
+    return int(ran.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only GNU libc is told so")
+def test_what_a_step_freed_serves_the_next_without_page_faults() -> None:
+    environment = _environment()
+    assert environment.items() >= MEMORY_ENVIRONMENT.items()
+    assert page_faults(environment) < 500
+    plain = {name: value for name, value in os.environ.items() if name not in MEMORY_ENVIRONMENT}
+    assert page_faults(plain) > 5000, "without being told it maps memory anew, so this test can fail"
+
+
+def test_an_operator_s_own_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    assert _environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=0"
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/shared/programs")
+    assert _environment("/data/programs")["TRITON_CACHE_DIR"] == "/shared/programs"
+
+
+def test_compiled_programs_are_kept_where_the_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert _environment("/data/programs")["TRITON_CACHE_DIR"] == "/data/programs"
+    assert "TRITON_CACHE_DIR" not in _environment()

@@ -1,0 +1,65 @@
+"""Where the engine's socket lies, and what is left of servers that were killed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from loramux.platform.engine_link import engine_socket
+from loramux.platform.engine_link.engine_socket import EngineSocketDirectory, SocketUnusable
+
+
+@pytest.fixture
+def temporary(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    return short_path
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_preferred_place_is_private_and_the_same_each_time(short_path: Path) -> None:
+    preferred = short_path / "data" / "run"
+    first = EngineSocketDirectory(preferred)
+    assert preferred.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(SocketUnusable, match="another server"):
+        EngineSocketDirectory(preferred)
+    first.path.touch()
+    first.close()
+    first.close()
+    again = EngineSocketDirectory(preferred)
+    assert again.path == first.path
+    assert not again.path.exists()
+    again.close()
+
+
+def test_a_place_too_deep_for_a_socket_gives_way_to_a_temporary_one(temporary: Path) -> None:
+    directory = EngineSocketDirectory(temporary / ("deep" * 30))
+    assert directory.path.parent.parent == temporary
+    assert directory.path.parent.stat().st_mode & 0o777 == 0o700
+    directory.close()
+    assert names(temporary) == []
+
+
+def test_what_a_dead_owner_left_goes_and_what_a_living_one_holds_stays(temporary: Path) -> None:
+    dead = temporary / f"{engine_socket.TEMPORARY_PREFIX}dead"
+    dead.mkdir()
+    for name in ("lock", "engine.sock"):
+        (dead / name).touch()
+    (temporary / f"{engine_socket.TEMPORARY_PREFIX}being-made").mkdir()
+    (temporary / f"{engine_socket.TEMPORARY_PREFIX}link").symlink_to(temporary / "elsewhere")
+    (temporary / "loramux-something-else").mkdir()
+    living = EngineSocketDirectory()
+    second = EngineSocketDirectory()
+    assert not dead.exists()
+    assert living.path.parent.exists()
+    living.close()
+    second.close()
+    assert names(temporary) == [
+        f"{engine_socket.TEMPORARY_PREFIX}being-made",
+        f"{engine_socket.TEMPORARY_PREFIX}link",
+        "loramux-something-else",
+    ]

@@ -1,0 +1,128 @@
+"""The supervised engine process: its streams, its death, its restart, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from loramux.engine.config import EngineConfig
+from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput
+from loramux.platform.engine_link.engine_client import EngineUnavailable
+from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine
+
+
+def configuration(model: Path, tmp_path: Path) -> EngineConfig:
+    return EngineConfig(
+        model_dir=str(model),
+        blob_url=f"file://{tmp_path / 'blobs'}",
+        cache_dir=str(tmp_path / "cache"),
+        pool_bytes=64 << 20,
+        num_threads=1,
+    )
+
+
+@asynccontextmanager
+async def running(config: EngineConfig) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(config)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def add(name: str, max_tokens: int = 8, digest: str | None = None) -> Add:
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    return Add(sequence_id=name, prompt=(5, 6, 7), max_tokens=max_tokens, sampling=sampling, digest=digest)
+
+
+async def collect(engine: LocalEngine, message: Add) -> tuple[list[int], Finished]:
+    tokens: list[int] = []
+    async for item in engine.submit(message):
+        if isinstance(item, Finished):
+            return tokens, item
+        tokens.extend(item.token_ids)
+    raise AssertionError("a stream ended without Finished")
+
+
+async def until_ready(engine: LocalEngine) -> None:
+    async with asyncio.timeout(60):
+        while not engine.is_ready:  # noqa: ASYNC110  a restart has no event that a test could wait for
+            await asyncio.sleep(0.05)
+
+
+def test_life_death_and_restart(demo_base: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(configuration(demo_base, tmp_path)) as engine:
+            results = await asyncio.gather(*(collect(engine, add(f"s{i}", 5 + i)) for i in range(6)))
+            assert [len(tokens) for tokens, _ in results] == [5, 6, 7, 8, 9, 10]
+            assert all(tokens[:5] == results[0][0] for tokens, _ in results)
+            stats = await engine.stats(5.0)
+            assert stats.completion_tokens == 45
+            assert (stats.num_running, stats.num_kv_pages) == (0, 0)
+
+            # An adapter that the store lacks fails its own request alone.
+            missing, good = await asyncio.gather(
+                collect(engine, add("missing", digest="0" * 64)), collect(engine, add("good"))
+            )
+            assert missing[1].code == "adapter_unavailable"
+            assert good[0][:5] == results[0][0]
+            assert (await engine.load("1" * 64, 10.0)).state == "failed"
+
+            # An abort ends the stream with what was committed.
+            stream = engine.submit(add("long", 900))
+            received = await anext(stream)
+            assert isinstance(received, SequenceOutput)
+            engine.abort("long")
+            rest = [item async for item in stream]
+            assert isinstance(rest[-1], Finished)
+            assert (rest[-1].reason, 0 < rest[-1].completion_tokens < 900) == ("abort", True)
+
+            # A killed engine ends its streams with what was received; new requests are refused until it is back.
+            stream = engine.submit(add("doomed", 900))
+            await anext(stream)
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            rest = [item async for item in stream]
+            assert isinstance(rest[-1], Finished)
+            assert (rest[-1].reason, rest[-1].code) == ("error", "engine_unavailable")
+            assert rest[-1].completion_tokens >= 1
+            with pytest.raises(EngineUnavailable):
+                engine.submit(add("early"))
+            await until_ready(engine)
+            assert (await collect(engine, add("again")))[0][:5] == results[0][0]
+            pid = engine.pid
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_cannot_be_served_stops_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        engine = LocalEngine(configuration(tmp_path / "nowhere", tmp_path))
+        with pytest.raises(EngineStartError, match=r"did not start: .* does not exist"):
+            await engine.start()
+
+    asyncio.run(scenario())
+    assert "does not exist" in capfd.readouterr().err
+
+
+def test_the_engine_ends_with_the_process_that_holds_it(demo_base: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = LocalEngine(configuration(demo_base, tmp_path))
+        await engine.start()
+        assert engine._process is not None
+        process = engine._process._process
+        assert process.stdin is not None
+        process.stdin.close()
+        assert await asyncio.wait_for(process.wait(), 10.0) == 0
+        await engine.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,181 @@
+"""A database that is away, silent, locked or overrun: streams finish, nothing is lost, and the health tells."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.database_health import DatabaseState
+from loramux.platform.admission.group_commit import GroupCommit
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.generation.settlement_spool import SettlementSpool
+from loramux.platform.generation.settler import Settling
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.migrated import migrate
+from tests.platform.conftest import Gateway, open_gateway
+from tests.platform.faulty_postgres import FaultyPostgres, faulty_postgres
+from tests.platform.generation.troubled_gateway import (
+    NUM_TOKENS,
+    PATIENCE_S,
+    ask,
+    assert_all_is_settled,
+    is_refused,
+    is_whole,
+    maintained,
+    until_ready,
+    until_spool_is_empty,
+    until_streaming,
+)
+
+pytestmark = pytest.mark.anyio
+
+NUM_STREAMS = 4
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[FaultyPostgres]:
+    with faulty_postgres() as server:
+        migrate(server.url)
+        yield server
+
+
+Fault = tuple[Callable[[], None], Callable[[], None]]
+"""What brings the trouble, and what ends it."""
+
+
+def away(postgres: FaultyPostgres) -> Fault:
+    return postgres.kill, postgres.start
+
+
+def silent(postgres: FaultyPostgres) -> Fault:
+    return postgres.pause, postgres.resume
+
+
+def overrun(postgres: FaultyPostgres) -> Fault:
+    """Strangers take every connection, and the gateway loses its own."""
+    taken = ExitStack()
+
+    def begin() -> None:
+        first = taken.enter_context(psycopg.connect(postgres.url, autocommit=True))
+        num_places = int(first.execute("SHOW max_connections").fetchone()[0])  # type: ignore[index]
+        num_taken, ends_s = 1, time.monotonic() + PATIENCE_S
+        # Only who holds every place itself knows that nobody else has one.
+        while num_taken < num_places:
+            assert time.monotonic() < ends_s, f"strangers have {num_taken} of {num_places} connections"
+            try:
+                taken.enter_context(psycopg.connect(postgres.url))
+                num_taken += 1
+            except psycopg.OperationalError:
+                # The rest are the gateway's, and whoever is quicker has the place of one that is ended.
+                first.execute(
+                    "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name = 'gateway'"
+                )
+
+    return begin, taken.close
+
+
+async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Streams run when the trouble begins and finish in it; then it ends, and all of them are in the ledger."""
+    gateway.limit("tokens_per_minute", 1_000_000)
+    gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.15)
+    assert is_whole(await ask(gateway))
+    streams = [asyncio.create_task(ask(gateway)) for _ in range(NUM_STREAMS)]
+    await until_streaming(gateway, NUM_STREAMS)
+    await asyncio.to_thread(begin)
+    assert not any(stream.done() for stream in streams), "the trouble took too long to begin"
+    started = time.monotonic()
+    assert all(map(is_whole, await asyncio.gather(*streams)))
+    # 20 tokens take three seconds; the rest is what a settlement may wait before it goes to the disk.
+    assert time.monotonic() - started < 12
+    assert is_refused(await ask(gateway))
+    await until_ready(gateway, False)
+    assert gateway.services.spool is not None
+    assert gateway.services.spool.num_bytes > 0
+    await asyncio.to_thread(end)
+    await until_ready(gateway, True)
+    await until_spool_is_empty(gateway)
+    async with asyncio.timeout(PATIENCE_S):
+        while (later := await ask(gateway)).status_code == 503:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    assert is_whole(later)
+    events = [event for event in gateway.usage() if event.status == "completed"]
+    assert [event.completion_tokens for event in events] == [NUM_TOKENS] * (NUM_STREAMS + 2)
+    assert_all_is_settled(gateway)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        pytest.param(away, id="killed"),
+        pytest.param(silent, id="paused", marks=pytest.mark.campaign),
+        pytest.param(overrun, id="out of connections", marks=pytest.mark.campaign),
+    ],
+)
+async def test_postgres_in_trouble_under_streams(
+    postgres: FaultyPostgres,
+    trouble: Callable[[FaultyPostgres], Fault],
+    tokenizer: ModelTokenizer,
+    tmp_path: Path,
+    anyio_backend: str,
+) -> None:
+    database = Database(f"{postgres.url}&application_name=gateway")
+    _empty(database)
+    async with maintained(database, tokenizer, tmp_path / "spool") as gateway:
+        begin, end = trouble(postgres)
+        try:
+            await trouble_under_streams(gateway, begin, end)
+        except BaseException:
+            end()
+            raise
+    database.close()
+
+
+@pytest.mark.campaign
+async def test_sqlite_locked_under_streams(
+    accounts: Database, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str
+) -> None:
+    lock = sqlite3.connect(accounts._url.database or "", isolation_level=None, check_same_thread=False)
+    async with maintained(accounts, tokenizer, tmp_path / "spool") as gateway:
+        begin, end = (lambda: lock.execute("BEGIN IMMEDIATE"), lambda: lock.execute("ROLLBACK"))
+        await trouble_under_streams(gateway, begin, end)  # type: ignore[arg-type]
+    lock.close()
+
+
+async def test_what_a_dead_gateway_spooled_is_settled_by_its_next_life(
+    accounts: Database, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = SettlementSpool(tmp_path / "spool", 1 << 20)
+    with ThreadPoolExecutor(2) as threads:
+        async with open_gateway(accounts, tokenizer, threads, spool=spool) as gateway:
+
+            async def away(_: object) -> bool:
+                return False
+
+            monkeypatch.setattr(gateway.services.settling, "_settle_now", away)
+            assert is_whole(await ask(gateway, 5))
+            assert gateway.usage() == []
+        # The same directory, another process's life.
+        commit, spool = GroupCommit(Admission(accounts)), SettlementSpool(tmp_path / "spool", 1 << 20)
+        life = Settling(commit, gateway.services.metrics, DatabaseState(), spool)
+        for _ in range(2):
+            await life.replay()
+        commit.close()
+        life.close()
+    assert [event.completion_tokens for event in gateway.usage()] == [5]
+
+
+def _empty(database: Database) -> None:
+    with database.write() as connection:
+        for table in reversed(schema.metadata.sorted_tables):
+            connection.execute(table.delete())

@@ -1,0 +1,102 @@
+"""A chat that does not say how much it wants holds a chunk at a time, and is charged for what it got."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from loramux.migrations import schema
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.generation import generation
+from loramux.platform.openai_api import planning
+from loramux.platform.quotas.counters import UNITS
+
+pytestmark = pytest.mark.anyio
+
+ASKED = [{"role": "user", "content": "Hello"}]
+CHUNK = 32
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "CHUNK_TOKENS", CHUNK)
+    monkeypatch.setattr(generation, "CHUNK_TOKENS", CHUNK)
+    monkeypatch.setattr(generation, "EXTEND_AHEAD_TOKENS", 8)
+    monkeypatch.setattr(generation, "PAUSE_S", 0.5)
+
+
+def says(num_tokens: int, **script: Any) -> Any:
+    return lambda add: Script(token_ids=(5,) * num_tokens, **script)
+
+
+def counter(gateway: Any) -> tuple[int, int]:
+    with gateway.database.read() as connection:
+        row = connection.execute(select(schema.quota_counters)).one()
+    return row.level // UNITS, row.reserved
+
+
+async def test_a_long_answer_is_granted_in_chunks(gateway: Any) -> None:
+    gateway.limit("tokens_per_minute", 10_000)
+    gateway.engine.script = says(100)
+    answer = await gateway.openai.chat.completions.create(model="base", messages=ASKED)
+    [add] = gateway.engine.adds
+    assert (add.max_tokens, add.pause_s) == (CHUNK, 0.5)
+    assert [extension.max_tokens for extension in gateway.engine.extensions] == [64, 96, 128]
+    # The end of the sequence is a token as well.
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (101, "stop")
+    assert counter(gateway) == (10_000 - len(add.prompt) - 101, 0)
+
+
+async def test_a_refused_chunk_ends_the_answer_by_its_length(gateway: Any) -> None:
+    gateway.engine.script = says(100)
+    await gateway.openai.chat.completions.create(model="base", messages=ASKED, max_tokens=1)
+    num_prompt = len(gateway.engine.adds[0].prompt)
+    gateway.limit("tokens_per_minute", num_prompt + 2 * CHUNK + 5)
+    stream = await gateway.openai.chat.completions.create(
+        model="base", messages=ASKED, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage.completion_tokens == 2 * CHUNK
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert [extension.max_tokens for extension in gateway.engine.extensions] == [2 * CHUNK]
+    assert gateway.usage()[-1].completion_tokens == 2 * CHUNK
+    level, reserved = counter(gateway)
+    assert reserved == 0
+    # A test may take some milliseconds, in which a bucket of this size refills by no whole token.
+    assert level == 5
+
+
+async def test_a_quota_below_the_context_admits_a_chat_that_names_no_limit(gateway: Any) -> None:
+    gateway.engine.script = says(3)
+    gateway.limit("tokens_per_minute", 100)
+    assert gateway.services.max_model_len > 100
+    answer = await gateway.openai.chat.completions.create(model="base", messages=ASKED)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_choices_are_extended_together(gateway: Any) -> None:
+    gateway.limit("tokens_per_minute", 10_000)
+    gateway.engine.script = says(40)
+    answer = await gateway.openai.chat.completions.create(model="base", messages=ASKED, n=3)
+    assert answer.usage.completion_tokens == 3 * 41
+    assert len({extension.sequence_id for extension in gateway.engine.extensions}) == 3
+    assert {extension.max_tokens for extension in gateway.engine.extensions} == {64}
+    assert counter(gateway)[1] == 0
+
+
+async def test_what_a_request_asked_for_is_granted_at_once(gateway: Any) -> None:
+    gateway.engine.script = says(100)
+    answer = await gateway.openai.chat.completions.create(model="base", messages=ASKED, max_completion_tokens=90)
+    assert (gateway.engine.adds[0].max_tokens, gateway.engine.adds[0].pause_s) == (90, 0.0)
+    assert gateway.engine.extensions == []
+    assert answer.usage.completion_tokens == 90
+
+
+async def test_the_end_of_the_context_is_the_end(gateway: Any) -> None:
+    gateway.engine.script = says(1000)
+    answer = await gateway.openai.chat.completions.create(model="base", messages=ASKED)
+    most = gateway.services.max_model_len - len(gateway.engine.adds[0].prompt)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (most, "length")
+    assert gateway.engine.extensions[-1].max_tokens == most

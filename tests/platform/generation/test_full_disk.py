@@ -1,0 +1,357 @@
+"""A disk that holds the database and the spool and is full at some step of a request's life: every token is billed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+from sqlalchemy.exc import OperationalError
+from structlog.testing import capture_logs
+
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.platform.admission.group_commit import GroupCommit
+from loramux.platform.admission.records import Closing, Extension, ReservationRequest
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.generation import generation
+from loramux.platform.generation import running_requests as running
+from loramux.platform.generation.settlement_spool import LEFT, SettlementSpool
+from loramux.platform.generation.settler import Settling
+from loramux.platform.ledger.events import Ledger
+from loramux.platform.openai_api import planning
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.platform.conftest import Gateway
+from tests.platform.generation.test_database_refusals import refusing
+from tests.platform.generation.troubled_gateway import (
+    NUM_TOKENS,
+    PATIENCE_S,
+    assert_all_is_settled,
+    is_ready,
+    is_refused,
+    is_whole,
+    maintained,
+    until_ready,
+    until_streaming,
+)
+from tests.platform.small_disk import MountedDisk, SmallDisk, small_disk
+
+pytestmark = pytest.mark.anyio
+
+NUM_STREAMS = 3
+CHUNK = 8
+"""Tokens that a chat is granted at a time."""
+
+
+@pytest.fixture(autouse=True)
+def _tended_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "TEND_INTERVAL_S", 0.02)
+    # Checkpoints and folds come when a test says so.
+    monkeypatch.setattr(running, "CHECKPOINT_INTERVAL_S", 3600)
+    monkeypatch.setattr(planning, "CHUNK_TOKENS", CHUNK)
+    monkeypatch.setattr(generation, "CHUNK_TOKENS", CHUNK)
+    monkeypatch.setattr(generation, "EXTEND_AHEAD_TOKENS", 4)
+    monkeypatch.setattr(generation, "PAUSE_S", 0.1)
+
+
+@pytest.fixture
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
+    with small_disk(request.param, monkeypatch) as disk:
+        yield disk
+
+
+@dataclass(slots=True)
+class Lab:
+    """A gateway on a small disk, and what it was asked and answered."""
+
+    gateway: Gateway
+    disk: SmallDisk
+    streams: list[asyncio.Task[Any]] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
+
+    async def ask(self, **body: Any) -> Any:
+        body = body or {"prompt": "a", "max_tokens": NUM_TOKENS}
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        body |= {"model": "base", "stream": True, "stream_options": {"include_usage": True}}
+        answer = await self.gateway.http.post(path, json=body, timeout=PATIENCE_S)
+        self.answers.append(answer)
+        return answer
+
+    def stream(self, **body: Any) -> None:
+        self.streams += [asyncio.create_task(self.ask(**body)) for _ in range(NUM_STREAMS)]
+
+    def fill_before(self, operation: type, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+        """Fill the disk when the first operation of this kind is handed to the database."""
+        commit, is_full = self.gateway.services.commit, asyncio.Event()
+        submit = commit.submit
+
+        def filling(submitted: Any) -> Any:
+            if isinstance(submitted, operation) and not is_full.is_set():
+                self.disk.fill()
+                is_full.set()
+            return submit(submitted)
+
+        monkeypatch.setattr(commit, "submit", filling)
+        return is_full
+
+    def check_ledger(self) -> None:
+        """Each answer is in the ledger once, at what its client was told; a refused one is not, or cost nothing."""
+        gateway = self.gateway
+        ran = {event.request_id: event for event in gateway.usage() if event.status == "completed"}
+        told = {answer.headers["x-request-id"]: usage_of(answer) for answer in self.answers if is_whole(answer)}
+        assert {key: (event.prompt_tokens, event.completion_tokens) for key, event in ran.items()} == told
+        assert sum(event.prompt_tokens + event.completion_tokens for event in gateway.usage()) == sum(
+            map(sum, told.values())
+        )
+        assert_all_is_settled(gateway)
+        gateway.services.running._admission.roll_up()
+        [sums] = Ledger(gateway.database).report(None, 0, 2**61)
+        assert (sums.prompt_tokens, sums.completion_tokens) == tuple(map(sum, zip(*told.values(), strict=True)))
+        metrics = gateway.services.metrics.render().decode()
+        assert f'loramux_settled_requests_total{{status="completed"}} {len(told):.1f}' in metrics
+        assert f'loramux_tokens_total{{kind="completion"}} {float(sums.completion_tokens)}' in metrics
+        assert "loramux_settle_failures_total 0.0" in metrics
+        assert "loramux_held_settlements 0.0" in metrics
+
+
+def usage_of(answer: Any) -> tuple[int, int]:
+    *_, last, done = answer.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    usage = json.loads(last.removeprefix("data: "))["usage"]
+    return usage["prompt_tokens"], usage["completion_tokens"]
+
+
+# Steps of a request's life: each fills the disk at its moment.
+
+
+async def before_the_reservation(lab: Lab, _: pytest.MonkeyPatch) -> None:
+    lab.disk.fill()
+    lab.stream()
+
+
+async def at_the_reservation(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.fill_before(ReservationRequest, monkeypatch)
+    lab.stream()
+
+
+async def after_the_reservation(lab: Lab, _: pytest.MonkeyPatch) -> None:
+    num_before = len(lab.gateway.engine.adds)
+    lab.stream()
+    async with asyncio.timeout(PATIENCE_S):
+        while len(lab.gateway.engine.adds) < num_before + NUM_STREAMS:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    lab.disk.fill()
+
+
+async def while_streaming(lab: Lab, _: pytest.MonkeyPatch) -> None:
+    lab.stream()
+    await until_streaming(lab.gateway, NUM_STREAMS)
+    lab.disk.fill()
+
+
+async def at_a_checkpoint(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    await while_streaming(lab, monkeypatch)
+    with pytest.raises(OperationalError):
+        await lab.gateway.services.running.checkpoint()
+
+
+async def at_an_extension(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_full = lab.fill_before(Extension, monkeypatch)
+    lab.stream(messages=[{"role": "user", "content": "Hello"}])
+    await asyncio.wait_for(is_full.wait(), PATIENCE_S)
+
+
+async def at_its_settlement(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.fill_before(Closing, monkeypatch)
+    lab.stream()
+
+
+async def at_its_replay(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    await while_streaming(lab, monkeypatch)
+    await asyncio.gather(*lab.streams)
+    is_full = lab.fill_before(Closing, monkeypatch)
+    lab.disk.free()
+    await asyncio.wait_for(is_full.wait(), PATIENCE_S)
+
+
+async def at_a_fold(lab: Lab, _: pytest.MonkeyPatch) -> None:
+    lab.stream()
+    await asyncio.gather(*lab.streams)
+    lab.disk.fill()
+    with pytest.raises(OperationalError):
+        await lab.gateway.services.call(lab.gateway.services.running._admission.roll_up)
+
+
+STEPS = [
+    before_the_reservation,
+    at_the_reservation,
+    after_the_reservation,
+    while_streaming,
+    at_a_checkpoint,
+    at_an_extension,
+    at_its_settlement,
+    at_its_replay,
+    at_a_fold,
+]
+EACH = [("mounted", "memory"), ("imitated", "memory")]
+"""Disks that hold no space for the spool."""
+SETTLES_BEFORE = (before_the_reservation, at_the_reservation, at_a_fold)
+"""Steps after which no settlement has to wait."""
+
+
+@pytest.fixture
+async def lab(
+    disk: SmallDisk, tokenizer: ModelTokenizer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Lab]:
+    """With `memory` as its parameter, the disk holds no space for the spool."""
+    if request.param == "memory":
+
+        def unsupported(*_: object) -> None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+        monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    async with maintained(disk.database, tokenizer, disk.directory / "spool") as gateway:
+        gateway.limit("tokens_per_minute", 1_000_000)
+        gateway.engine.script = lambda add: Script(token_ids=(300,) * NUM_TOKENS, delay_s=0.01)
+        yield Lab(gateway, disk)
+
+
+async def until_all_is_settled(gateway: Gateway) -> None:
+    await until_ready(gateway, True)
+    async with asyncio.timeout(PATIENCE_S):
+        while gateway.services.settling.has_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("disk", "lab"), [("mounted", "spool"), *EACH], indirect=True)
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__.replace("_", " "))
+async def test_a_disk_that_fills(
+    lab: Lab, step: Callable[..., Awaitable[None]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, settling = lab.gateway, lab.gateway.services.settling
+    assert is_whole(await lab.ask())
+    with monkeypatch.context() as patched:
+        await step(lab, patched)
+        served = await asyncio.gather(*lab.streams)
+    assert all(is_refused(one) if step in SETTLES_BEFORE[:2] else is_whole(one) for one in served)
+    if step not in SETTLES_BEFORE:
+        assert settling.has_waiting
+    if step not in (*SETTLES_BEFORE, at_its_replay):
+        assert settling.num_held == (NUM_STREAMS if "memory" in request.node.callspec.id else 0)
+    assert is_refused(await lab.ask())
+    assert not await is_ready(gateway)
+    if isinstance(lab.disk, MountedDisk):
+        assert "SQLITE_" in str(gateway.services.trouble()), "operators are told which error it is"
+    lab.disk.free()
+    await until_all_is_settled(gateway)
+    assert is_whole(await lab.ask())
+    lab.check_ledger()
+
+
+@pytest.mark.parametrize(("disk", "lab"), EACH, indirect=True)
+async def test_a_disk_that_is_back_takes_what_waits_in_memory_while_the_database_is_still_away(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise OperationalError("BEGIN", {}, Exception("connection refused"))
+
+    assert is_whole(await lab.ask())
+    await while_streaming(lab, monkeypatch)
+    await asyncio.gather(*lab.streams)
+    settling = lab.gateway.services.settling
+    assert settling.num_held == NUM_STREAMS
+    admission = lab.gateway.services.running._admission
+    with monkeypatch.context() as patched:
+        for name in ("probe", "commit"):
+            patched.setattr(admission, name, away)
+        lab.disk.free()
+        await asyncio.wait_for(settling.none_held(), PATIENCE_S)
+        assert settling.has_waiting
+        assert is_refused(await lab.ask())
+    await until_all_is_settled(lab.gateway)
+    lab.check_ledger()
+
+
+@pytest.mark.parametrize(("disk", "lab"), EACH, indirect=True)
+async def test_a_gateway_that_stops_waits_for_the_disk(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    await while_streaming(lab, monkeypatch)
+    await asyncio.gather(*lab.streams)
+    running_ = lab.gateway.services.running
+    assert not await running_.drain(0.05)
+    draining = asyncio.create_task(running_.drain(PATIENCE_S))
+    await asyncio.sleep(0)
+    lab.disk.free()
+    assert await draining
+    await until_all_is_settled(lab.gateway)
+    lab.check_ledger()
+
+
+@pytest.mark.parametrize(("disk", "lab"), EACH, indirect=True)
+async def test_what_a_gateway_could_not_settle_is_in_its_log_and_settled_from_there(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = lab.gateway
+    await while_streaming(lab, monkeypatch)
+    await asyncio.gather(*lab.streams)
+    settling = gateway.services.settling
+    # As its process ends: the log has what its memory had.
+    last_life = Settling(gateway.services.commit, gateway.services.metrics, gateway.services.state)
+    last_life._held = dict(settling._held)
+    with capture_logs() as logged:
+        last_life.close()
+    records = [entry["record"] for entry in logged]
+    assert len(records) == NUM_STREAMS
+    assert f"loramux_settle_failures_total {NUM_STREAMS}.0" in gateway.services.metrics.render().decode()
+    for closing in tuple(settling._held.values()):
+        settling._release(closing, is_settled=False)
+    lab.disk.free()
+    await until_ready(gateway, True)
+    assert gateway.usage() == []
+    # The next life, after an operator has put the records where the log says.
+    directory = lab.disk.directory / "next"
+    directory.mkdir()
+    (directory / LEFT).write_text("\n".join(records))
+    commit = GroupCommit(gateway.services.running._admission)
+    next_life = Settling(commit, gateway.services.metrics, gateway.services.state, SettlementSpool(directory, 1 << 20))
+    assert next_life.has_waiting
+    await next_life.replay()
+    assert not next_life.has_waiting
+    commit.close()
+    next_life.close()
+    assert sorted(event.completion_tokens for event in gateway.usage()) == [NUM_TOKENS] * NUM_STREAMS
+    assert_all_is_settled(gateway)
+
+
+async def test_a_gateway_on_postgresql_whose_own_disk_is_full_too(
+    migrated_postgres_url: str, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str
+) -> None:
+    database = Database(migrated_postgres_url)
+    async with maintained(database, tokenizer, tmp_path / "spool", spool_bytes=1) as gateway:
+        gateway.limit("tokens_per_minute", 1_000_000)
+        gateway.engine.script = lambda add: Script(token_ids=(300,) * NUM_TOKENS, delay_s=0.01)
+        lab = Lab(gateway, None)  # type: ignore[arg-type]
+        lab.stream()
+        await until_streaming(gateway, NUM_STREAMS)
+        with refusing(migrated_postgres_url, ("usage_events",), "53100"):
+            assert all(map(is_whole, await asyncio.gather(*lab.streams)))
+            assert gateway.services.settling.num_held == NUM_STREAMS
+            # Reservations would be taken.
+            assert is_refused(await lab.ask())
+            assert not await is_ready(gateway)
+            # Leases go on, so no other gateway takes them for a dead one's.
+            with database.write() as connection:
+                connection.execute(schema.reservations.update().values(lease_expires_us=0))
+            await gateway.services.running.checkpoint()
+            assert gateway.services.running._admission.recover_expired() == 0
+        await until_all_is_settled(gateway)
+        with database.read() as connection:
+            assert connection.execute(select(func.count()).select_from(schema.usage_adjustments)).scalar_one() == 0
+        lab.check_ledger()
+    database.close()

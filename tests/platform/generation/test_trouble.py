@@ -1,0 +1,494 @@
+"""Clients that leave, engines that die, quotas that bind: each request is settled once, at the truth."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from sqlalchemy import select
+from sqlalchemy.exc import OperationalError
+from structlog.contextvars import merge_contextvars
+from structlog.testing import capture_logs
+
+from loramux.migrations import schema
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.records import Closing
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.generation import generation
+from loramux.platform.generation import running_requests as running
+from loramux.platform.ledger.events import Ledger
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def stalling(after: int, **more: Any) -> Any:
+    return lambda add: Script(token_ids=(300,) * 50, stall_after=after, **more)
+
+
+async def settled(gateway: Any) -> Any:
+    assert await gateway.services.running.drain(5)
+    [event] = gateway.usage()
+    with gateway.database.read() as connection:
+        assert connection.execute(select(schema.reservations)).all() == [], "what was settled is in the ledger alone"
+    return event
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_client_that_leaves_pays_for_what_was_committed(gateway: Any, gateway_url: str, stream: bool) -> None:
+    gateway.engine.script = stalling(3)
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    shown = asyncio.Event()
+
+    async def ask() -> None:
+        async with (
+            httpx.AsyncClient(base_url=gateway_url, headers=headers) as client,
+            client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": stream}) as response,
+        ):
+            async for _ in response.aiter_lines():
+                shown.set()
+
+    asking = asyncio.create_task(ask())
+    async with asyncio.timeout(10):
+        await eventually_received(gateway, 3)
+        if stream:
+            await shown.wait()
+        asking.cancel()
+        await gateway_settles(gateway)
+    event = await settled(gateway)
+    assert (event.status, event.completion_tokens) == ("aborted", 3)
+    assert event.prompt_tokens == len(gateway.engine.adds[0].prompt)
+    assert gateway.engine.aborts[0].keep is None
+
+
+async def gateway_settles(gateway: Any) -> None:
+    while not gateway.usage():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def test_a_stream_arrives_token_by_token(gateway: Any, gateway_url: str) -> None:
+    gateway.engine.script = stalling(2)
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    async with (
+        httpx.AsyncClient(base_url=gateway_url, headers=headers) as client,
+        client.stream("POST", "/v1/completions", json={"model": "base", "prompt": "a", "stream": True}) as response,
+    ):
+        lines = response.aiter_lines()
+        # The engine has stalled: what has come must not wait for what will.
+        received = [await asyncio.wait_for(anext(lines), 5) for _ in range(3)]
+        assert [bool(line) for line in received] == [True, False, True]
+        gateway.engine.die()
+        rest = [line async for line in lines if line]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+
+
+async def test_a_client_does_not_wait_long_for_an_engine_that_never_answers_an_abort(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.05)
+    gateway.engine.script = stalling(4, ignores_abort=True)
+    stop = gateway.services.tokenizer.decode([300])
+    body = {"model": "base", "prompt": "a", "stop": stop, "max_tokens": 200}
+    async with asyncio.timeout(5):
+        answer = (await gateway.http.post("/v1/completions", json=body)).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("received", [0, 4], ids=["in its first step", "later"])
+async def test_an_abandoned_request_is_waited_for_however_long_its_step(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch, received: int
+) -> None:
+    monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.01)
+    gateway.engine.script = stalling(received, abort_delay_s=0.2, cached_tokens=1)
+    event = await abandoned(gateway, received)
+    assert (event.status, event.completion_tokens) == ("aborted", received)
+    assert event.prompt_tokens == len(gateway.engine.adds[0].prompt)
+    # Only the engine could say this.
+    assert event.cached_tokens == 1
+
+
+@pytest.mark.parametrize("received", [0, 4], ids=["in its first step", "later"])
+async def test_an_abandoned_request_whose_engine_hangs_pays_its_prompt_and_what_came(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch, received: int
+) -> None:
+    monkeypatch.setattr(generation, "ABANDONED_WAIT_S", 0.05)
+    gateway.limit("requests_per_minute", 5)
+    gateway.engine.script = stalling(received, ignores_abort=True)
+    event = await abandoned(gateway, received)
+    assert (event.status, event.completion_tokens) == ("aborted", received)
+    assert event.prompt_tokens == len(gateway.engine.adds[0].prompt)
+    gateway.engine.script = lambda add: Script(token_ids=(300,))
+    response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+    assert response.headers["x-ratelimit-remaining-requests"] == "3"
+
+
+async def abandoned(gateway: Any, received: int) -> Any:
+    """The usage of a request whose client left once it had `received` tokens."""
+    asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
+    async with asyncio.timeout(10):
+        while gateway.engine.num_running == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await eventually_received(gateway, received)
+        [one] = gateway.services.running._tasks.values()
+        one.abandon()
+        await asked
+    return await settled(gateway)
+
+
+async def eventually_received(gateway: Any, count: int) -> None:
+    async with asyncio.timeout(10):
+        while not any(one.num_received >= count for one in gateway.services.running._tasks.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+# Engines that die
+
+
+async def test_an_engine_that_is_away_is_503_and_takes_nothing(gateway: Any) -> None:
+    gateway.engine.die()
+    with pytest.raises(openai.InternalServerError) as caught:
+        await gateway.openai.chat.completions.create(**CHAT)
+    assert caught.value.status_code == 503
+    assert caught.value.code == "engine_unavailable"
+    assert caught.value.response.headers["retry-after"] == "5"
+    assert gateway.usage() == []
+    gateway.engine.revive()
+    await gateway.openai.chat.completions.create(**CHAT, max_tokens=1)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_request_that_never_ran_is_503_and_costs_nothing(gateway: Any, stream: bool) -> None:
+    gateway.limit("requests_per_minute", 5)
+    gateway.engine.script = lambda add: Script(token_ids=(), error="engine_unavailable")
+    with pytest.raises(openai.InternalServerError) as caught:
+        await gateway.openai.chat.completions.create(**CHAT, stream=stream)
+    assert caught.value.status_code == 503
+    event = await settled(gateway)
+    assert (event.status, event.prompt_tokens, event.completion_tokens) == ("failed", 0, 0)
+    response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+    assert response.headers["x-ratelimit-remaining-requests"] == "4"
+
+
+async def test_a_stream_whose_engine_dies_ends_with_an_error_and_pays_for_what_came(gateway: Any) -> None:
+    gateway.engine.script = stalling(5)
+    asked = asyncio.create_task(gateway.http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+    await eventually_received(gateway, 5)
+    gateway.engine.die()
+    response = await asked
+    *_, last = response.text.removesuffix("\n\n").split("\n\n")
+    assert json.loads(last.removeprefix("data: ")) == {
+        "error": {
+            "message": "the engine stopped; try again",
+            "type": "server_error",
+            "param": None,
+            "code": "engine_unavailable",
+        }
+    }
+    event = await settled(gateway)
+    assert (event.status, event.completion_tokens) == ("failed", 5)
+    assert event.prompt_tokens == len(gateway.engine.adds[0].prompt)
+
+
+async def test_the_client_raises_for_an_error_inside_a_stream(gateway: Any) -> None:
+    gateway.engine.script = lambda add: Script(token_ids=(300, 301), error="not_finite")
+    stream = await gateway.openai.chat.completions.create(**CHAT, stream=True)
+    with pytest.raises(openai.APIError, match="not finite"):
+        async for _ in stream:
+            pass
+    assert (await settled(gateway)).completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "shown"),
+    [
+        ("adapter_unavailable", 503, "adapter_unavailable"),
+        ("overloaded", 503, "overloaded"),
+        ("prompt_too_long", 400, "context_length_exceeded"),
+        ("request_too_large", 400, "request_too_large"),
+        ("not_finite", 500, "not_finite"),
+        ("something_new", 500, "internal_error"),
+    ],
+)
+async def test_the_engines_refusals_have_their_status(gateway: Any, code: str, status: int, shown: str) -> None:
+    gateway.engine.script = lambda add: Script(token_ids=(), error=code)
+    response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+    assert (response.status_code, response.json()["error"]["code"]) == (status, shown)
+    assert ("retry-after" in response.headers) == (status == 503)
+
+
+async def test_one_choice_that_fails_ends_the_others(gateway: Any) -> None:
+    def script(add: Any) -> Script:
+        return Script(token_ids=(300,), error="not_finite") if add.sequence_id.endswith("-1") else stalling(2)(add)
+
+    gateway.engine.script = script
+    response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a", "n": 2})
+    assert response.status_code == 500
+    event = await settled(gateway)
+    assert event.status == "failed"
+    assert 2 <= event.completion_tokens <= 3
+
+
+async def test_a_draining_server_ends_running_requests_with_503(gateway: Any) -> None:
+    gateway.engine.script = stalling(1)
+    asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
+    await eventually_received(gateway, 1)
+    assert not await gateway.services.running.drain(0.01)
+    gateway.engine.abort(gateway.engine.adds[0].sequence_id)
+    response = await asked
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+
+
+# Quotas that bind
+
+
+async def test_a_quota_that_binds_is_429_with_its_name_and_headers(gateway_on_each: Any, clock: Any) -> None:
+    gateway = gateway_on_each
+    gateway.limit("requests_per_minute", 2)
+    gateway.limit("tokens_per_minute", 100)
+    raw = await gateway.openai.completions.with_raw_response.create(model="base", prompt=[5] * 10, max_tokens=10)
+    assert raw.headers["x-ratelimit-limit-requests"] == "2"
+    assert raw.headers["x-ratelimit-remaining-requests"] == "1"
+    assert raw.headers["x-ratelimit-reset-requests"] == "30s"
+    assert raw.headers["x-ratelimit-remaining-tokens"] == "80"
+    with pytest.raises(openai.RateLimitError) as caught:
+        await gateway.openai.completions.create(model="base", prompt=[5] * 10, max_tokens=80)
+    assert caught.value.code == "rate_limit_exceeded"
+    assert "tokens_per_minute" in str(caught.value)
+    # 90 are needed, 80 are left, and 100 come a minute.
+    assert caught.value.response.headers["retry-after"] == "6"
+    with pytest.raises(openai.BadRequestError) as too_large:
+        await gateway.openai.completions.create(model="base", prompt=[5] * 10, max_tokens=91)
+    assert too_large.value.code == "request_too_large"
+    clock.advance(6)
+    await gateway.openai.completions.create(model="base", prompt=[5] * 10, max_tokens=80)
+    assert [event.completion_tokens for event in gateway.usage()] == [10, 80]
+    text = gateway.services.metrics.render().decode()
+    assert 'loramux_quota_refusals_total{metric="tokens_per_minute",mode="hard"} 2.0' in text
+
+
+async def test_concurrency_binds_only_while_requests_run(gateway: Any) -> None:
+    gateway.limit("concurrent_requests", 1)
+    gateway.engine.script = stalling(1)
+    asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
+    await eventually_received(gateway, 1)
+    with pytest.raises(openai.RateLimitError):
+        await gateway.openai.completions.create(model="base", prompt="a")
+    other = gateway.openai.with_options(api_key=gateway.key_of("other"))
+    gateway.engine.script = lambda add: Script(token_ids=(300,))
+    await other.completions.create(model="base", prompt="a")
+    gateway.engine.abort(gateway.engine.adds[0].sequence_id)
+    await asked
+    await gateway.openai.completions.create(model="base", prompt="a")
+
+
+async def test_the_usage_of_a_mixed_load_adds_up(gateway_on_each: Any) -> None:
+    gateway = gateway_on_each
+    gateway.add_adapter("acme", "support")
+    gateway.limit("tokens_per_minute", 10_000)
+    answers = await asyncio.gather(
+        *(
+            gateway.openai.completions.create(model=model, prompt=[5] * (i + 1), max_tokens=i + 1)
+            for i in range(12)
+            for model in ("base", "support")
+        )
+    )
+    events = gateway.usage()
+    assert len(events) == 24
+    assert sum(event.prompt_tokens for event in events) == sum(answer.usage.prompt_tokens for answer in answers) == 156
+    assert sum(event.completion_tokens for event in events) == 156
+    with gateway.database.read() as connection:
+        counter = connection.execute(select(schema.quota_counters)).one()
+    assert (counter.level, counter.reserved) == ((10_000 - 312) * 60_000_000, 0)
+
+
+# Databases in trouble
+
+
+def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int, *, is_answer_lost: bool) -> None:
+    """Let commits of settlements fail a few times: before anything is done, or with only the answer lost."""
+    admission = gateway.services.commit._admission
+    commit, left = admission.commit, [failures]
+
+    def failing(operations: Any) -> Any:
+        is_failing = left[0] > 0 and any(isinstance(operation, Closing) for operation in operations)
+        left[0] -= is_failing
+        if is_failing and not is_answer_lost:
+            raise OperationalError("INSERT", {}, Exception("disk full"))
+        outcomes = commit(operations)
+        if is_failing:
+            raise OperationalError("COMMIT", {}, Exception("connection reset"))
+        return outcomes
+
+    monkeypatch.setattr(admission, "commit", failing)
+
+
+async def tended_until_settled(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "TEND_INTERVAL_S", 0.01)
+    maintaining = asyncio.create_task(gateway.services.running.maintain())
+    assert await gateway.services.running.drain(10)
+    maintaining.cancel()
+    await asyncio.wait({maintaining})
+
+
+@pytest.mark.parametrize("failures", [1, 3, 9], ids=["once", "thrice", "nine times"])
+async def test_a_settlement_that_fails_is_tried_again_and_the_answer_still_ends_well(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    fail_settlements(gateway, monkeypatch, failures, is_answer_lost=False)
+    answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
+    assert answer.usage.completion_tokens == 2
+    await tended_until_settled(gateway, monkeypatch)
+    assert [event.status for event in gateway.usage()] == ["completed"]
+    assert 'loramux_tokens_total{kind="completion"} 2.0' in gateway.services.metrics.render().decode()
+
+
+async def test_a_request_that_was_recovered_and_then_settled_is_charged_the_difference(
+    gateway_on_each: Any, clock: Any
+) -> None:
+    gateway = gateway_on_each
+    gateway.engine.script = stalling(7)
+    asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
+    await eventually_received(gateway, 3)
+    await gateway.services.running.checkpoint()
+    noted = checkpoint_of(gateway)
+    await eventually_received(gateway, 7)
+    clock.advance(31)
+    assert await gateway.services.call(gateway.services.running._admission.recover_expired) == 1
+    [guessed] = gateway.usage()
+    assert (guessed.status, guessed.completion_tokens) == ("recovered", noted)
+    gateway.engine.abort(gateway.engine.adds[0].sequence_id)
+    await asked
+    [event] = gateway.usage()
+    assert event.completion_tokens == 7
+    [row] = Ledger(gateway.database).report(None, 0, 2**61)
+    assert (row.requests, row.prompt_tokens, row.completion_tokens) == (1, event.prompt_tokens, 7)
+    [by_status] = Ledger(gateway.database).report(None, 0, 2**61, group_by=("status", "tenant"))
+    assert (by_status.status, by_status.requests, by_status.completion_tokens) == ("recovered", 1, 7)
+    assert 'loramux_tokens_total{kind="completion"} 7.0' in gateway.services.metrics.render().decode()
+
+
+async def test_a_settlement_in_memory_corrects_what_another_gateway_recovered(
+    gateway_on_each: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = gateway_on_each
+    gateway.limit("tokens_per_minute", 10_000)
+    gateway.engine.script = stalling(7)
+    asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
+    await eventually_received(gateway, 3)
+    await gateway.services.running.checkpoint()
+    noted = checkpoint_of(gateway)
+    await eventually_received(gateway, 7)
+    another = Admission(gateway.database)
+    with monkeypatch.context() as patched:
+        fail_settlements(gateway, patched, 1000, is_answer_lost=False)
+        gateway.engine.abort(gateway.engine.adds[0].sequence_id)
+        await asked
+        assert gateway.services.settling.num_held == 1
+        assert not gateway.services.running._may_recover()
+        clock.advance(31)
+        assert another.recover_expired() == 1
+        [guessed] = gateway.usage()
+        assert (guessed.status, guessed.completion_tokens) == ("recovered", noted)
+    await tended_until_settled(gateway, monkeypatch)
+    [event] = gateway.usage()
+    assert event.completion_tokens == 7
+    with gateway.database.read() as connection:
+        [adjustment] = connection.execute(select(schema.usage_adjustments)).all()
+        counter = connection.execute(select(schema.quota_counters)).one()
+    assert adjustment.completion_tokens == 7 - noted
+    assert (counter.reserved, counter.level) == (0, (10_000 - event.prompt_tokens - 7) * 60_000_000)
+
+
+async def test_a_settlement_whose_answer_is_lost_is_counted_once(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_settlements(gateway, monkeypatch, 1, is_answer_lost=True)
+    await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
+    await tended_until_settled(gateway, monkeypatch)
+    assert [event.completion_tokens for event in gateway.usage()] == [2]
+    assert 'loramux_tokens_total{kind="completion"} 2.0' in gateway.services.metrics.render().decode()
+
+
+async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(operations: Any) -> None:
+        raise OperationalError("BEGIN", {}, Exception("connection refused"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gateway.services.commit._admission, "commit", away)
+        response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
+    assert response.headers["retry-after"] == "5"
+    assert gateway.engine.adds == []
+    # Had it been reserved all the same, that would be given back.
+    await tended_until_settled(gateway, monkeypatch)
+    assert gateway.usage() == []
+
+
+async def test_a_reservation_whose_answer_is_lost_after_its_request_was_refused_is_given_back(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "RESERVE_WAIT_S", 0.05)
+    admission, is_refused = gateway.services.commit._admission, threading.Event()
+    commit = admission.commit
+
+    def lost(operations: Any) -> None:
+        commit(operations)
+        is_refused.wait(10)
+        raise OperationalError("COMMIT", {}, Exception("connection reset"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(admission, "commit", lost)
+        response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
+        is_refused.set()
+        async with asyncio.timeout(10):
+            while gateway.services.settling.num_held == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    await tended_until_settled(gateway, monkeypatch)
+    assert (await settled(gateway)).completion_tokens == 0
+
+
+async def test_an_unforeseen_error_is_a_plain_500_with_its_id(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(operations: Any) -> None:
+        raise ZeroDivisionError("a secret detail")
+
+    monkeypatch.setattr(gateway.services.commit._admission, "commit", broken)
+    with capture_logs(processors=[merge_contextvars]) as logged:
+        response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+    [named] = [entry["request_id"] for entry in logged if "request_id" in entry]
+    assert named == response.headers["x-request-id"]
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"].startswith("req_")
+
+
+async def test_a_checkpoint_keeps_a_long_request_from_being_recovered(gateway_on_each: Any, clock: Any) -> None:
+    gateway = gateway_on_each
+    gateway.engine.script = stalling(7)
+    asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
+    await eventually_received(gateway, 7)
+    clock.advance(29)
+    maintaining = asyncio.create_task(gateway.services.running.maintain())
+    async with asyncio.timeout(5):
+        while checkpoint_of(gateway) != 7:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    maintaining.cancel()
+    await asyncio.wait({maintaining})
+    clock.advance(29)
+    assert await gateway.services.call(gateway.services.running._admission.recover_expired) == 0
+    gateway.engine.abort(gateway.engine.adds[0].sequence_id)
+    await asked
+    assert [event.completion_tokens for event in gateway.usage()] == [7]
+
+
+def checkpoint_of(gateway: Any) -> int:
+    with gateway.database.read() as connection:
+        return int(connection.execute(select(schema.reservations.c.checkpoint_tokens)).scalar_one())

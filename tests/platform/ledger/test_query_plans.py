@@ -1,0 +1,86 @@
+"""SQLite finds one tenant's sums by the tenant, and a page of requests by the requests, whatever its samples say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Select, event
+from sqlalchemy.dialects import postgresql
+
+from loramux.migrations.database import Database
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.ledger.events import Ledger
+from loramux.platform.ledger.grains import DAY_US
+from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.report import answer, largest
+from loramux.platform.ledger.report_sql import select_all
+from tests.migrated import migrated_sqlite
+
+SAMPLES = {
+    # Of ten million requests, as a thousand rows of each index showed them: those of all tenants come first there.
+    ("usage_rollups", "ix_usage_rollups_tenant_span_start"): "45456075 1001 1001 1001 3",
+    ("usage_rollups", "usage_rollups"): "35633520 1001 1001 6 2 1",
+    ("usage_events", "ix_usage_events_tenant_request"): "5191150 1001 1",
+    ("usage_events", "ix_usage_events_tenant_finished"): "9809800 1001 1",
+    ("usage_events", "ix_usage_events_finished"): "10151800 91",
+    ("usage_events", "sqlite_autoindex_usage_events_1"): "10134300 1",
+    ("tenants", "sqlite_autoindex_tenants_1"): "1000 1",
+}
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> Iterator[Database]:
+    """An empty database with a large one's statistics."""
+    url = migrated_sqlite(tmp_path / "loramux.db")
+    database = Database(url)
+    database.refresh_statistics()
+    with database.write() as connection:
+        connection.exec_driver_sql("DELETE FROM sqlite_stat1")
+        for (table, index), sample in SAMPLES.items():
+            connection.exec_driver_sql("INSERT INTO sqlite_stat1 VALUES (?, ?, ?)", (table, index, sample))
+    database.close()
+    database = Database(url)
+    yield database
+    database.close()
+
+
+def plan(database: Database, ask: Any) -> str:
+    """How SQLite does what `ask` asks for."""
+    asked: list[tuple[str, Any]] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        asked.append((statement, parameters))
+
+    event.listen(database._engine, "before_cursor_execute", note)
+    try:
+        ask()
+    finally:
+        event.remove(database._engine, "before_cursor_execute", note)
+    statement, parameters = next((text, values) for text, values in asked if text.startswith("SELECT"))
+    with database.read() as connection:
+        return "\n".join(row[3] for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters))
+
+
+@pytest.mark.parametrize("group_by", [(), ("key",), ("model",), ("version", "status")], ids="+".join)
+def test_a_tenants_sums_are_found_by_the_tenant(sampled: Database, group_by: tuple[str, ...]) -> None:
+    tenant = Tenants(sampled).create("acme")
+    question = UsageQuestion(tenant_id=tenant.id, start_us=5, end_us=40 * DAY_US, group_by=group_by)
+    for ask in (lambda: answer(sampled, question), lambda: largest(sampled, question, 5)):
+        steps = plan(sampled, ask)
+        assert "ix_usage_rollups_tenant_span_start (tenant_id=? AND grain=? AND span_us=? AND start_us>?" in steps
+        assert "usage_rollups USING PRIMARY KEY" not in steps
+
+
+def test_a_page_of_requests_walks_along_them(sampled: Database) -> None:
+    steps = plan(sampled, lambda: Ledger(sampled).events(None, 20))
+    assert "SCAN usage_events USING INDEX" in steps
+    assert "TEMP B-TREE" not in steps
+
+
+def test_other_databases_are_told_nothing() -> None:
+    question = UsageQuestion(tenant_id="ten_1", start_us=5, end_us=40 * DAY_US)
+    statement: Select[Any] = select_all(question, ())
+    assert "likelihood" not in str(statement.compile(dialect=postgresql.dialect()))

@@ -1,0 +1,107 @@
+"""What a report reads is counted before it is read, and no reading lasts for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import event, text
+
+from loramux.migrations.database import Database, ReadTooLong
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.ledger import query as usage_question
+from loramux.platform.ledger.grains import DAY_US, HOUR_US
+from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.report import answer, largest
+from tests.adversary.many_end_users import add_end_users
+
+NUM_USERS = 60
+FOR_EVER = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000000000) SELECT count(*) FROM n"
+
+
+def statements_of(database: Database, ask: Callable[[], object]) -> list[str]:
+    asked: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        asked.append(statement)
+
+    event.listen(database._engine, "before_cursor_execute", note)
+    try:
+        ask()
+    finally:
+        event.remove(database._engine, "before_cursor_execute", note)
+    return [statement for statement in asked if statement.startswith("SELECT")]
+
+
+def test_too_large_a_report_is_refused_before_it_is_read(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenant, other = (Tenants(database).create(slug) for slug in ("acme", "initech"))
+    for one in (tenant, other):
+        add_end_users(database, one.id, NUM_USERS, days=3)
+    now_us = database.now_us()
+
+    def ask(top: int | None, **more: Any) -> int:
+        question = UsageQuestion(
+            tenant_id=tenant.id, start_us=now_us - 20 * DAY_US, end_us=now_us, group_by=("end_user",), **more
+        )
+        return len(answer(database, question)) if top is None else len(largest(database, question, top).rows)
+
+    cases: list[tuple[int | None, dict[str, Any]]] = [
+        (None, {}),
+        (None, {"bucket": "1d"}),
+        (None, {"bucket": "1d", "timezone": "Asia/Kolkata"}),
+        (1000, {}),
+    ]
+    for top, more in cases:
+        # Each request is of an end user of its own: as many sums and events as there are requests.
+        monkeypatch.setattr(usage_question, "MAX_SUMMED_BY_END_USER", NUM_USERS)
+        assert ask(top, **more) == NUM_USERS
+        monkeypatch.setattr(usage_question, "MAX_SUMMED_BY_END_USER", NUM_USERS - 1)
+
+        def refused(top: int | None = top, more: dict[str, Any] = more) -> None:
+            with pytest.raises(InvalidRequest, match="shorter range") as told:
+                ask(top, **more)
+            assert (told.value.code, told.value.param) == ("report_too_large", "start")
+
+        assert len(statements_of(database, refused)) == 1, "the rows were counted and not read"
+
+
+def test_other_groups_have_another_bound(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenant = Tenants(database).create("acme")
+    add_end_users(database, tenant.id, NUM_USERS, days=3)
+    now_us = database.now_us()
+    question = UsageQuestion(tenant_id=tenant.id, start_us=now_us - DAY_US, end_us=now_us, group_by=("key", "model"))
+    monkeypatch.setattr(usage_question, "MAX_SUMMED_BY_END_USER", 1)
+    assert len(answer(database, question)) == 1
+    monkeypatch.setattr(usage_question, "MAX_SUMMED", 1)
+    with pytest.raises(InvalidRequest, match="shorter range"):
+        answer(database, question)
+
+
+def test_a_reading_ends_in_time(database: Database) -> None:
+    with pytest.raises(ReadTooLong), database.read(0.05) as connection:
+        connection.execute(text(FOR_EVER))
+    # The same connection has all the time that it wants again.
+    with database.read() as connection:
+        assert connection.execute(text(FOR_EVER.replace("1000000000", "300000"))).scalar() == 300_000
+
+
+def test_a_report_leaves_no_compiled_statement_behind(database: Database) -> None:
+    """Hardly two reports have the same ranges: each one that is kept is memory that is never used again."""
+    tenant = Tenants(database).create("acme")
+    add_end_users(database, tenant.id, NUM_USERS, days=3)
+    now_us = database.now_us()
+
+    def ask(hours: int) -> None:
+        question = UsageQuestion(
+            tenant_id=tenant.id, start_us=now_us - hours * HOUR_US, end_us=now_us, group_by=("end_user",)
+        )
+        assert answer(database, question)
+        assert largest(database, question, 5).rows
+
+    ask(30)
+    before = len(database._engine._compiled_cache or ())
+    for hours in (31, 57, 83):
+        ask(hours)
+    assert len(database._engine._compiled_cache or ()) == before

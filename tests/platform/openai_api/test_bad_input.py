@@ -1,0 +1,366 @@
+"""Whatever a client sends, it gets a status, a code and a field; nothing runs and nothing is reserved."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from sqlalchemy import select
+
+from loramux.migrations import schema
+from loramux.platform.openai_api.request_body import MAX_PARSED_AT_ONCE, parse_body_on
+from loramux.platform.openai_api.schemas import MAX_MESSAGES, MAX_PROMPTS, ChatRequest, CompletionRequest
+from loramux.platform.openai_api.services import GatewaySettings
+from loramux.platform.tokenizer.model_tokenizer import MAX_TOKENISED_AT_ONCE, ModelTokenizer
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+async def refused(gateway: Any, path: str, status: int, code: str, param: str | None, **sent: Any) -> dict[str, Any]:
+    response = await gateway.http.post(path, **sent)
+    body = response.json()
+    assert list(body) == ["error"]
+    error = body["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert (response.status_code, error["code"], error["param"]) == (status, code, param), error
+    assert response.headers["x-request-id"].startswith("req_")
+    assert gateway.engine.adds == []
+    with gateway.database.read() as connection:
+        assert connection.execute(select(schema.reservations)).all() == []
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"model": None}, "invalid_type", "model"),
+        ({"model": 5}, "invalid_type", "model"),
+        ({"model": "x" * 300}, "invalid_value", "model"),
+        ({"model": "acme/a@1:b"}, "invalid_model_name", "model"),
+        ({"model": "acme/a:b@1"}, "invalid_model_name", "model"),
+        ({"prompt": None}, "invalid_value", "prompt"),
+        ({"prompt": []}, "invalid_value", "prompt"),
+        ({"prompt": [[]]}, "invalid_value", "prompt"),
+        ({"prompt": [1, "a"]}, "invalid_value", "prompt"),
+        ({"prompt": [1.5]}, "invalid_value", "prompt"),
+        ({"prompt": [True]}, "invalid_value", "prompt"),
+        ({"prompt": [-1]}, "invalid_value", "prompt"),
+        ({"prompt": [1024]}, "invalid_value", "prompt"),
+        ({"prompt": [5] * 256}, "context_length_exceeded", "prompt"),
+        ({"prompt": "word " * 5000}, "context_length_exceeded", "prompt"),
+        ({"max_tokens": 0}, "invalid_value", "max_tokens"),
+        ({"max_tokens": -1}, "invalid_value", "max_tokens"),
+        ({"max_tokens": 1.5}, "invalid_type", "max_tokens"),
+        ({"max_tokens": "5"}, "invalid_type", "max_tokens"),
+        ({"max_tokens": True}, "invalid_type", "max_tokens"),
+        ({"max_tokens": 10**30}, "invalid_value", "max_tokens"),
+        ({"max_tokens": 256}, "context_length_exceeded", "max_tokens"),
+        ({"temperature": -0.1}, "invalid_value", "temperature"),
+        ({"temperature": 2.1}, "invalid_value", "temperature"),
+        ({"temperature": "hot"}, "invalid_type", "temperature"),
+        ({"temperature": True}, "invalid_type", "temperature"),
+        ({"temperature": 10**400}, "invalid_type", "temperature"),
+        ({"top_p": 0}, "invalid_value", "top_p"),
+        ({"top_p": 1.01}, "invalid_value", "top_p"),
+        ({"n": 0}, "invalid_value", "n"),
+        ({"n": 129}, "invalid_value", "n"),
+        ({"prompt": ["a"] * 129}, "invalid_value", "n"),
+        ({"seed": 2**63}, "invalid_value", "seed"),
+        ({"seed": 0.5}, "invalid_type", "seed"),
+        ({"stop": 5}, "invalid_type", "stop"),
+        ({"stop": ""}, "invalid_value", "stop"),
+        ({"stop": ["a"] * 17}, "invalid_value", "stop"),
+        ({"stop": ["a", 5]}, "invalid_type", "stop[1]"),
+        ({"stop_token_ids": [1024]}, "invalid_value", "stop_token_ids"),
+        ({"top_k": -2}, "invalid_value", "top_k"),
+        ({"min_tokens": 17}, "invalid_value", "min_tokens"),
+        ({"stream": "yes"}, "invalid_type", "stream"),
+        ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
+        ({"stream": True, "stream_options": {"usage": 1}}, "unknown_parameter", "stream_options.usage"),
+        ({"logprobs": 6}, "invalid_value", "logprobs"),
+        ({"logprobs": -1}, "invalid_value", "logprobs"),
+        ({"logprobs": True}, "invalid_type", "logprobs"),
+        ({"top_logprobs": 2}, "unknown_parameter", "top_logprobs"),
+        ({"presence_penalty": 2.1}, "invalid_value", "presence_penalty"),
+        ({"presence_penalty": -2.1}, "invalid_value", "presence_penalty"),
+        ({"presence_penalty": "1"}, "invalid_type", "presence_penalty"),
+        ({"frequency_penalty": -2.01}, "invalid_value", "frequency_penalty"),
+        ({"frequency_penalty": True}, "invalid_type", "frequency_penalty"),
+        ({"frequency_penalty": 10**400}, "invalid_type", "frequency_penalty"),
+        ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
+        ({"repetition_penalty": -1}, "invalid_value", "repetition_penalty"),
+        ({"repetition_penalty": 101}, "invalid_value", "repetition_penalty"),
+        ({"repetition_penalty": [1]}, "invalid_type", "repetition_penalty"),
+        ({"min_p": -0.1}, "invalid_value", "min_p"),
+        ({"min_p": 1.1}, "invalid_value", "min_p"),
+        ({"min_p": "0.1"}, "invalid_type", "min_p"),
+        ({"logit_bias": [[5, 1]]}, "invalid_type", "logit_bias"),
+        ({"logit_bias": "5"}, "invalid_type", "logit_bias"),
+        ({"logit_bias": {"5": 100.5}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": -101}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": 10**400}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": "1"}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": True}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": None}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": {}}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"05": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {" 5": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5\n": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"\u0665": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"1024": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"1024": 0}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {str(i): "x" for i in range(300)}}, "invalid_value", "logit_bias"),
+        ({"stop_token_ids": [-1]}, "invalid_value", "stop_token_ids"),
+        ({"stop_token_ids": [True]}, "invalid_type", "stop_token_ids[0]"),
+        ({"ignore_eos": 1}, "invalid_type", "ignore_eos"),
+        ({"min_tokens": -1}, "invalid_value", "min_tokens"),
+        ({"best_of": 3}, "unsupported_parameter", "best_of"),
+        ({"best_of": 3, "n": 2}, "unsupported_parameter", "best_of"),
+        ({"best_of": 0}, "invalid_value", "best_of"),
+        ({"best_of": True}, "invalid_type", "best_of"),
+        ({"echo": "yes"}, "invalid_type", "echo"),
+        ({"echo": True, "logprobs": 0}, "unsupported_parameter", "echo"),
+        ({"suffix": "x"}, "unsupported_parameter", "suffix"),
+        ({"priority": 9}, "unknown_parameter", "priority"),
+        ({"usage": {}}, "unknown_parameter", "usage"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+async def test_a_bad_completion_is_refused(gateway: Any, change: dict[str, Any], code: str, param: str) -> None:
+    body = {"model": "base", "prompt": "Hello", **change}
+    await refused(gateway, TEXT, 400, code, param, json=body)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": "Hello"}, "invalid_type", "messages"),
+        ({"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "invalid_value", "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "invalid_type", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "invalid_type", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "unknown_parameter", "messages[0].weight"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, "context_length_exceeded", "messages"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "invalid_value", "max_completion_tokens"),
+        ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+        ({"top_logprobs": 0}, "invalid_value", "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "invalid_value", "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "invalid_value", "top_logprobs"),
+        ({"top_logprobs": True, "logprobs": True}, "invalid_type", "top_logprobs"),
+        ({"logprobs": 2}, "invalid_type", "logprobs"),
+        ({"presence_penalty": 3}, "invalid_value", "presence_penalty"),
+        ({"logit_bias": {"1024": 1}}, "invalid_value", "logit_bias"),
+        ({"best_of": 1}, "unknown_parameter", "best_of"),
+        ({"echo": True}, "unknown_parameter", "echo"),
+        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+        ({"modalities": ["audio"]}, "unsupported_parameter", "modalities"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+async def test_a_bad_chat_is_refused(gateway: Any, change: dict[str, Any], code: str, param: str) -> None:
+    body = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], **change}
+    await refused(gateway, CHAT, 400, code, param, json=body)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"model"',
+        b'{"model": "base", "prompt": "a", "temperature": NaN}',
+        b'{"model": "base", "prompt": "a", "temperature": -Infinity}',
+        b'{"model": "base", "prompt": "a", "temperature": 1e999}',
+        b'{"model": "base", "prompt": "a", "min_p": NaN}',
+        b'{"model": "base", "prompt": "a", "logit_bias": {"5": NaN}}',
+        b'{"model": "base", "prompt": "a", "logit_bias": {"5": 1, "5": 2}}',
+        b'{"model": "base", "prompt": "a", "n": 1, "n": 2}',
+        b'{"model": "base", "prompt": "\xff"}',
+        b'{"model": "base", "prompt": "\\ud800"}',
+        b'{"model": "base", "prompt": "a", "stop": ["\\uDC00x"]}',
+        b'{"model": "base", "prompt": "a", "\\ud83e": 1}',
+        b'{"model": "base", "prompt": ' + b"[" * 100_000,
+        b'{"model": "base", "prompt": "a", "seed": ' + b"1" * 5000 + b"}",
+    ],
+    ids=[
+        "empty", "cut", "list", "null", "text", "NaN", "Infinity", "overflow", "NaN min_p", "NaN bias",
+        "bias of one token twice", "duplicate", "bytes",
+        "half a pair", "other half", "half a name", "deep", "digits",
+    ],
+)  # fmt: skip
+async def test_what_is_not_json_is_refused(gateway: Any, content: bytes) -> None:
+    await refused(gateway, TEXT, 400, "invalid_json", None, content=content)
+
+
+async def test_a_missing_field_is_named(gateway: Any) -> None:
+    await refused(gateway, TEXT, 400, "missing_required_parameter", "prompt", json={"model": "base"})
+    await refused(gateway, CHAT, 400, "missing_required_parameter", "messages", json={"model": "base"})
+
+
+@pytest.mark.parametrize("has_length", [True, False], ids=["declared", "chunked"])
+async def test_a_body_that_is_too_long_is_refused_unread(gateway: Any, has_length: bool) -> None:
+    size = gateway.services.settings.max_body_bytes + 1
+
+    async def chunks() -> Any:
+        for _ in range(0, size, 65536):
+            yield b" " * 65536
+
+    content = b" " * size if has_length else chunks()
+    await refused(gateway, TEXT, 413, "payload_too_large", None, content=content)
+
+
+MANY = 10_000
+MESSAGE = {"role": "user", "content": "Hello"}
+UNKNOWN = dict.fromkeys(map(str, range(MANY)), 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "code", "param"),
+    [
+        (CHAT, {"messages": [1] * MANY}, "invalid_type", "messages[0]"),
+        (CHAT, {"messages": [MESSAGE] * (MAX_MESSAGES + 1)}, "invalid_value", "messages"),
+        (CHAT, {"messages": [{**MESSAGE, "tool_calls": [1] * MANY}]}, "invalid_value", "messages[0].tool_calls"),
+        (CHAT, {"messages": [{**MESSAGE, "annotations": [1] * MANY}]}, "invalid_value", "messages[0].annotations"),
+        (CHAT, {"messages": [{**MESSAGE, **UNKNOWN}]}, "unknown_parameter", "messages[0].0"),
+        (CHAT, {"metadata": UNKNOWN}, "invalid_value", "metadata"),
+        (TEXT, {"stop": [1] * MANY}, "invalid_type", "stop[0]"),
+        (TEXT, {"stop_token_ids": ["x"] * MANY}, "invalid_type", "stop_token_ids[0]"),
+        (TEXT, {"logit_bias": UNKNOWN}, "invalid_value", "logit_bias"),
+        (TEXT, {"logit_bias": dict.fromkeys(map(str, range(300)), "x")}, "invalid_value", "logit_bias"),
+        (TEXT, {"prompt": [[1]] * (MAX_PROMPTS + 1)}, "invalid_value", "prompt"),
+        (TEXT, {"prompt": ["x"] * (MAX_PROMPTS + 1)}, "invalid_value", "prompt"),
+        (TEXT, UNKNOWN, "unknown_parameter", "0"),
+        (TEXT, {"stream_options": UNKNOWN}, "unknown_parameter", "stream_options.0"),
+    ],
+    ids=[
+        "messages", "too many messages", "tool calls", "annotations", "a message's fields", "metadata", "stop",
+        "stop ids", "logit bias", "values of a logit bias", "lists of ids", "texts", "fields", "nested fields",
+    ],
+)  # fmt: skip
+async def test_a_body_full_of_errors_costs_no_more_than_a_few(
+    gateway: Any, path: str, change: dict[str, Any], code: str, param: str
+) -> None:
+    body = {"model": "base", **({"messages": [MESSAGE]} if path == CHAT else {"prompt": "Hello"}), **change}
+    await refused(gateway, path, 400, code, param, json=body)
+    with pytest.raises(ValidationError) as caught:
+        (ChatRequest if path == CHAT else CompletionRequest).model_validate(body)
+    assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize(("size", "is_on_a_thread"), [(MAX_PARSED_AT_ONCE, False), (MAX_PARSED_AT_ONCE + 1, True)])
+async def test_a_long_body_is_parsed_off_the_loop(size: int, is_on_a_thread: bool) -> None:
+    computed = []
+
+    async def compute(function: Any, *arguments: Any) -> Any:
+        computed.append(function)
+        return function(*arguments)
+
+    body = json.dumps({"model": "base", "prompt": "Hello"}).encode().ljust(size)
+    assert (await parse_body_on(compute, body, CompletionRequest)).model == "base"
+    assert bool(computed) == is_on_a_thread
+
+
+async def test_sql_and_health_do_not_wait_behind_prompts(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    encode = ModelTokenizer.encode
+
+    def slow(*arguments: Any) -> Any:
+        assert may_go_on.wait(20)
+        return encode(*arguments)
+
+    monkeypatch.setattr(ModelTokenizer, "encode", slow)
+    # A body of this length is tokenised on a thread; more of them than there are such threads.
+    body = json.dumps({"model": "base", "prompt": "Hello", "max_tokens": 1}) + " " * MAX_TOKENISED_AT_ONCE
+    asking = [asyncio.create_task(gateway.http.post(TEXT, content=body)) for _ in range(8)]
+    await asyncio.sleep(0.3)
+    try:
+        async with asyncio.timeout(10):
+            assert (await gateway.http.get("/health/ready")).status_code == 200
+            assert (await gateway.http.get("/v1/models")).status_code == 200
+    finally:
+        may_go_on.set()
+    assert {response.status_code for response in await asyncio.gather(*asking)} == {200}
+
+
+async def test_the_threads_that_compute_end_with_the_services(gateway: Any) -> None:
+    running = await gateway.services.compute(threading.current_thread)
+    assert running.is_alive()
+    gateway.services.close()
+    assert not running.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"n": 9, "prompt": [5] * 100, "max_tokens": 11}, 200),
+        ({"n": 9, "prompt": [5] * 100, "max_tokens": 12}, 400),
+        ({"n": 4, "prompt": [[5] * 200, [5] * 50], "max_tokens": 1}, 400),
+        ({"n": 3, "prompt": [[5] * 200, [5] * 50], "max_tokens": 1}, 200),
+    ],
+    ids=["fits", "one more", "long prompts", "fewer choices"],
+)
+async def test_what_the_engine_must_hold_is_capped(gateway: Any, change: dict[str, Any], status: int) -> None:
+    gateway.app.state.services = replace(gateway.services, settings=GatewaySettings(max_request_tokens=999))
+    body = {"model": "base", **change}
+    if status == 400:
+        await refused(gateway, TEXT, 400, "invalid_value", "n", json=body)
+    else:
+        assert (await gateway.http.post(TEXT, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [
+        (None, "missing_api_key"),
+        ("", "missing_api_key"),
+        ("Bearer", "missing_api_key"),
+        ("Basic abc", "missing_api_key"),
+        ("Bearer sk-lmx-0000000000000000-0000000000000000000000000000000000000000000", "invalid_api_key"),
+        ("Bearer sk-openai", "invalid_api_key"),
+        ("Bearer " + "x" * 8000, "invalid_api_key"),
+    ],
+    ids=["none", "empty", "no key", "basic", "unknown", "foreign", "long"],
+)
+@pytest.mark.parametrize("path", [TEXT, CHAT], ids=["completions", "chat"])
+async def test_without_a_good_key_nothing_is_even_read(gateway: Any, path: str, header: str | None, code: str) -> None:
+    del gateway.http.headers["authorization"]
+    headers = {} if header is None else {"authorization": header}
+    error = await refused(gateway, path, 401, code, None, headers=headers, content=b"{")
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v2/completions", 404, "not_found"),
+        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/metrics", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/base", 405, "method_not_allowed"),
+    ],
+)
+async def test_unknown_paths_and_methods_have_the_envelope(
+    gateway: Any, method: str, path: str, status: int, code: str
+) -> None:
+    response = await gateway.http.request(method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert response.headers["x-request-id"]

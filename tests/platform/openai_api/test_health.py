@@ -1,0 +1,50 @@
+"""What health says of an engine that hangs or is away, and what a caller hears of a request that stops engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.openai_api.health import health_router
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_live_is_red_while_a_hung_engine_cannot_be_replaced_and_not_for_a_restart(gateway: Any) -> None:
+    gateway.engine.die()
+    assert (await gateway.http.get("/health/live")).status_code == 200
+    gateway.engine.is_live = False
+    live = await gateway.http.get("/health/live")
+    assert (live.status_code, live.json()) == (503, {"status": "not live"})
+    gateway.engine.is_live = True
+    gateway.engine.revive()
+    assert (await gateway.http.get("/health/live")).json() == {"status": "live"}
+
+
+async def test_an_engines_last_words_are_for_operators(gateway: Any) -> None:
+    services = gateway.services
+    app = FastAPI()
+    app.include_router(health_router(services.database, services.engine, tells_why=True))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as admin:
+        assert "reason" not in (await admin.get("/health/ready")).json()
+        gateway.engine.die()
+        assert (await admin.get("/health/ready")).json()["reason"] == "killed by SIGKILL: last words"
+    assert "reason" not in (await gateway.http.get("/health/ready")).json()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_an_excluded_request_is_400_and_costs_nothing(gateway: Any, stream: bool) -> None:
+    gateway.limit("requests_per_minute", 5)
+    gateway.engine.script = lambda add: Script(token_ids=(), error="request_excluded")
+    response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a", "stream": stream})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "request_excluded")
+    [event] = gateway.usage()
+    assert (event.status, event.prompt_tokens, event.completion_tokens) == ("failed", 0, 0)
+    gateway.engine.script = lambda add: Script(token_ids=(300,))
+    again = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
+    assert again.headers["x-ratelimit-remaining-requests"] == "4"

@@ -1,0 +1,112 @@
+"""What a tenant keeps is limited from the moment when it is declared, and counted once on its way to a version."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.ingest.claims import Verdict, VersionClaims
+from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.registry.records import Upload, UploadFile
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.migrations.database import Database
+from loramux.platform.accounts.tenants import Tenant
+from loramux.platform.quotas.adapter_limits import AdapterLimits
+from loramux.platform.quotas.decisions import QuotaExceeded
+from loramux.platform.quotas.overview import QuotaCaller, QuotaView
+from loramux.platform.quotas.policies import QuotaPolicies
+
+METRIC = "adapter_bytes"
+HOUR_US = 3_600_000_000
+
+
+class Shelf:
+    """A tenant's two adapters, and what it keeps."""
+
+    def __init__(self, database: Database, tenant: Tenant) -> None:
+        limits = AdapterLimits()
+        registry = AdapterRegistry(database, limits=limits)
+        self.database = database
+        self.tenant = tenant
+        self.intake = Intake(database, limits)
+        self.adapter_ids = [registry.create_adapter(tenant.id, name).id for name in ("support", "sales")]
+
+    def declare(self, size: int, number: int = 0, lifetime_us: int = HOUR_US) -> Upload:
+        files = [UploadFile(CONFIG_FILE, 1, f"{size:064d}"), UploadFile(TENSORS_FILE, size - 1, f"{size:064d}")]
+        return self.intake.open_upload(self.adapter_ids[number % 2], files, lifetime_us)
+
+    def limit(self, limit: int, mode: str = "hard") -> None:
+        QuotaPolicies(self.database).set(self.tenant.id, METRIC, limit, mode=mode)
+
+    @property
+    def standing(self) -> tuple[int, int, int, int]:
+        """What is used, reserved and left of the limit, and how often a soft one was exceeded."""
+        (limit,) = QuotaView(self.database).effective(QuotaCaller(tenant_id=self.tenant.id))
+        return limit.used, limit.reserved, limit.remaining, limit.num_exceeded
+
+
+@pytest.fixture
+def shelf(clocked: Database, acme: Tenant) -> Shelf:
+    return Shelf(clocked, acme)
+
+
+def test_open_uploads_count(shelf: Shelf) -> None:
+    shelf.limit(1000)
+    for number in range(2):
+        shelf.declare(500, number)
+    with pytest.raises(QuotaExceeded) as refused:
+        shelf.declare(2_000_000)
+    assert (refused.value.code, refused.value.param) == ("insufficient_quota", METRIC)
+    with pytest.raises(QuotaExceeded) as refused:
+        shelf.declare(2)
+    assert refused.value.retry_after_s == 1, "what open uploads hold may come back at any time"
+    assert shelf.standing == (0, 1000, 0, 0)
+
+
+def test_an_upload_counts_once_on_its_way_to_a_version(shelf: Shelf) -> None:
+    shelf.limit(1000)
+    upload = shelf.declare(1000)
+    version = shelf.intake.add_version(upload.adapter_id, upload.id).version
+    assert shelf.standing == (1000, 0, 0, 0)
+    claims = VersionClaims(shelf.database)
+    assert claims.take(version.id) is not None
+    claims.reject(version.id, {})
+    assert shelf.standing == (0, 0, 1000, 0)
+    upload = shelf.declare(999)
+    version = shelf.intake.add_version(upload.adapter_id, upload.id).version
+    assert claims.take(version.id) is not None
+    claims.accept(version, Verdict("a" * 64, 8, 3, 700, {}))
+    claims.publish(version)
+    assert shelf.standing == (700, 0, 300, 0)
+
+
+def test_what_is_cancelled_or_expired_counts_no_more(shelf: Shelf) -> None:
+    shelf.limit(1000)
+    upload = shelf.declare(600)
+    shelf.declare(400, lifetime_us=0)
+    assert shelf.standing == (0, 600, 400, 0)
+    shelf.intake.cancel_upload(upload.adapter_id, upload.id)
+    assert shelf.standing == (0, 0, 1000, 0)
+
+
+def test_declarations_that_race_at_the_limit_are_decided_exactly(shelf: Shelf) -> None:
+    shelf.limit(1000)
+
+    def attempt(number: int) -> bool:
+        try:
+            shelf.declare(400 + number, number)
+        except QuotaExceeded:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sorted(threads.map(attempt, range(8))) == [False] * 6 + [True] * 2
+
+
+def test_a_soft_limit_counts_an_upload_beyond_it_once(shelf: Shelf) -> None:
+    shelf.limit(1000, mode="soft")
+    upload = shelf.declare(1500)
+    shelf.intake.add_version(upload.adapter_id, upload.id)
+    assert shelf.standing == (1500, 0, 0, 1)
