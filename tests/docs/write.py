@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tests.docs.architecture_picture import architecture_picture
 from tests.docs.commands_page import commands_page
 from tests.docs.configuration_page import configuration_page
 from tests.docs.endpoints_page import endpoints_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES: Mapping[str, Callable[[], str]] = {
+    "architecture.svg": architecture_picture,
     "commands.md": commands_page,
     "configuration.md": configuration_page,
     "endpoints.md": endpoints_page,
