@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class UnfinishedFiles:
+class AtomicFiles:
     """Places `DIRECTORY/unfinished/RUN-FILE`; the run holds a lock on `DIRECTORY/runs/RUN` as long as it lives.
 
     So what a run left that died can be told from what others are at work on. The constructor and `sweep` are to be

@@ -26,7 +26,7 @@ from sqlalchemy import (
     update,
 )
 
-from loramux.migrations.pipeline import round_trip
+from loramux.migrations.pipeline import pipeline
 
 POSTGRESQL = "postgresql"
 ROWS = "rows"
@@ -48,7 +48,7 @@ def document(rows: Sequence[Any]) -> str:
     return msgspec.json.encode(rows).decode()
 
 
-class ManyRows:
+class BulkStatement:
     """A statement that is run with many rows, each a dict by the columns' names; compiled once.
 
     `postgresql` takes them from `rows_of(columns, name)`; `sqlite`, which has no way to a server, is run once a row.
@@ -63,14 +63,14 @@ class ManyRows:
         self._compiled: dict[bool, tuple[str, tuple[str, ...]]] = {}
 
     @classmethod
-    def insert(cls, table: Table) -> ManyRows:
+    def insert(cls, table: Table) -> BulkStatement:
         """Insert rows of all columns."""
         columns, name = list(table.c), f"new_{table.name}"
         names = [one.name for one in columns]
         return cls(name, columns, insert(table).from_select(names, select(*rows_of(columns, name).c)), insert(table))
 
     @classmethod
-    def update(cls, table: Table, keys: Sequence[Column[Any]], changed: Sequence[Column[Any]]) -> ManyRows:
+    def update(cls, table: Table, keys: Sequence[Column[Any]], changed: Sequence[Column[Any]]) -> BulkStatement:
         """Set the `changed` columns of the rows that `keys` name."""
         columns, name = [*keys, *changed], f"changed_{table.name}"
         rows = rows_of(columns, name)
@@ -82,7 +82,7 @@ class ManyRows:
         return cls(name, columns, many, single)
 
     @classmethod
-    def delete(cls, table: Table, keys: Sequence[Column[Any]]) -> ManyRows:
+    def delete(cls, table: Table, keys: Sequence[Column[Any]]) -> BulkStatement:
         """Delete the rows that `keys` name."""
         name = f"deleted_{table.name}"
         rows = rows_of(keys, name)
@@ -114,12 +114,12 @@ class ManyRows:
 
 def write_together(
     connection: Connection,
-    writes: Sequence[tuple[ManyRows, Sequence[Mapping[str, Any]]]],
+    writes: Sequence[tuple[BulkStatement, Sequence[Mapping[str, Any]]]],
     is_last: bool = False,
 ) -> None:
     """Run statements in this order, on PostgreSQL with one way to the server for all of them.
 
-    There, `is_last` commits a transaction of `write_by_round_trips` on the same way.
+    There, `is_last` commits a transaction of `write_in_pipelines` on the same way.
     """
     wanted = [(statement, rows) for statement, rows in writes if rows]
     if connection.dialect.name != POSTGRESQL:
@@ -127,7 +127,7 @@ def write_together(
             text, order = statement.compiled(connection.dialect)
             connection.exec_driver_sql(text, [statement.values_of(row, order) for row in rows])
     elif wanted:
-        with round_trip(connection, is_last) as run:
+        with pipeline(connection, is_last) as run:
             for statement, rows in wanted:
                 run(statement.compiled(connection.dialect)[0], {statement.name: document(rows)})
 

@@ -25,7 +25,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 from sqlalchemy.sql import func
 
 from loramux.migrations import schema
-from loramux.migrations.pipeline import TAKES_NO_WRITES, write_by_round_trips
+from loramux.migrations.pipeline import TAKES_NO_WRITES, write_in_pipelines
 
 Clock = Callable[[], int]
 """Microseconds since 1970."""
@@ -142,9 +142,9 @@ class Database:
                 self._writing.release()
 
     @contextmanager
-    def write_by_round_trips(self) -> Iterator[Connection]:
-        """The same on PostgreSQL for who uses `round_trip`."""
-        with write_by_round_trips(self._engine) as connection:
+    def write_in_pipelines(self) -> Iterator[Connection]:
+        """The same on PostgreSQL for who uses `pipeline`."""
+        with write_in_pipelines(self._engine) as connection:
             yield connection
 
     @contextmanager

@@ -22,8 +22,8 @@ class Run(Protocol):
 
 
 @contextmanager
-def write_by_round_trips(engine: Engine) -> Iterator[Connection]:
-    """A transaction that begins with its first `round_trip` and may commit with its last.
+def write_in_pipelines(engine: Engine) -> Iterator[Connection]:
+    """A transaction that begins with its first `pipeline` and may commit with its last.
 
     What is left open is committed on exit, and rolled back on an exception. What is read before the first round trip
     is read outside of the transaction.
@@ -42,7 +42,7 @@ def write_by_round_trips(engine: Engine) -> Iterator[Connection]:
 
 
 @contextmanager
-def round_trip(connection: Connection, is_last: bool = False) -> Iterator[Run]:
+def pipeline(connection: Connection, is_last: bool = False) -> Iterator[Run]:
     """Run statements with one wait for all of them; where one fails, none after it is run. PostgreSQL only.
 
     `is_last` commits behind them. Raises what SQLAlchemy raises.

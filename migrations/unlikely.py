@@ -10,7 +10,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
 
-class rare(GenericFunction[Any]):  # noqa: N801 - it reads as a function of SQL
+class unlikely(GenericFunction[Any]):  # noqa: N801 - it reads as a function of SQL
     """The condition itself; its index is preferred. https://sqlite.org/lang_corefunc.html#likelihood"""
 
     # Of no type, since SQLAlchemy compares what is a boolean with 1, and no index is found by that.
@@ -20,12 +20,12 @@ class rare(GenericFunction[Any]):  # noqa: N801 - it reads as a function of SQL
         super().__init__(condition)
 
 
-@compiles(rare)
-def _plain(element: rare, compiler: SQLCompiler, **kw: Any) -> str:
+@compiles(unlikely)
+def _plain(element: unlikely, compiler: SQLCompiler, **kw: Any) -> str:
     return compiler.process(element.clauses, **kw)
 
 
-@compiles(rare, "sqlite")
-def _likelihood(element: rare, compiler: SQLCompiler, **kw: Any) -> str:
+@compiles(unlikely, "sqlite")
+def _likelihood(element: unlikely, compiler: SQLCompiler, **kw: Any) -> str:
     (condition,) = element.clauses
     return f"likelihood({compiler.process(condition, **kw)}, 0.0000001)"

@@ -29,7 +29,7 @@ class RetryBudget:
         self._level = capacity
         self._refilled_at = clock()
 
-    def take(self) -> bool:
+    def take_retry(self) -> bool:
         """Whether one more retry may be made."""
         with self._lock:
             now = self._clock()

@@ -125,7 +125,7 @@ class S3Calls:
         # Anything up to twice as long as before, so that many callers do not come back at once.
         pause_s = self._chance() * min(self.limits.max_pause_s, self.limits.first_pause_s * 2**number)
         may_retry = failure.can_retry and number < self.limits.max_attempts - 1 and pause_s < deadline.remaining_s
-        if may_retry and self._budget.take():
+        if may_retry and self._budget.take_retry():
             self._pause(pause_s)
             return
         if failure.is_damage:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+import structlog
 from sqlalchemy import Connection, select, update
 
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
@@ -25,6 +28,8 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
 
 LEASE_S = LEASE_US / 1_000_000
+
+_log = structlog.get_logger(__name__)
 
 _NO_CLAIM = {"claimed_by": None, "claim_expires_us": None}
 
@@ -64,7 +69,7 @@ class VersionClaims:
         self.server_id = new_id("srv")
         """Of this process alone: after a restart its claims are another's."""
 
-    def take(self, version_id: str) -> ClaimedVersion | None:
+    def claim_version(self, version_id: str) -> ClaimedVersion | None:
         """Claim a version; None where it is decided, waits for its time, or another server holds it."""
         columns = adapter_versions.c
         with self._database.write() as connection:
@@ -178,6 +183,39 @@ class VersionClaims:
         )
         if changed.rowcount == 0:
             raise ClaimLost("another server has taken the version over")
+
+
+class ClaimRenewal:
+    """Renews a claim three times a lease, on a thread that lives as long as the `with` block.
+
+    A claim that is lost all the same is found out by whoever makes the next transition with it.
+    """
+
+    def __init__(self, claims: VersionClaims, version_id: str) -> None:
+        self._claims = claims
+        self._version_id = version_id
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="claim", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._claims.lease_s / 3):
+            try:
+                self._claims.renew(self._version_id)
+            except ClaimLost:
+                return
+            except Exception as error:
+                # The database is down: the claim lasts for two more tries.
+                _log.warning("claim_not_renewed", version_id=self._version_id, error=str(error))
 
 
 def _refuse_quarantined(connection: Connection, adapter_id: str, digest: str) -> None:

@@ -19,7 +19,7 @@ from loramux.adapter_store.errors import (
 )
 from loramux.adapter_store.formats.file_names import CONFIG_FILE
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key, sha256_of
-from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
 from loramux.migrations.database import Database
 
@@ -65,7 +65,7 @@ class VersionExport:
 
     def files(self, version: AdapterVersion) -> tuple[UploadFile, ...]:
         """The files that a version was made of, as they were declared; none until a source has been read."""
-        return Intake(self.database).upload_of_version(version.id).files
+        return UploadRows(self.database).upload_of_version(version.id).files
 
     def open(self, version: AdapterVersion, name: str) -> ExportedFile:
         """One file of a version.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 
-class IngestStep(StrEnum):
+class Failpoint(StrEnum):
     """What has just been done, in the order of an upload's way.
 
     After each of them `recover`, `process` and `remove_abandoned` of this or of another server bring things to a good
@@ -35,9 +35,9 @@ class IngestStep(StrEnum):
     FILES_DELETED = "uploaded files deleted"
 
 
-AtStep = Callable[[IngestStep], None]
-"""Called after each step; a test's may end the process."""
+FailpointHook = Callable[[Failpoint], None]
+"""Called at each failpoint; a test's may end the process."""
 
 
-def pass_by(step: IngestStep) -> None:
-    """What the server does at each step: nothing."""
+def no_op(failpoint: Failpoint) -> None:
+    """What the server does at each failpoint: nothing."""

@@ -16,12 +16,12 @@ from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE, UPLOAD_FILES
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
-from loramux.adapter_store.ingest.failpoints import AtStep, IngestStep, pass_by
+from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook, no_op
 from loramux.adapter_store.ingest.janitor import Janitor
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, TenantCaps
 from loramux.adapter_store.ingest.turns import IngestTurns
-from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.ingest.version_processor import VersionProcessor
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
@@ -58,11 +58,11 @@ class Ingest:
         lease_s: float = LEASE_S,
         sources: AdapterSources | None = None,
         is_presigning: bool = True,
-        at_step: AtStep = pass_by,
+        at_failpoint: FailpointHook = no_op,
     ) -> None:
         self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes}
         caps = TenantCaps(max_open_bytes=MAX_OPEN_LARGEST * sum(self._max_bytes.values()))
-        self._intake = Intake(registry.database, registry.limits, caps)
+        self._upload_rows = UploadRows(registry.database, registry.limits, caps)
         self._turns = IngestTurns(registry.database)
         self._blobs = blobs
         self._scratch_dir = scratch_dir
@@ -75,12 +75,12 @@ class Ingest:
             scratch_dir,
             validator,
             self._sources,
-            at_step,
+            at_failpoint,
         )
-        self._janitor = Janitor(self._intake, blobs)
+        self._janitor = Janitor(self._upload_rows, blobs)
         self._lifetime_s = upload_lifetime_s
         self._is_presigning = is_presigning
-        self._at_step = at_step
+        self._at_failpoint = at_failpoint
         self.has_pending = threading.Event()
         """Set whenever a version may wait for `process`; IngestWorker waits on it."""
 
@@ -102,8 +102,8 @@ class Ingest:
                 )
             if not _SHA256.fullmatch(file.sha256):
                 raise UploadRefused("invalid_sha256", "sha256 must have 64 hexadecimal digits, lower case", "sha256")
-        upload = self._intake.open_upload(adapter_id, files, self._lifetime_s * 1_000_000)
-        self._at_step(IngestStep.UPLOAD_DECLARED)
+        upload = self._upload_rows.open_upload(adapter_id, files, self._lifetime_s * 1_000_000)
+        self._at_failpoint(Failpoint.UPLOAD_DECLARED)
         return upload
 
     def presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
@@ -116,24 +116,24 @@ class Ingest:
         try:
             return self._presign(upload)
         except Exception:
-            self._intake.cancel_upload(upload.adapter_id, upload.id)
+            self._upload_rows.cancel_upload(upload.adapter_id, upload.id)
             raise
 
     def get_upload(self, upload_id: str) -> Upload | None:
-        return self._intake.get_upload(upload_id)
+        return self._upload_rows.get_upload(upload_id)
 
     def list_open_uploads(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[Upload]:
         """An adapter's open uploads, newest first; `after` and `before` are identifiers of uploads."""
-        return self._intake.list_open(adapter_id, limit, after, before)
+        return self._upload_rows.list_open(adapter_id, limit, after, before)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> None:
         """Forget an open upload, with the files that were sent.
 
         Raises AdapterNotFound, UploadNotFound, or UploadRefused for one that is used.
         """
-        upload = self._intake.cancel_upload(adapter_id, upload_id)
+        upload = self._upload_rows.cancel_upload(adapter_id, upload_id)
         # The janitor finds what is left where the store fails here.
         for file in upload.files:
             key = upload_key(upload_id, file.name)
@@ -147,7 +147,7 @@ class Ingest:
         `num_bytes`, where it is known beforehand, is compared before anything is read. Raises UploadNotFound or
         UploadRefused.
         """
-        upload = self._intake.require_open(upload_id)
+        upload = self._upload_rows.require_open(upload_id)
         file = next((file for file in upload.files if file.name == name), None)
         if file is None:
             raise UploadNotFound("the upload has no file of that name")
@@ -157,14 +157,14 @@ class Ingest:
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
         try:
             _write_verified(scratch, file, chunks)
-            self._at_step(IngestStep.FILE_RECEIVED)
+            self._at_failpoint(Failpoint.FILE_RECEIVED)
             self._keep(upload_id, file, scratch)
-            self._at_step(IngestStep.FILE_STORED)
+            self._at_failpoint(Failpoint.FILE_STORED)
         finally:
             scratch.unlink(missing_ok=True)
         try:
             # A file that took longer than the upload's time is not wanted any more, and the janitor's.
-            self._intake.require_open(upload_id)
+            self._upload_rows.require_open(upload_id)
         except UploadNotFound:
             # It was cancelled meanwhile, and its files were deleted before this one was put.
             self._blobs.delete(upload_key(upload_id, name))
@@ -175,12 +175,12 @@ class Ingest:
 
         Raises AdapterNotFound, UploadNotFound, UploadRefused or LimitReached.
         """
-        upload = self._intake.get_upload(upload_id)
+        upload = self._upload_rows.get_upload(upload_id)
         if upload is not None and upload.adapter_id == adapter_id and upload.state == "open":
-            self._intake.check_open(upload)
+            self._upload_rows.check_open(upload)
             self._check_complete(upload)
-        added = self._intake.add_version(adapter_id, upload_id)
-        self._at_step(IngestStep.VERSION_ADDED)
+        added = self._upload_rows.add_version(adapter_id, upload_id)
+        self._at_failpoint(Failpoint.VERSION_ADDED)
         if added.upload_id != upload_id:
             for name in UPLOAD_FILES:
                 self._blobs.delete(upload_key(upload_id, name))
@@ -192,10 +192,10 @@ class Ingest:
 
         Raises AdapterNotFound or UploadRefused.
         """
-        version = self._intake.add_version_from(
+        version = self._upload_rows.add_version_from(
             adapter_id, self._sources.check(source_url), SOURCE_LIFETIME_S * 1_000_000
         )
-        self._at_step(IngestStep.VERSION_ADDED)
+        self._at_failpoint(Failpoint.VERSION_ADDED)
         self.has_pending.set()
         return version
 
@@ -234,7 +234,7 @@ class Ingest:
                 requests[file.name] = request
         parts_ids = {name: found.upload_id for name, found in requests.items() if isinstance(found, PresignedParts)}
         if parts_ids:
-            self._intake.note_parts(upload, parts_ids)
+            self._upload_rows.note_parts(upload, parts_ids)
         return requests
 
     def _keep(self, upload_id: str, file: UploadFile, scratch: Path) -> None:
@@ -259,7 +259,7 @@ class Ingest:
             size = self._size_of(upload, file)
             if size == file.size:
                 continue
-            found = self._intake.get_upload(upload.id)
+            found = self._upload_rows.get_upload(upload.id)
             if found is not None and found.state == "used":
                 # Another call has been quicker, and its version may have been decided already.
                 return

@@ -50,7 +50,7 @@ class AdapterSources:
             check_size(found.size, max_bytes)
             return found.size
 
-    def fetch(self, url: str, name: str, destination: Path, max_bytes: int) -> None:
+    def fetch_file(self, url: str, name: str, destination: Path, max_bytes: int) -> None:
         """Copy one file of a source; raises AdapterRejected, or SourceUnavailable where a later try may succeed."""
         with _told(name, max_bytes):
             # Asked again, since what is allowed may have changed since the version was made.

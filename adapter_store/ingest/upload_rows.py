@@ -42,7 +42,7 @@ class AddedVersion:
     upload_id: str
 
 
-class Intake:
+class UploadRows:
     """Every change of an upload's state is one transaction here, and so is a version's coming into being."""
 
     def __init__(self, database: Database, limits: StockLimits | None = None, caps: TenantCaps | None = None) -> None:

@@ -19,12 +19,11 @@ from loramux.adapter_store.errors import (
 from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE, UPLOAD_FILES
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.ingest.claim_renewal import ClaimRenewal
-from loramux.adapter_store.ingest.claims import ClaimedVersion, Verdict, VersionClaims
-from loramux.adapter_store.ingest.failpoints import AtStep, IngestStep
+from loramux.adapter_store.ingest.claims import ClaimedVersion, ClaimRenewal, Verdict, VersionClaims
+from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
 from loramux.adapter_store.ingest.sources import AdapterSources
-from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.validator import Accepted, ValidationJob, Validator
@@ -52,27 +51,27 @@ class VersionProcessor:
         scratch_dir: Path,
         validator: Validator,
         sources: AdapterSources,
-        at_step: AtStep,
+        at_failpoint: FailpointHook,
     ) -> None:
         self._database = database
-        self._intake = Intake(database)
+        self._upload_rows = UploadRows(database)
         self._claims = claims
         self._blobs = blobs
         self._target = target
         self._scratch_dir = scratch_dir
         self._validator = validator
         self._sources = sources
-        self._at_step = at_step
+        self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
         """Take a version to its verdict; returns it unchanged where it has one or another server is at it.
 
         Raises StoreError where a store or the validation process fails; the version then waits for another try.
         """
-        claimed = self._claims.take(version_id)
+        claimed = self._claims.claim_version(version_id)
         if claimed is None:
-            return self._intake.get_version(version_id)
-        self._at_step(IngestStep.CLAIMED)
+            return self._upload_rows.get_version(version_id)
+        self._at_failpoint(Failpoint.CLAIMED)
         try:
             with ClaimRenewal(self._claims, version_id):
                 self._decide(claimed)
@@ -86,7 +85,7 @@ class VersionProcessor:
             raise
         else:
             self._delete_files(claimed.upload.id)
-        return self._intake.get_version(version_id)
+        return self._upload_rows.get_version(version_id)
 
     def _decide(self, claimed: ClaimedVersion) -> None:
         version_id = claimed.version.id
@@ -98,7 +97,7 @@ class VersionProcessor:
                 scratch.mkdir(parents=True)
                 self._validate_and_put(claimed, scratch)
             self._claims.publish(claimed.version)
-            self._at_step(IngestStep.PUBLISHED)
+            self._at_failpoint(Failpoint.PUBLISHED)
         except AdapterRejected as error:
             self._reject(version_id, error)
         finally:
@@ -115,13 +114,13 @@ class VersionProcessor:
             self._fetch(claimed, scratch)
         else:
             self._fetch_source(claimed, claimed.upload.source_url, scratch)
-        self._at_step(IngestStep.FILES_FETCHED)
+        self._at_failpoint(Failpoint.FILES_FETCHED)
         accepted = self._validator.validate(job, self._target)
         # The process that read a tenant's bytes is not taken at its word for the name they go by.
         if digest_of(job.canonical) != accepted.digest:
             raise AdapterCorrupt("the validation process wrote a file of another digest")
         kept = KeptHeader.of(job.tensors, job.canonical)
-        self._at_step(IngestStep.VALIDATED)
+        self._at_failpoint(Failpoint.VALIDATED)
         self._claims.accept(
             claimed.version,
             Verdict(
@@ -132,7 +131,7 @@ class VersionProcessor:
                 accepted.report,
             ),
         )
-        self._at_step(IngestStep.ACCEPTED)
+        self._at_failpoint(Failpoint.ACCEPTED)
         self._put(claimed.version, job, accepted, kept)
 
     def _fetch(self, claimed: ClaimedVersion, scratch: Path) -> None:
@@ -155,10 +154,10 @@ class VersionProcessor:
         num_bytes = {name: self._sources.size(url, name, max_bytes[name]) for name in UPLOAD_FILES}
         self._claims.announce(claimed, num_bytes)
         for name in UPLOAD_FILES:
-            self._sources.fetch(url, name, scratch / name, num_bytes[name])
+            self._sources.fetch_file(url, name, scratch / name, num_bytes[name])
             found.append(UploadFile(name, (scratch / name).stat().st_size, digest_of(scratch / name)))
         self._claims.record_files(claimed, found)
-        self._at_step(IngestStep.SOURCE_RECORDED)
+        self._at_failpoint(Failpoint.SOURCE_RECORDED)
 
     def _put(self, version: AdapterVersion, job: ValidationJob, accepted: Accepted, kept: KeptHeader) -> None:
         """The canonical file last but one: where it is, nothing is missing that cannot be rebuilt."""
@@ -168,20 +167,20 @@ class VersionProcessor:
             # An earlier try has come this far, and a source may have held other files then.
             self._delete_originals(version.id)
         self._blobs.put(config_key(version.id), job.config)
-        self._at_step(IngestStep.CONFIG_KEPT)
+        self._at_failpoint(Failpoint.CONFIG_KEPT)
         self._blobs.put(header_key(version.id), kept.encode())
-        self._at_step(IngestStep.HEADER_KEPT)
+        self._at_failpoint(Failpoint.HEADER_KEPT)
         self._blobs.put(canonical_key(accepted.digest), job.canonical)
-        self._at_step(IngestStep.CANONICAL_STORED)
+        self._at_failpoint(Failpoint.CANONICAL_STORED)
         self._blobs.put(packed_key(accepted.digest, self._target.pack_key), job.packed)
-        self._at_step(IngestStep.PACKED_STORED)
+        self._at_failpoint(Failpoint.PACKED_STORED)
 
     def _reject(self, version_id: str, error: AdapterRejected) -> None:
         self._claims.renew(version_id)
         self._delete_originals(version_id)
         refusal = {"code": error.code, "message": error.message, "param": error.param}
         self._claims.reject(version_id, {**error.report, "error": refusal})
-        self._at_step(IngestStep.REJECTED)
+        self._at_failpoint(Failpoint.REJECTED)
 
     def _is_stored(self, version: AdapterVersion) -> bool:
         """Whether all is there that an accepted version needs; its uploaded files are then not asked for again."""
@@ -217,8 +216,8 @@ class VersionProcessor:
             for name in UPLOAD_FILES:
                 self._blobs.delete(upload_key(upload_id, name))
                 if name == UPLOAD_FILES[0]:
-                    self._at_step(IngestStep.FIRST_FILE_DELETED)
+                    self._at_failpoint(Failpoint.FIRST_FILE_DELETED)
         except Exception as error:
             # The version has its verdict, and the janitor will try again.
             _log.warning("upload_left", upload_id=upload_id, error=str(error))
-        self._at_step(IngestStep.FILES_DELETED)
+        self._at_failpoint(Failpoint.FILES_DELETED)

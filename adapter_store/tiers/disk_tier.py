@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
-from loramux.adapter_store.atomic_files import UnfinishedFiles
+from loramux.adapter_store.atomic_files import AtomicFiles
 from loramux.adapter_store.directory_lock import DirectoryBusy, DirectoryLock
 from loramux.adapter_store.tiers.tier_contents import MAX_LISTED, KeptAdapter, TierContents
 
@@ -78,7 +78,7 @@ class DiskTier:
         # None: nothing is known of the directory.
         self._last_change: int | None = None
         with self._changing():
-            self._unfinished = UnfinishedFiles(directory)
+            self._atomic_files = AtomicFiles(directory)
             self._sweep()
             self._evict(self._max_bytes)
 
@@ -107,7 +107,7 @@ class DiskTier:
 
     def new_file(self) -> Path:
         """A place for a file that is being made; `add` or `set_aside` takes it."""
-        return self._unfinished.new_file()
+        return self._atomic_files.new_file()
 
     def add(self, digest: str, file: Path) -> None:
         """Keep a finished file. One for which there is no room, even without what nobody reads, is dropped."""
@@ -201,7 +201,7 @@ class DiskTier:
             self._last_change = number
 
     def _sweep(self) -> None:
-        self._unfinished.sweep()
+        self._atomic_files.sweep()
         self._sweep_due = time.monotonic() + _SWEEP_EVERY_S
 
     def _scan(self) -> None:

@@ -189,7 +189,7 @@ class Admission:
     @contextmanager
     def _commit(self) -> Iterator[Connection]:
         """A transaction of an `AdmissionBatch`."""
-        with self._write() if self._database.is_sqlite else self._database.write_by_round_trips() as connection:
+        with self._write() if self._database.is_sqlite else self._database.write_in_pipelines() as connection:
             yield connection
 
     @contextmanager

@@ -14,8 +14,8 @@ import msgspec
 from sqlalchemy import ARRAY, Connection, Select, String, any_, bindparam, cast, select
 
 from loramux.migrations import schema
-from loramux.migrations.bulk_rows import POSTGRESQL, ManyRows, text_of
-from loramux.migrations.pipeline import round_trip
+from loramux.migrations.bulk_rows import POSTGRESQL, BulkStatement, text_of
+from loramux.migrations.pipeline import pipeline
 from loramux.platform.admission.records import RECOVERED, ReservationRequest
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import Charge
@@ -25,10 +25,10 @@ LEASE_US = 30_000_000
 
 _reservations = schema.reservations
 _COLUMNS = tuple(_reservations.c.keys())
-_OPEN = ManyRows.insert(_reservations)
-_RECOVER = ManyRows.update(_reservations, [_reservations.c.id], [_reservations.c.state])
-_SETTLE = ManyRows.delete(_reservations, [_reservations.c.id])
-_EXTEND = ManyRows.update(
+_OPEN = BulkStatement.insert(_reservations)
+_RECOVER = BulkStatement.update(_reservations, [_reservations.c.id], [_reservations.c.state])
+_SETTLE = BulkStatement.delete(_reservations, [_reservations.c.id])
+_EXTEND = BulkStatement.update(
     _reservations, [_reservations.c.id], [_reservations.c.reserved_tokens, _reservations.c.charges]
 )
 _CHARGES = msgspec.json.Decoder(list[Charge])
@@ -67,7 +67,7 @@ class ReservationRows:
         dialect = self._connection.dialect
         statement = _locked(dialect.name)
         if dialect.name == POSTGRESQL:
-            with round_trip(self._connection) as run:
+            with pipeline(self._connection) as run:
                 result = run(text_of(statement, dialect), {"ids": list(ids)})
             found: Sequence[Sequence[Any]] = result.fetchall()
         else:
@@ -135,7 +135,7 @@ class ReservationRows:
         del self.open[request_id]
         self._recovered.append({"id": request_id, "state": RECOVERED})
 
-    def writes(self) -> list[tuple[ManyRows, list[dict[str, Any]]]]:
+    def writes(self) -> list[tuple[BulkStatement, list[dict[str, Any]]]]:
         """What writes that which was changed, in this order: what is extended and closed at once is the same row."""
         return [
             (_OPEN, self._opened),

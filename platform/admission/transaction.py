@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from loramux.migrations.bulk_rows import POSTGRESQL, write_together
 from loramux.migrations.database import Database, Moment
-from loramux.migrations.pipeline import round_trip
+from loramux.migrations.pipeline import pipeline
 from loramux.platform.admission.records import (
     Closing,
     Extension,
@@ -102,7 +102,7 @@ class AdmissionBatch:
         if self._connection.dialect.name != POSTGRESQL:
             self._quotas.read(keys)
             return self._policies.moment(self._connection)
-        with round_trip(self._connection) as run:
+        with pipeline(self._connection) as run:
             counters = self._quotas.ask(run, keys) if keys else None
             moment = self._policies.ask_moment(run)
         if counters is not None:

@@ -9,15 +9,15 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from loramux.migrations import schema
-from loramux.migrations.bulk_rows import ManyRows
+from loramux.migrations.bulk_rows import BulkStatement
 from loramux.migrations.identifiers import new_id
 from loramux.platform.ledger.price_list import PriceReader
 from loramux.platform.ledger.prices import PriceBook
 from loramux.platform.ledger.settlement import Settlement
 
-_EVENTS = ManyRows.insert(schema.usage_events)
-_ADJUSTMENTS = ManyRows.insert(schema.usage_adjustments)
-_BATCHES = ManyRows.insert(schema.usage_batches)
+_EVENTS = BulkStatement.insert(schema.usage_events)
+_ADJUSTMENTS = BulkStatement.insert(schema.usage_adjustments)
+_BATCHES = BulkStatement.insert(schema.usage_batches)
 
 
 class LedgerEntries:
@@ -41,7 +41,7 @@ class LedgerEntries:
         """Enter by how much a request cost more, or less, than it was charged."""
         self._corrections.append((reservation, charged, truth))
 
-    def writes(self, now_us: int) -> list[tuple[ManyRows, list[dict[str, Any]]]]:
+    def writes(self, now_us: int) -> list[tuple[BulkStatement, list[dict[str, Any]]]]:
         """What writes all of it, as finished now."""
         if not self._events and not self._corrections:
             return []

@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 
 from loramux.migrations import schema
-from loramux.migrations.unlikely import rare
+from loramux.migrations.unlikely import unlikely
 from loramux.platform.ledger.grains import AMOUNTS, DAY_US, HOUR_US, Grain
 from loramux.platform.ledger.query import GROUPED_BY, UsageQuestion
 from loramux.platform.ledger.ranges import BUCKET_US, Cut, Range, cut
@@ -159,7 +159,7 @@ def _rollup_arms(
             conditions.append(_within(table.start_us, some))
             if question.tenant_id is not None:
                 # The sums of all tenants, which are many, make SQLite think that a tenant's are.
-                conditions.append(rare(table.tenant_id == question.tenant_id))
+                conditions.append(unlikely(table.tenant_id == question.tenant_id))
             if question.adapter_ids is not None:
                 conditions.append(table.series_id.in_(_series_of_adapters(question)))
             yield conditions

@@ -17,8 +17,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from loramux.migrations import schema
-from loramux.migrations.bulk_rows import POSTGRESQL, ROWS, ManyRows, document, rows_of, text_of, write_together
-from loramux.migrations.pipeline import Run, round_trip
+from loramux.migrations.bulk_rows import POSTGRESQL, ROWS, BulkStatement, document, rows_of, text_of, write_together
+from loramux.migrations.pipeline import Run, pipeline
 from loramux.platform.quotas.counters import Counter, CounterKey
 from loramux.platform.quotas.policy_cache import among
 from loramux.platform.quotas.rules import Binding
@@ -32,7 +32,7 @@ _AMOUNTS = (
     _counters.c.exceeded,
     _counters.c.refilled_us,
 )
-_WRITE = ManyRows.update(_counters, _KEY, _AMOUNTS)
+_WRITE = BulkStatement.update(_counters, _KEY, _AMOUNTS)
 
 
 @functools.cache
@@ -62,7 +62,7 @@ class QuotaState:
         if not keys:
             return
         if self._connection.dialect.name == POSTGRESQL:
-            with round_trip(self._connection) as run:
+            with pipeline(self._connection) as run:
                 found = self.ask(run, keys)
             self.take(found.fetchall())
         else:
@@ -97,7 +97,7 @@ class QuotaState:
         self.counters[key] = counter
         self._changed.add(key)
 
-    def writes(self) -> tuple[ManyRows, list[dict[str, Any]]]:
+    def writes(self) -> tuple[BulkStatement, list[dict[str, Any]]]:
         """What writes that which was changed."""
         return _WRITE, [_row_of(key, self.counters[key]) for key in self._changed]
 

@@ -26,7 +26,7 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import write_packed
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.ingest.claims import Verdict, VersionClaims
-from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.validation.validation import validate_files
@@ -298,20 +298,20 @@ def make_tenant(database: Database) -> Callable[[str], str]:
 class Versions:
     """Adds versions to an adapter without any bytes."""
 
-    intake: Intake
+    upload_rows: UploadRows
     claims: VersionClaims
 
     def add(self, adapter_id: str, mark: str, is_ready: bool = True, digest: str | None = None) -> AdapterVersion:
         files = [UploadFile(name, 1, mark * 64) for name in (CONFIG_FILE, TENSORS_FILE)]
-        upload = self.intake.open_upload(adapter_id, files, HOUR_US)
-        version = self.intake.add_version(adapter_id, upload.id).version
-        assert self.claims.take(version.id) is not None
+        upload = self.upload_rows.open_upload(adapter_id, files, HOUR_US)
+        version = self.upload_rows.add_version(adapter_id, upload.id).version
+        assert self.claims.claim_version(version.id) is not None
         if is_ready:
             self.claims.accept(version, Verdict(digest or mark * 64, 8, 3, 1000, {"max_rank": 8}))
             self.claims.publish(version)
         else:
             self.claims.reject(version.id, {"error": {"code": "not_finite", "message": "NaN", "param": None}})
-        return self.intake.get_version(version.id)
+        return self.upload_rows.get_version(version.id)
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def registry(database: Database) -> AdapterRegistry:
 
 @pytest.fixture
 def versions(database: Database) -> Versions:
-    return Versions(Intake(database), VersionClaims(database))
+    return Versions(UploadRows(database), VersionClaims(database))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from loramux.migrations import database as database_module
 from loramux.migrations.database import Database
-from loramux.migrations.pipeline import round_trip
+from loramux.migrations.pipeline import pipeline
 
 ADD = "INSERT INTO signals (name, value) VALUES (%(name)s, 1)"
 
@@ -30,9 +30,9 @@ def names(database: Database) -> set[str]:
 
 def add_by_trips(database: Database, *trips: Sequence[str], between: Callable[[], None] = lambda: None) -> None:
     """Add names in one transaction, whose last trip commits; `between` is called behind each other."""
-    with database.write_by_round_trips() as connection:
+    with database.write_in_pipelines() as connection:
         for number, trip in enumerate(trips, start=1):
-            with round_trip(connection, is_last=number == len(trips)) as run:
+            with pipeline(connection, is_last=number == len(trips)) as run:
                 for name in trip:
                     run(ADD, {"name": name})
             if number < len(trips):
@@ -48,20 +48,20 @@ def end_connections(url: str) -> None:
 
 
 def test_statements_of_several_trips_are_one_transaction(postgres: Database) -> None:
-    with postgres.write_by_round_trips() as connection:
-        with round_trip(connection) as run:
+    with postgres.write_in_pipelines() as connection:
+        with pipeline(connection) as run:
             run(ADD, {"name": "test 1"})
             found = run("SELECT name FROM signals WHERE name LIKE 'test%'")
         assert found.fetchall() == [("test 1",)]
         assert names(postgres) == set(), "others see nothing of it yet"
         connection.execute(text("INSERT INTO signals (name, value) VALUES ('test 2', 1)"))
-        with round_trip(connection, is_last=True) as run:
+        with pipeline(connection, is_last=True) as run:
             run(ADD, {"name": "test 3"})
         assert names(postgres) == {"test 1", "test 2", "test 3"}
 
 
 def test_what_is_left_open_is_committed(postgres: Database) -> None:
-    with postgres.write_by_round_trips() as connection, round_trip(connection) as run:
+    with postgres.write_in_pipelines() as connection, pipeline(connection) as run:
         run(ADD, {"name": "test"})
     assert names(postgres) == {"test"}
 

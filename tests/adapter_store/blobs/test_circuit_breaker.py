@@ -104,11 +104,11 @@ def test_of_many_threads_one_tries() -> None:
 def test_retries_end_with_the_budget_and_come_back_with_success_and_time() -> None:
     clock = Clock()
     budget = RetryBudget(capacity=2, per_success=0.25, refill_per_s=0.5, clock=clock)
-    assert [budget.take() for _ in range(3)] == [True, True, False]
+    assert [budget.take_retry() for _ in range(3)] == [True, True, False]
     for _ in range(4):
         budget.succeeded()
-    assert [budget.take() for _ in range(2)] == [True, False]
+    assert [budget.take_retry() for _ in range(2)] == [True, False]
     clock.now += 2
-    assert [budget.take() for _ in range(2)] == [True, False]
+    assert [budget.take_retry() for _ in range(2)] == [True, False]
     clock.now += 1000
-    assert [budget.take() for _ in range(3)] == [True, True, False], "it never holds more than its capacity"
+    assert [budget.take_retry() for _ in range(3)] == [True, True, False], "it never holds more than its capacity"

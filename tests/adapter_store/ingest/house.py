@@ -18,7 +18,7 @@ from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import BlobStoreUnavailable
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.ingest.failpoints import AtStep, pass_by
+from loramux.adapter_store.ingest.failpoints import FailpointHook, no_op
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.originals import config_key, header_key
 from loramux.adapter_store.registry.aliases import AdapterAliases
@@ -103,9 +103,11 @@ class House:
         self.ingest = self.another(self.scratch)
         return self.ingest
 
-    def another(self, scratch: Path, at_step: AtStep = pass_by, lease_s: float = 30.0) -> Ingest:
+    def another(self, scratch: Path, at_failpoint: FailpointHook = no_op, lease_s: float = 30.0) -> Ingest:
         """A server beside the first, on the same database and blob store."""
-        return Ingest(self.registry, self.blobs, self.target, scratch, self.validator, lease_s=lease_s, at_step=at_step)
+        return Ingest(
+            self.registry, self.blobs, self.target, scratch, self.validator, lease_s=lease_s, at_failpoint=at_failpoint
+        )
 
     def aliases(self) -> dict[str, dict[int, int]]:
         """The weights of each alias's versions."""

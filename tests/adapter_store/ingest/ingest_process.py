@@ -25,7 +25,7 @@ from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 from loramux.adapter_store.formats.file_names import UPLOAD_FILES
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.ingest.failpoints import IngestStep
+from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.worker import IngestWorker
@@ -62,7 +62,7 @@ class Server:
             validator,
             lease_s=job["lease_s"],
             sources=AdapterSources(("s3://operator/adapters",), self._open_source),
-            at_step=self._at_step,
+            at_failpoint=self._at_failpoint,
         )
 
     def run(self) -> None:
@@ -107,7 +107,7 @@ class Server:
         is_ending.wait()
         worker.stop()
 
-    def _at_step(self, step: IngestStep) -> None:
+    def _at_failpoint(self, step: Failpoint) -> None:
         if step == self._job.get("die_at"):
             self._num_steps += 1
             if self._num_steps == self._job.get("nth", 1):

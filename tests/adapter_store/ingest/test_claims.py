@@ -15,7 +15,7 @@ from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import LEASE_S, Verdict, VersionClaims
-from loramux.adapter_store.ingest.failpoints import IngestStep
+from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
@@ -59,7 +59,7 @@ def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
 ) -> None:
     version = make_version(house, make_adapter)
     dead = VersionClaims(database)
-    assert dead.take(version.id) is not None
+    assert dead.claim_version(version.id) is not None
     other = house.another(tmp_path / "other")
     other.recover()
     clock.advance(LEASE_S - 1)
@@ -80,7 +80,7 @@ def test_a_claim_from_before_the_clock_went_back_is_void(
     clock.advance(7 * 86_400)
     version = make_version(house, make_adapter)
     dead = VersionClaims(database)
-    assert dead.take(version.id) is not None
+    assert dead.claim_version(version.id) is not None
     clock.advance(-LEASE_S)
     other = house.another(tmp_path / "other")
     assert other.next_waiting() is None, "a small step voids no claim"
@@ -97,22 +97,22 @@ def test_a_claim_that_is_renewed_does_not_expire(
 ) -> None:
     version = make_version(house, make_adapter)
     first, second = VersionClaims(database), VersionClaims(database)
-    assert first.take(version.id) is not None
-    assert first.take(version.id) is None, "a server's two threads do not share a claim"
+    assert first.claim_version(version.id) is not None
+    assert first.claim_version(version.id) is None, "a server's two threads do not share a claim"
     for _ in range(5):
         clock.advance(LEASE_S - 1)
         first.renew(version.id)
-        assert second.take(version.id) is None
+        assert second.claim_version(version.id) is None
     clock.advance(LEASE_S)
-    assert second.take(version.id) is not None
+    assert second.claim_version(version.id) is not None
 
 
 def test_only_the_holder_changes_a_version(house: House, make_adapter: Any, database: Database, clock: Clock) -> None:
     version = make_version(house, make_adapter)
     late, holder = VersionClaims(database), VersionClaims(database)
-    assert late.take(version.id) is not None
+    assert late.claim_version(version.id) is not None
     clock.advance(LEASE_S)
-    assert holder.take(version.id) is not None
+    assert holder.claim_version(version.id) is not None
     verdict = Verdict("a" * 64, 8, 3, 1000, {})
     for change in (
         lambda: late.renew(version.id),
@@ -138,13 +138,13 @@ def test_a_version_that_is_given_back_for_a_while_waits_that_long(
 ) -> None:
     version = make_version(house, make_adapter)
     claims = VersionClaims(database)
-    assert claims.take(version.id) is not None
+    assert claims.claim_version(version.id) is not None
     claims.give_back(version.id, delay_s=60)
     assert house.ingest.next_waiting() is None
-    assert claims.take(version.id) is None
+    assert claims.claim_version(version.id) is None
     clock.advance(60)
     assert house.ingest.next_waiting() == version.id
-    assert claims.take(version.id) is not None
+    assert claims.claim_version(version.id) is not None
     claims.give_back(version.id)
     assert house.ingest.next_waiting() == version.id, "and at once where nothing is said"
 
@@ -153,25 +153,25 @@ def test_a_version_that_is_given_back_for_a_while_waits_that_long(
 @pytest.mark.parametrize(
     ("step", "is_valid"),
     [
-        pytest.param(IngestStep.FILES_FETCHED, True, id="files fetched"),
-        pytest.param(IngestStep.FILES_FETCHED, False, id="files fetched, invalid"),
-        pytest.param(IngestStep.ACCEPTED, True, id="accepted"),
-        pytest.param(IngestStep.CANONICAL_STORED, True, id="canonical file stored"),
+        pytest.param(Failpoint.FILES_FETCHED, True, id="files fetched"),
+        pytest.param(Failpoint.FILES_FETCHED, False, id="files fetched, invalid"),
+        pytest.param(Failpoint.ACCEPTED, True, id="accepted"),
+        pytest.param(Failpoint.CANONICAL_STORED, True, id="canonical file stored"),
     ],
 )
 def test_a_server_that_hung_at_a_step_leaves_the_verdict_to_the_one_that_took_over(
-    house: House, make_adapter: Any, clock: Clock, tmp_path: Path, step: IngestStep, is_valid: bool
+    house: House, make_adapter: Any, clock: Clock, tmp_path: Path, step: Failpoint, is_valid: bool
 ) -> None:
     version = make_version(house, make_adapter, use_dora=not is_valid)
     other = house.another(tmp_path / "other")
     decided: list[AdapterVersion] = []
 
-    def hang(at: IngestStep) -> None:
+    def hang(at: Failpoint) -> None:
         if at == step:
             clock.advance(LEASE_S)
             decided.append(other.process(version.id))
 
-    hung = house.another(tmp_path / "hung", at_step=hang)
+    hung = house.another(tmp_path / "hung", at_failpoint=hang)
     after = hung.process(version.id)
     if is_valid:
         assert after.state == "ready"
@@ -224,7 +224,7 @@ def test_a_long_validation_keeps_its_claim(
     def take_long() -> None:
         for _ in range(80):
             threading.Event().wait(0.05)
-            assert other.take(version.id) is None
+            assert other.claim_version(version.id) is None
 
     house.validator.meanwhile = take_long
     assert ingest.process(version.id).state == "ready"
@@ -241,11 +241,11 @@ def test_weights_that_are_quarantined_while_they_are_published_again_stay_out(
     files.config = dict(reversed(files.config.items()))
     states = VersionStates(database, house.registry)
 
-    def quarantine(at: IngestStep) -> None:
-        if at == IngestStep.PACKED_STORED:
+    def quarantine(at: Failpoint) -> None:
+        if at == Failpoint.PACKED_STORED:
             states.quarantine(house.adapter_id, first.number)
 
-    house.ingest = house.another(tmp_path / "other", at_step=quarantine)
+    house.ingest = house.another(tmp_path / "other", at_failpoint=quarantine)
     second = house.push(files)
     assert (second.state, second.report["error"]["code"]) == ("rejected", "quarantined")
     assert isinstance(AdapterRejected(**second.report["error"]), AdapterRejected)
@@ -264,7 +264,7 @@ def test_an_equal_adapters_blobs_do_not_stand_in_for_the_files_that_a_version_ke
     second = house.ingest.create_version(house.adapter_id, upload.id)
     # A server dies once it has noted what passed; the canonical file is there, since the first has the same.
     dead = VersionClaims(database)
-    assert dead.take(second.id) is not None
+    assert dead.claim_version(second.id) is not None
     assert first.digest is not None
     dead.accept(second, Verdict(first.digest, 4, first.num_pages or 0, first.canonical_bytes or 0, first.report))
     clock.advance(LEASE_S)

@@ -19,7 +19,7 @@ from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import LEASE_S
-from loramux.adapter_store.ingest.failpoints import IngestStep
+from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from tests.adapter_store.ingest.house import add_tenant, wait_until
@@ -29,8 +29,8 @@ from tests.migrated import migrated_sqlite
 OpenLab = Callable[..., Lab]
 LIFETIME_S = 86_400.0
 
-BEFORE_A_VERSION = (IngestStep.UPLOAD_DECLARED, IngestStep.FILE_RECEIVED, IngestStep.FILE_STORED)
-AFTER_THE_VERDICT = (IngestStep.PUBLISHED, IngestStep.FIRST_FILE_DELETED, IngestStep.FILES_DELETED)
+BEFORE_A_VERSION = (Failpoint.UPLOAD_DECLARED, Failpoint.FILE_RECEIVED, Failpoint.FILE_STORED)
+AFTER_THE_VERDICT = (Failpoint.PUBLISHED, Failpoint.FIRST_FILE_DELETED, Failpoint.FILES_DELETED)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Crash:
     """A death when `step` is done for the `nth` time, of a server that pushes or registers an adapter."""
 
     kind: str
-    step: IngestStep
+    step: Failpoint
     nth: int = 1
     is_valid: bool = True
 
@@ -47,22 +47,22 @@ class Crash:
         return f"{self.kind}-{self.step.replace(' ', '_')}{times}{'' if self.is_valid else '-invalid'}"
 
 
-PUSHES = [Crash("push", step) for step in IngestStep if step not in (IngestStep.SOURCE_RECORDED, IngestStep.REJECTED)]
-REJECTION = Crash("push", IngestStep.REJECTED, is_valid=False)
-REGISTRATION = Crash("register", IngestStep.SOURCE_RECORDED)
+PUSHES = [Crash("push", step) for step in Failpoint if step not in (Failpoint.SOURCE_RECORDED, Failpoint.REJECTED)]
+REJECTION = Crash("push", Failpoint.REJECTED, is_valid=False)
+REGISTRATION = Crash("register", Failpoint.SOURCE_RECORDED)
 RARER = [
-    Crash("push", IngestStep.FILE_RECEIVED, nth=2),
-    Crash("push", IngestStep.FILE_STORED, nth=2),
+    Crash("push", Failpoint.FILE_RECEIVED, nth=2),
+    Crash("push", Failpoint.FILE_STORED, nth=2),
     *(
         Crash("push", step, is_valid=False)
-        for step in (IngestStep.CLAIMED, IngestStep.FILES_FETCHED, *AFTER_THE_VERDICT[1:])
+        for step in (Failpoint.CLAIMED, Failpoint.FILES_FETCHED, *AFTER_THE_VERDICT[1:])
     ),
     *(
         Crash("register", step)
-        for step in IngestStep
-        if step not in (*BEFORE_A_VERSION, IngestStep.SOURCE_RECORDED, IngestStep.REJECTED)
+        for step in Failpoint
+        if step not in (*BEFORE_A_VERSION, Failpoint.SOURCE_RECORDED, Failpoint.REJECTED)
     ),
-    Crash("register", IngestStep.REJECTED, is_valid=False),
+    Crash("register", Failpoint.REJECTED, is_valid=False),
 ]
 
 
@@ -130,7 +130,7 @@ def crash_and_recover(lab: Lab, crash: Crash) -> None:
     assert (lab.check_served() is not None) == is_published, "what is not finished is not served"
     acknowledged = lab.acknowledged("version")
     assert lab.run("recover", **own) == 0
-    if crash.step not in (*BEFORE_A_VERSION, IngestStep.VERSION_ADDED, *AFTER_THE_VERDICT, IngestStep.REJECTED):
+    if crash.step not in (*BEFORE_A_VERSION, Failpoint.VERSION_ADDED, *AFTER_THE_VERDICT, Failpoint.REJECTED):
         assert lab.versions()[0].state == "validating", "nobody takes over before the claim has expired"
     assert lab.run("recover", offset_s=LEASE_S, **own) == 0
     versions = lab.versions()
@@ -191,10 +191,10 @@ def test_a_server_that_is_killed_at_any_moment_loses_nothing(
     lab.check_blobs()
 
 
-TAKE_OVERS = [IngestStep.CLAIMED, IngestStep.ACCEPTED, IngestStep.CANONICAL_STORED, IngestStep.PACKED_STORED]
+TAKE_OVERS = [Failpoint.CLAIMED, Failpoint.ACCEPTED, Failpoint.CANONICAL_STORED, Failpoint.PACKED_STORED]
 
 
-def take_over(lab: Lab, step: IngestStep, is_stopped: bool) -> None:
+def take_over(lab: Lab, step: Failpoint, is_stopped: bool) -> None:
     """One of two servers dies or stops at a step; the other takes over, and one version is published once."""
     ending = {"stop_at": step} if is_stopped else {"die_at": step}
     first = lab.start("push", **ending)
@@ -217,7 +217,7 @@ def take_over(lab: Lab, step: IngestStep, is_stopped: bool) -> None:
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["killed", "stopped"])
 def test_a_second_server_takes_over_from_one_that_is_silent(open_lab: OpenLab, is_stopped: bool) -> None:
-    take_over(open_lab(lease_s=0.5), IngestStep.CANONICAL_STORED, is_stopped)
+    take_over(open_lab(lease_s=0.5), Failpoint.CANONICAL_STORED, is_stopped)
 
 
 @pytest.mark.campaign
@@ -226,7 +226,7 @@ def test_a_second_server_takes_over_from_one_that_is_silent(open_lab: OpenLab, i
 @pytest.mark.parametrize("store", ["local", "s3"])
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_a_second_server_takes_over_anywhere(
-    open_lab: OpenLab, database: str, store: str, step: IngestStep, is_stopped: bool
+    open_lab: OpenLab, database: str, store: str, step: Failpoint, is_stopped: bool
 ) -> None:
     take_over(open_lab(database, store, lease_s=0.5), step, is_stopped)
 

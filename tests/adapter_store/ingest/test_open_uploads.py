@@ -15,7 +15,7 @@ from loramux.adapter_store.errors import BlobStoreUnavailable, LimitReached, Upl
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_LARGEST, MAX_OPEN_UPLOADS, UPLOAD_RETRY_S, TenantCaps
-from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
@@ -25,8 +25,8 @@ CAPS = TenantCaps(max_open_bytes=1000, max_open_uploads=3, max_pending_versions=
 
 
 @pytest.fixture
-def intake(database: Database) -> Intake:
-    return Intake(database, caps=CAPS)
+def upload_rows(database: Database) -> UploadRows:
+    return UploadRows(database, caps=CAPS)
 
 
 @pytest.fixture
@@ -37,9 +37,11 @@ def adapter_ids(registry: AdapterRegistry, make_tenant: Callable[[str], str]) ->
     return [registry.create_adapter(tenant_id, name).id for tenant_id, name in named]
 
 
-def declare(intake: Intake, adapter_id: str, size: int = 10, lifetime_s: float = 3600, mark: str = "0") -> Upload:
+def declare(
+    upload_rows: UploadRows, adapter_id: str, size: int = 10, lifetime_s: float = 3600, mark: str = "0"
+) -> Upload:
     files = [UploadFile(CONFIG_FILE, 1, mark * 64), UploadFile(TENSORS_FILE, size - 1, mark * 64)]
-    return intake.open_upload(adapter_id, files, round(lifetime_s * SECOND_US))
+    return upload_rows.open_upload(adapter_id, files, round(lifetime_s * SECOND_US))
 
 
 def refusal(call: Callable[[], Any]) -> LimitReached:
@@ -48,35 +50,35 @@ def refusal(call: Callable[[], Any]) -> LimitReached:
     return refused.value
 
 
-def test_a_tenant_has_so_many_open_uploads_and_no_more(intake: Intake, adapter_ids: list[str]) -> None:
+def test_a_tenant_has_so_many_open_uploads_and_no_more(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
     first, second, other = adapter_ids
-    uploads = [declare(intake, adapter_id) for adapter_id in (first, first, second)]
-    refused = refusal(lambda: declare(intake, second))
+    uploads = [declare(upload_rows, adapter_id) for adapter_id in (first, first, second)]
+    refused = refusal(lambda: declare(upload_rows, second))
     assert refused.code == "too_many_open_uploads"
     assert 0 < refused.retry_after_s <= UPLOAD_RETRY_S
-    declare(intake, other)
-    intake.cancel_upload(first, uploads[0].id)
-    declare(intake, second)
-    refusal(lambda: declare(intake, second))
-    intake.add_version(first, uploads[1].id)
-    declare(intake, second, lifetime_s=-1)
-    declare(intake, second)
-    assert refusal(lambda: declare(intake, second)).code == "too_many_open_uploads"
+    declare(upload_rows, other)
+    upload_rows.cancel_upload(first, uploads[0].id)
+    declare(upload_rows, second)
+    refusal(lambda: declare(upload_rows, second))
+    upload_rows.add_version(first, uploads[1].id)
+    declare(upload_rows, second, lifetime_s=-1)
+    declare(upload_rows, second)
+    assert refusal(lambda: declare(upload_rows, second)).code == "too_many_open_uploads"
 
 
-def test_the_bytes_of_open_uploads_are_capped(intake: Intake, adapter_ids: list[str]) -> None:
+def test_the_bytes_of_open_uploads_are_capped(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
     first, second, _ = adapter_ids
-    kept = declare(intake, first, size=600)
-    assert refusal(lambda: declare(intake, second, size=401)).code == "too_many_open_uploads"
-    declare(intake, second, size=400)
-    intake.cancel_upload(first, kept.id)
-    declare(intake, first, size=600)
+    kept = declare(upload_rows, first, size=600)
+    assert refusal(lambda: declare(upload_rows, second, size=401)).code == "too_many_open_uploads"
+    declare(upload_rows, second, size=400)
+    upload_rows.cancel_upload(first, kept.id)
+    declare(upload_rows, first, size=600)
 
 
-def test_creates_that_race_at_the_cap_are_decided_exactly(intake: Intake, adapter_ids: list[str]) -> None:
+def test_creates_that_race_at_the_cap_are_decided_exactly(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
     def attempt(number: int) -> bool:
         try:
-            declare(intake, adapter_ids[number % 2])
+            declare(upload_rows, adapter_ids[number % 2])
         except LimitReached:
             return False
         return True
@@ -85,32 +87,32 @@ def test_creates_that_race_at_the_cap_are_decided_exactly(intake: Intake, adapte
         assert sorted(threads.map(attempt, range(16))) == [False] * 13 + [True] * 3
 
 
-def test_a_tenant_has_so_many_pending_versions_and_no_more(intake: Intake, adapter_ids: list[str]) -> None:
+def test_a_tenant_has_so_many_pending_versions_and_no_more(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
     first, second, other = adapter_ids
     for mark in ("a", "b"):
-        intake.add_version(first, declare(intake, first, mark=mark).id)
-    third = declare(intake, second, mark="c")
-    refused = refusal(lambda: intake.add_version(second, third.id))
+        upload_rows.add_version(first, declare(upload_rows, first, mark=mark).id)
+    third = declare(upload_rows, second, mark="c")
+    refused = refusal(lambda: upload_rows.add_version(second, third.id))
     assert (refused.code, refused.retry_after_s) == ("too_many_pending_versions", 2.0)
-    found = intake.get_upload(third.id)
+    found = upload_rows.get_upload(third.id)
     assert found is not None
     assert found.state == "open", "it may be used later"
-    same = intake.add_version(first, declare(intake, first, mark="a").id)
+    same = upload_rows.add_version(first, declare(upload_rows, first, mark="a").id)
     assert same.version.number == 1, "what is there already adds nothing"
-    intake.add_version(other, declare(intake, other, mark="c").id)
+    upload_rows.add_version(other, declare(upload_rows, other, mark="c").id)
     # What an operator has taken from a bucket neither is refused nor takes a place of the tenant.
-    intake.add_version_from(other, "s3://bucket/one", SECOND_US)
-    intake.add_version(other, declare(intake, other, mark="d").id)
-    intake.add_version_from(other, "s3://bucket/two", SECOND_US)
+    upload_rows.add_version_from(other, "s3://bucket/one", SECOND_US)
+    upload_rows.add_version(other, declare(upload_rows, other, mark="d").id)
+    upload_rows.add_version_from(other, "s3://bucket/two", SECOND_US)
 
 
-def test_versions_that_race_at_the_cap_are_decided_exactly(intake: Intake, adapter_ids: list[str]) -> None:
+def test_versions_that_race_at_the_cap_are_decided_exactly(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
     marks = ("a", "b", "c")
-    uploads = [declare(intake, adapter_ids[number % 2], mark=mark) for number, mark in enumerate(marks)]
+    uploads = [declare(upload_rows, adapter_ids[number % 2], mark=mark) for number, mark in enumerate(marks)]
 
     def attempt(upload: Upload) -> bool:
         try:
-            intake.add_version(upload.adapter_id, upload.id)
+            upload_rows.add_version(upload.adapter_id, upload.id)
         except LimitReached:
             return False
         return True

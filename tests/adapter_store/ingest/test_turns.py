@@ -10,7 +10,7 @@ import pytest
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.ingest.claims import VersionClaims
 from loramux.adapter_store.ingest.turns import IngestTurns
-from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
@@ -24,7 +24,7 @@ class Queue:
 
     def __init__(self, database: Database, make_tenant: Callable[[str], str]) -> None:
         self._database = database
-        self._intake = Intake(database)
+        self._upload_rows = UploadRows(database)
         self._registry = AdapterRegistry(database)
         self._make_tenant = make_tenant
         self._adapters: dict[str, str] = {}
@@ -38,8 +38,8 @@ class Queue:
                 self._adapters[tenant] = self._registry.create_adapter(self._make_tenant(tenant), "support").id
             sha256 = name.encode().hex().ljust(64, "0")
             files = [UploadFile(CONFIG_FILE, 1, sha256), UploadFile(TENSORS_FILE, 1, sha256)]
-            upload = self._intake.open_upload(self._adapters[tenant], files, HOUR_US)
-            version = self._intake.add_version(self._adapters[tenant], upload.id).version
+            upload = self._upload_rows.open_upload(self._adapters[tenant], files, HOUR_US)
+            version = self._upload_rows.add_version(self._adapters[tenant], upload.id).version
             self.names[version.id] = name
 
     def next(self, turns: IngestTurns, *but: str) -> str | None:
@@ -49,7 +49,7 @@ class Queue:
 
     def claim(self, name: str, server: VersionClaims) -> None:
         known = {name: version_id for version_id, name in self.names.items()}
-        assert server.take(known[name]) is not None
+        assert server.claim_version(known[name]) is not None
 
     def decide(self, turns: IngestTurns, num_versions: int) -> list[str]:
         """The versions that a server takes and rejects, one after the other."""
@@ -58,7 +58,7 @@ class Queue:
         for _ in range(num_versions):
             version_id = turns.next()
             assert version_id is not None
-            assert server.take(version_id) is not None
+            assert server.claim_version(version_id) is not None
             server.reject(version_id, {"error": {"code": "x", "message": "x", "param": None}})
             decided.append(self.names[version_id])
         return decided

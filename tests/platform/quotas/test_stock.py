@@ -8,7 +8,7 @@ import pytest
 
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.ingest.claims import Verdict, VersionClaims
-from loramux.adapter_store.ingest.upload_rows import Intake
+from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
@@ -30,7 +30,7 @@ class Shelf:
         registry = AdapterRegistry(database, limits=limits)
         self.database = database
         self.tenant = tenant
-        self.intake = Intake(database, limits)
+        self.intake = UploadRows(database, limits)
         self.adapter_ids = [registry.create_adapter(tenant.id, name).id for name in ("support", "sales")]
 
     def declare(self, size: int, number: int = 0, lifetime_us: int = HOUR_US) -> Upload:
@@ -71,12 +71,12 @@ def test_an_upload_counts_once_on_its_way_to_a_version(shelf: Shelf) -> None:
     version = shelf.intake.add_version(upload.adapter_id, upload.id).version
     assert shelf.standing == (1000, 0, 0, 0)
     claims = VersionClaims(shelf.database)
-    assert claims.take(version.id) is not None
+    assert claims.claim_version(version.id) is not None
     claims.reject(version.id, {})
     assert shelf.standing == (0, 0, 1000, 0)
     upload = shelf.declare(999)
     version = shelf.intake.add_version(upload.adapter_id, upload.id).version
-    assert claims.take(version.id) is not None
+    assert claims.claim_version(version.id) is not None
     claims.accept(version, Verdict("a" * 64, 8, 3, 700, {}))
     claims.publish(version)
     assert shelf.standing == (700, 0, 300, 0)
