@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loramux.admin.demo.prompts import DEMO_PROMPTS
-from tests.adapter_store.ingest.house import wait_until
+from tests.adapter_store.waiting import wait_until
 from tests.conformance.documented_metrics import documented, exposed
 from tests.conformance.served import Deployment, deployment
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from loramux.adapter_store.tiers.staging import RESTART_S
-from tests.adapter_store.ingest.house import wait_until
+from tests.adapter_store.waiting import wait_until
 from tests.conformance.served import deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"

@@ -25,6 +25,10 @@ from tests.ports import free_port
 PACKAGES = ("radosgw", "ceph-mon", "ceph-osd")
 PROGRAMS = ("setpriv", "monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "LORAMUXTEST", "loramux-test-secret"
+
+IS_RADOSGW = os.environ.get("LORAMUX_TEST_S3") == "radosgw"
+"""Whether the S3 tests run against Ceph's radosgw (`make test-s3`) in place of moto."""
+
 _START_S = 120
 _CONFIG = """
 [global]

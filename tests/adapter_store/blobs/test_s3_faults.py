@@ -19,7 +19,8 @@ from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES
 from loramux.adapter_store.errors import BlobDamaged, BlobNotFound, BlobStoreUnavailable
 from tests.adapter_store.blobs.fault_proxy import Fault, FaultProxy, ListedPlan, no_faults
-from tests.adapter_store.conftest import HURRIED, IS_RADOSGW, PATIENT
+from tests.adapter_store.blobs.limits import HURRIED, PATIENT
+from tests.adapter_store.blobs.radosgw import IS_RADOSGW
 
 DATA = random.Random(1).randbytes(70_000)
 LARGE = random.Random(2).randbytes(3 * MIN_PART_BYTES + 1)

@@ -20,7 +20,7 @@ from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
-from tests.adapter_store.ingest.house import SECOND_US, DirectValidator, FailingDatabase, House
+from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, FailingDatabase, IngestWorld
 
 
 @dataclass
@@ -48,19 +48,19 @@ def database(migrated_url: str, clock: Clock) -> Iterator[Database]:
     database.close()
 
 
-def make_version(house: House, make_adapter: Any, **adapter: Any) -> AdapterVersion:
+def make_version(world: IngestWorld, make_adapter: Any, **adapter: Any) -> AdapterVersion:
     files = make_adapter(**adapter)
-    upload = house.upload(files.config_bytes, files.tensor_bytes)
-    return house.ingest.create_version(house.adapter_id, upload.id)
+    upload = world.upload(files.config_bytes, files.tensor_bytes)
+    return world.ingest.create_version(world.adapter_id, upload.id)
 
 
 def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
-    house: House, make_adapter: Any, database: Database, clock: Clock, tmp_path: Path
+    world: IngestWorld, make_adapter: Any, database: Database, clock: Clock, tmp_path: Path
 ) -> None:
-    version = make_version(house, make_adapter)
+    version = make_version(world, make_adapter)
     dead = VersionClaims(database)
     assert dead.claim_version(version.id) is not None
-    other = house.another(tmp_path / "other")
+    other = world.another(tmp_path / "other")
     other.recover()
     clock.advance(LEASE_S - 1)
     assert other.next_waiting() is None
@@ -69,20 +69,20 @@ def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
     assert other.next_waiting() == version.id
     ready = other.process(version.id)
     assert ready.state == "ready"
-    house.assert_nothing_left_over(ready)
+    world.assert_nothing_left_over(ready)
     with pytest.raises(ClaimLost):
         dead.renew(version.id)
 
 
 def test_a_claim_from_before_the_clock_went_back_is_void(
-    house: House, make_adapter: Any, database: Database, clock: Clock, tmp_path: Path
+    world: IngestWorld, make_adapter: Any, database: Database, clock: Clock, tmp_path: Path
 ) -> None:
     clock.advance(7 * 86_400)
-    version = make_version(house, make_adapter)
+    version = make_version(world, make_adapter)
     dead = VersionClaims(database)
     assert dead.claim_version(version.id) is not None
     clock.advance(-LEASE_S)
-    other = house.another(tmp_path / "other")
+    other = world.another(tmp_path / "other")
     assert other.next_waiting() is None, "a small step voids no claim"
     clock.advance(-7 * 86_400)
     assert other.next_waiting() == version.id
@@ -93,9 +93,9 @@ def test_a_claim_from_before_the_clock_went_back_is_void(
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_claim_that_is_renewed_does_not_expire(
-    house: House, make_adapter: Any, database: Database, clock: Clock
+    world: IngestWorld, make_adapter: Any, database: Database, clock: Clock
 ) -> None:
-    version = make_version(house, make_adapter)
+    version = make_version(world, make_adapter)
     first, second = VersionClaims(database), VersionClaims(database)
     assert first.claim_version(version.id) is not None
     assert first.claim_version(version.id) is None, "a server's two threads do not share a claim"
@@ -107,8 +107,10 @@ def test_a_claim_that_is_renewed_does_not_expire(
     assert second.claim_version(version.id) is not None
 
 
-def test_only_the_holder_changes_a_version(house: House, make_adapter: Any, database: Database, clock: Clock) -> None:
-    version = make_version(house, make_adapter)
+def test_only_the_holder_changes_a_version(
+    world: IngestWorld, make_adapter: Any, database: Database, clock: Clock
+) -> None:
+    version = make_version(world, make_adapter)
     late, holder = VersionClaims(database), VersionClaims(database)
     assert late.claim_version(version.id) is not None
     clock.advance(LEASE_S)
@@ -125,7 +127,7 @@ def test_only_the_holder_changes_a_version(house: House, make_adapter: Any, data
             change()
     holder.accept(version, verdict)
     holder.publish(version)
-    found = house.registry.get_version(house.adapter_id, 1)
+    found = world.registry.get_version(world.adapter_id, 1)
     assert found is not None
     assert (found.state, found.digest) == ("ready", "a" * 64)
     with pytest.raises(ClaimLost):
@@ -134,19 +136,19 @@ def test_only_the_holder_changes_a_version(house: House, make_adapter: Any, data
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_version_that_is_given_back_for_a_while_waits_that_long(
-    house: House, make_adapter: Any, database: Database, clock: Clock
+    world: IngestWorld, make_adapter: Any, database: Database, clock: Clock
 ) -> None:
-    version = make_version(house, make_adapter)
+    version = make_version(world, make_adapter)
     claims = VersionClaims(database)
     assert claims.claim_version(version.id) is not None
     claims.give_back(version.id, delay_s=60)
-    assert house.ingest.next_waiting() is None
+    assert world.ingest.next_waiting() is None
     assert claims.claim_version(version.id) is None
     clock.advance(60)
-    assert house.ingest.next_waiting() == version.id
+    assert world.ingest.next_waiting() == version.id
     assert claims.claim_version(version.id) is not None
     claims.give_back(version.id)
-    assert house.ingest.next_waiting() == version.id, "and at once where nothing is said"
+    assert world.ingest.next_waiting() == version.id, "and at once where nothing is said"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
@@ -160,10 +162,10 @@ def test_a_version_that_is_given_back_for_a_while_waits_that_long(
     ],
 )
 def test_a_server_that_hung_at_a_step_leaves_the_verdict_to_the_one_that_took_over(
-    house: House, make_adapter: Any, clock: Clock, tmp_path: Path, step: Failpoint, is_valid: bool
+    world: IngestWorld, make_adapter: Any, clock: Clock, tmp_path: Path, step: Failpoint, is_valid: bool
 ) -> None:
-    version = make_version(house, make_adapter, use_dora=not is_valid)
-    other = house.another(tmp_path / "other")
+    version = make_version(world, make_adapter, use_dora=not is_valid)
+    other = world.another(tmp_path / "other")
     decided: list[AdapterVersion] = []
 
     def hang(at: Failpoint) -> None:
@@ -171,33 +173,33 @@ def test_a_server_that_hung_at_a_step_leaves_the_verdict_to_the_one_that_took_ov
             clock.advance(LEASE_S)
             decided.append(other.process(version.id))
 
-    hung = house.another(tmp_path / "hung", at_failpoint=hang)
+    hung = world.another(tmp_path / "hung", at_failpoint=hang)
     after = hung.process(version.id)
     if is_valid:
         assert after.state == "ready"
         assert after == decided[0]
-        house.assert_nothing_left_over(after)
+        world.assert_nothing_left_over(after)
     else:
         assert after.state == "rejected"
-        house.assert_nothing_left_over()
+        world.assert_nothing_left_over()
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_version_that_could_not_be_given_back_waits_for_its_claim_to_expire(
-    house: House, make_adapter: Any, database: FailingDatabase, clock: Clock
+    world: IngestWorld, make_adapter: Any, database: FailingDatabase, clock: Clock
 ) -> None:
-    version = make_version(house, make_adapter)
-    validator = house.validator
+    version = make_version(world, make_adapter)
+    validator = world.validator
     assert isinstance(validator, DirectValidator)
     validator.meanwhile = lambda: setattr(database, "is_down", True)
     with pytest.raises(OperationalError):
-        house.ingest.process(version.id)
+        world.ingest.process(version.id)
     database.is_down = False
-    assert house.ingest.next_waiting() is None
-    assert house.ingest.process(version.id).state == "validating"
+    assert world.ingest.next_waiting() is None
+    assert world.ingest.process(version.id).state == "validating"
     clock.advance(LEASE_S)
-    assert house.ingest.next_waiting() == version.id
-    assert house.ingest.process(version.id).state == "ready"
+    assert world.ingest.next_waiting() == version.id
+    assert world.ingest.process(version.id).state == "ready"
     assert validator.num_calls == 2
 
 
@@ -208,7 +210,7 @@ def test_a_long_validation_keeps_its_claim(
     # The host's own clock, and a lease that is shorter than what is done under it.
     database = Database(migrated_url)
     registry = AdapterRegistry(database)
-    house = House(
+    world = IngestWorld(
         registry,
         MemoryBlobStore(),
         target,
@@ -216,58 +218,58 @@ def test_a_long_validation_keeps_its_claim(
         DirectValidator(),
         registry.create_adapter(make_tenant("acme"), "support").id,
     )
-    ingest = house.another(tmp_path / "first", lease_s=3)
+    ingest = world.another(tmp_path / "first", lease_s=3)
     other = VersionClaims(database)
-    version = make_version(house, make_adapter)
-    assert isinstance(house.validator, DirectValidator)
+    version = make_version(world, make_adapter)
+    assert isinstance(world.validator, DirectValidator)
 
     def take_long() -> None:
         for _ in range(80):
             threading.Event().wait(0.05)
             assert other.claim_version(version.id) is None
 
-    house.validator.meanwhile = take_long
+    world.validator.meanwhile = take_long
     assert ingest.process(version.id).state == "ready"
     database.close()
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_weights_that_are_quarantined_while_they_are_published_again_stay_out(
-    house: House, make_adapter: Any, database: Database, tmp_path: Path
+    world: IngestWorld, make_adapter: Any, database: Database, tmp_path: Path
 ) -> None:
-    house.push(make_adapter(seed=1))
-    first = house.push(make_adapter())
+    world.push(make_adapter(seed=1))
+    first = world.push(make_adapter())
     files = make_adapter()
     files.config = dict(reversed(files.config.items()))
-    states = VersionStates(database, house.registry)
+    states = VersionStates(database, world.registry)
 
     def quarantine(at: Failpoint) -> None:
         if at == Failpoint.PACKED_STORED:
-            states.quarantine(house.adapter_id, first.number)
+            states.quarantine(world.adapter_id, first.number)
 
-    house.ingest = house.another(tmp_path / "other", at_failpoint=quarantine)
-    second = house.push(files)
+    world.ingest = world.another(tmp_path / "other", at_failpoint=quarantine)
+    second = world.push(files)
     assert (second.state, second.report["error"]["code"]) == ("rejected", "quarantined")
     assert isinstance(AdapterRejected(**second.report["error"]), AdapterRejected)
-    kept = [house.registry.get_version(house.adapter_id, number) for number in (1, 2)]
-    house.assert_nothing_left_over(*(version for version in kept if version is not None))
+    kept = [world.registry.get_version(world.adapter_id, number) for number in (1, 2)]
+    world.assert_nothing_left_over(*(version for version in kept if version is not None))
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_an_equal_adapters_blobs_do_not_stand_in_for_the_files_that_a_version_keeps(
-    house: House, make_adapter: Any, database: Database, clock: Clock
+    world: IngestWorld, make_adapter: Any, database: Database, clock: Clock
 ) -> None:
-    first = house.push(make_adapter())
+    first = world.push(make_adapter())
     files = make_adapter()
     files.config = dict(reversed(files.config.items()))
-    upload = house.upload(files.config_bytes, files.tensor_bytes)
-    second = house.ingest.create_version(house.adapter_id, upload.id)
+    upload = world.upload(files.config_bytes, files.tensor_bytes)
+    second = world.ingest.create_version(world.adapter_id, upload.id)
     # A server dies once it has noted what passed; the canonical file is there, since the first has the same.
     dead = VersionClaims(database)
     assert dead.claim_version(second.id) is not None
     assert first.digest is not None
     dead.accept(second, Verdict(first.digest, 4, first.num_pages or 0, first.canonical_bytes or 0, first.report))
     clock.advance(LEASE_S)
-    ready = house.ingest.process(second.id)
+    ready = world.ingest.process(second.id)
     assert (ready.state, ready.digest) == ("ready", first.digest)
-    house.assert_nothing_left_over(first, ready)
+    world.assert_nothing_left_over(first, ready)

@@ -20,12 +20,12 @@ from loramux.adapter_store.ingest.originals import KeptHeader, config_key, heade
 from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
-from tests.adapter_store.ingest.house import House
+from tests.adapter_store.ingest.ingest_world import IngestWorld
 
 
 @pytest.fixture
-def export(database: Database, house: House, tmp_path: Path) -> VersionExport:
-    return VersionExport(database, house.blobs, tmp_path / "export")
+def export(database: Database, world: IngestWorld, tmp_path: Path) -> VersionExport:
+    return VersionExport(database, world.blobs, tmp_path / "export")
 
 
 def content(export: VersionExport, version: AdapterVersion, name: str) -> bytes:
@@ -82,7 +82,7 @@ def with_older_names(files: Any) -> bytes:
 @pytest.mark.parametrize("state", ["ready", "archived"])
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_the_uploaded_files_come_back_as_they_were(
-    house: House,
+    world: IngestWorld,
     make_adapter: Any,
     export: VersionExport,
     database: Database,
@@ -90,14 +90,14 @@ def test_the_uploaded_files_come_back_as_they_were(
     adapter: Any,
     state: str,
 ) -> None:
-    house.push(make_adapter(seed=9))
+    world.push(make_adapter(seed=9))
     files = make_adapter(**adapter)
     data = tensors(files)
     config = json.dumps(files.config, indent=3).encode()
-    upload = house.upload(config, data)
-    version = house.ingest.process(house.ingest.create_version(house.adapter_id, upload.id).id)
+    upload = world.upload(config, data)
+    version = world.ingest.process(world.ingest.create_version(world.adapter_id, upload.id).id)
     if state == "archived":
-        version = VersionStates(database, house.registry).archive(house.adapter_id, version.number)
+        version = VersionStates(database, world.registry).archive(world.adapter_id, version.number)
     assert version.state == state, version.report
     assert content(export, version, CONFIG_FILE) == config
     assert content(export, version, TENSORS_FILE) == data
@@ -110,11 +110,11 @@ def test_the_uploaded_files_come_back_as_they_were(
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_files_come_back_from_every_store(
-    open_house: Callable[..., House], blobs: BlobStore, make_adapter: Any, database: Database, tmp_path: Path
+    open_world: Callable[..., IngestWorld], blobs: BlobStore, make_adapter: Any, database: Database, tmp_path: Path
 ) -> None:
-    house = open_house(blobs)
+    world = open_world(blobs)
     files = make_adapter()
-    version = house.push(files)
+    version = world.push(files)
     export = VersionExport(database, blobs, tmp_path / "export")
     assert content(export, version, CONFIG_FILE) == files.config_bytes
     assert content(export, version, TENSORS_FILE) == files.tensor_bytes
@@ -122,28 +122,28 @@ def test_files_come_back_from_every_store(
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_only_what_can_be_served_again_is_exported(
-    house: House, make_adapter: Any, export: VersionExport, database: Database
+    world: IngestWorld, make_adapter: Any, export: VersionExport, database: Database
 ) -> None:
-    version = house.push(make_adapter())
+    version = world.push(make_adapter())
     with pytest.raises(FileNotFound):
         export.open(version, "../../etc/passwd")
-    quarantined = VersionStates(database, house.registry).quarantine(house.adapter_id, 1)
+    quarantined = VersionStates(database, world.registry).quarantine(world.adapter_id, 1)
     with pytest.raises(VersionNotReady):
         export.open(quarantined, CONFIG_FILE)
-    rejected = house.push(make_adapter(seed=1, use_dora=True))
+    rejected = world.push(make_adapter(seed=1, use_dora=True))
     with pytest.raises(VersionNotReady):
         export.open(rejected, CONFIG_FILE)
-    upload = house.upload(make_adapter(seed=2).config_bytes, make_adapter(seed=2).tensor_bytes)
-    pending = house.ingest.create_version(house.adapter_id, upload.id)
+    upload = world.upload(make_adapter(seed=2).config_bytes, make_adapter(seed=2).tensor_bytes)
+    pending = world.ingest.create_version(world.adapter_id, upload.id)
     with pytest.raises(VersionNotReady):
         export.open(pending, TENSORS_FILE)
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_version_of_before_has_no_originals(house: House, make_adapter: Any, export: VersionExport) -> None:
-    version = house.push(make_adapter())
+def test_a_version_of_before_has_no_originals(world: IngestWorld, make_adapter: Any, export: VersionExport) -> None:
+    version = world.push(make_adapter())
     for key in (config_key(version.id), header_key(version.id)):
-        house.blobs.delete(key)
+        world.blobs.delete(key)
     for name in (CONFIG_FILE, TENSORS_FILE):
         with pytest.raises(OriginalNotKept):
             export.open(version, name)
@@ -163,17 +163,17 @@ def changed(data: bytes) -> bytes:
 )
 @pytest.mark.parametrize("damage", [changed, lambda data: data[:-5], lambda data: b""], ids=["bit", "short", "empty"])
 def test_other_bytes_than_were_uploaded_are_never_given_out(
-    house: House,
+    world: IngestWorld,
     make_adapter: Any,
     export: VersionExport,
     key: Callable[[AdapterVersion], str],
     name: str,
     damage: Callable[[bytes], bytes],
 ) -> None:
-    version = house.push(make_adapter())
-    data = house.blobs.read_bytes(key(version))
-    house.blobs.delete(key(version))
-    house.blobs.put(key(version), damage(data))
+    version = world.push(make_adapter())
+    data = world.blobs.read_bytes(key(version))
+    world.blobs.delete(key(version))
+    world.blobs.put(key(version), damage(data))
     with pytest.raises(AdapterCorrupt):
         export.open(version, name)
     assert not export.scratch_dir.exists() or list(export.scratch_dir.iterdir()) == []

@@ -29,52 +29,53 @@ from loramux.adapter_store.tiers.tiered_store import TieredStore
 from loramux.adapter_store.validation.validator import SubprocessValidator, ValidationFailed
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from tests.adapter_store.ingest.house import SECOND_US, DirectValidator, FailingBlobStore, House, chunks, wait_until
+from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, FailingBlobStore, IngestWorld, chunks
+from tests.adapter_store.waiting import wait_until
 
 
 def test_an_adapter_goes_all_the_way_to_the_engine(
-    open_house: Callable[..., House],
+    open_world: Callable[..., IngestWorld],
     blobs: BlobStore,
     subprocess_validator: SubprocessValidator,
     make_adapter: Any,
     target: PackTarget,
     tmp_path: Path,
 ) -> None:
-    house = open_house(blobs, subprocess_validator)
-    version = house.push(make_adapter(rank=4))
+    world = open_world(blobs, subprocess_validator)
+    version = world.push(make_adapter(rank=4))
     assert (version.state, version.number, version.max_rank) == ("ready", 1, 4)
     assert version.digest is not None
     assert version.canonical_bytes == len(blobs.read_bytes(canonical_key(version.digest)))
-    assert house.aliases() == {"default": {1: 100}}
-    house.assert_nothing_left_over(version)
-    ref = house.registry.resolve("acme", "support")
+    assert world.aliases() == {"default": {1: 100}}
+    world.assert_nothing_left_over(version)
+    ref = world.registry.resolve("acme", "support")
     assert ref is not None
     with TieredStore(blobs, target, tmp_path / "disk", 1 << 30, 1 << 30).lease(ref.digest) as lease:
         assert lease.packed.num_pages == version.num_pages
 
 
-def test_identical_bytes_give_the_existing_version(house: House, make_adapter: Any) -> None:
-    first = house.push(make_adapter())
+def test_identical_bytes_give_the_existing_version(world: IngestWorld, make_adapter: Any) -> None:
+    first = world.push(make_adapter())
     assert first.digest is not None
-    assert house.push(make_adapter()) == first
-    assert house.push(make_adapter(seed=1)).number == 2
-    upload = house.upload(make_adapter(seed=2).config_bytes, make_adapter(seed=2).tensor_bytes)
-    waiting = house.ingest.create_version(house.adapter_id, upload.id)
-    assert house.ingest.create_version(house.adapter_id, upload.id) == waiting, "asked for twice"
-    again = house.upload(make_adapter(seed=2).config_bytes, make_adapter(seed=2).tensor_bytes)
-    assert house.ingest.create_version(house.adapter_id, again.id) == waiting, "still waiting"
-    assert house.ingest.process(waiting.id).state == "ready"
+    assert world.push(make_adapter()) == first
+    assert world.push(make_adapter(seed=1)).number == 2
+    upload = world.upload(make_adapter(seed=2).config_bytes, make_adapter(seed=2).tensor_bytes)
+    waiting = world.ingest.create_version(world.adapter_id, upload.id)
+    assert world.ingest.create_version(world.adapter_id, upload.id) == waiting, "asked for twice"
+    again = world.upload(make_adapter(seed=2).config_bytes, make_adapter(seed=2).tensor_bytes)
+    assert world.ingest.create_version(world.adapter_id, again.id) == waiting, "still waiting"
+    assert world.ingest.process(waiting.id).state == "ready"
 
 
 def test_equal_adapters_of_two_tenants_share_their_blobs(
-    house: House, make_adapter: Any, make_tenant: Callable[[str], str]
+    world: IngestWorld, make_adapter: Any, make_tenant: Callable[[str], str]
 ) -> None:
-    first = house.push(make_adapter())
-    house.adapter_id = house.registry.create_adapter(make_tenant("globex"), "other").id
-    second = house.push(make_adapter())
+    first = world.push(make_adapter())
+    world.adapter_id = world.registry.create_adapter(make_tenant("globex"), "other").id
+    second = world.push(make_adapter())
     assert second.id != first.id
     assert second.digest == first.digest
-    house.assert_nothing_left_over(first, second)
+    world.assert_nothing_left_over(first, second)
 
 
 def nan(files: Any) -> bytes:
@@ -92,7 +93,7 @@ def nan(files: Any) -> bytes:
 )
 @pytest.mark.parametrize("kind", ["direct", "subprocess"])
 def test_a_refused_adapter_leaves_one_row_and_no_blob(
-    open_house: Callable[..., House],
+    open_world: Callable[..., IngestWorld],
     memory_blobs: MemoryBlobStore,
     make_adapter: Any,
     tensors: Callable[[Any], bytes],
@@ -100,15 +101,15 @@ def test_a_refused_adapter_leaves_one_row_and_no_blob(
     kind: str,
     subprocess_validator: SubprocessValidator,
 ) -> None:
-    house = open_house(memory_blobs, subprocess_validator if kind == "subprocess" else DirectValidator())
+    world = open_world(memory_blobs, subprocess_validator if kind == "subprocess" else DirectValidator())
     files = make_adapter()
-    version = house.push(files, tensors(files))
+    version = world.push(files, tensors(files))
     assert (version.state, version.digest, version.ready_us) == ("rejected", None, None)
     assert version.report["error"]["code"] == code
     assert version.report["error"]["param"] is not None
-    house.assert_nothing_left_over()
-    assert house.registry.resolve("acme", "support") is None
-    assert house.push(make_adapter()).number == 2, "a good one may follow"
+    world.assert_nothing_left_over()
+    assert world.registry.resolve("acme", "support") is None
+    assert world.push(make_adapter()).number == 2, "a good one may follow"
 
 
 def file(name: str = CONFIG_FILE, size: int = 10, sha256: str = "0" * 64) -> UploadFile:
@@ -132,9 +133,9 @@ def file(name: str = CONFIG_FILE, size: int = 10, sha256: str = "0" * 64) -> Upl
         pytest.param([file(), file(TENSORS_FILE, sha256="")], "invalid_sha256", "sha256", id="no checksum"),
     ],
 )
-def test_a_bad_announcement_is_refused(house: House, files: list[UploadFile], code: str, param: str) -> None:
+def test_a_bad_announcement_is_refused(world: IngestWorld, files: list[UploadFile], code: str, param: str) -> None:
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.create_upload(house.adapter_id, files)
+        world.ingest.create_upload(world.adapter_id, files)
     assert (refused.value.code, refused.value.param) == (code, param)
 
 
@@ -148,61 +149,61 @@ def test_a_bad_announcement_is_refused(house: House, files: list[UploadFile], co
         pytest.param(b"y" * 10, "checksum_mismatch", id="other bytes"),
     ],
 )
-def test_bytes_that_were_not_announced_are_refused(house: House, data: bytes, code: str) -> None:
-    upload = house.announce(b"x" * 10, b"t")
+def test_bytes_that_were_not_announced_are_refused(world: IngestWorld, data: bytes, code: str) -> None:
+    upload = world.announce(b"x" * 10, b"t")
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.put_file(upload.id, CONFIG_FILE, chunks(data, 4))
+        world.ingest.put_file(upload.id, CONFIG_FILE, chunks(data, 4))
     assert refused.value.code == code
-    house.assert_nothing_left_over()
-    house.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x" * 10))
-    house.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x" * 10))
+    world.assert_nothing_left_over()
+    world.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x" * 10))
+    world.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x" * 10))
 
 
-def test_a_client_that_goes_away_leaves_nothing(house: House) -> None:
-    upload = house.announce(b"x" * 10, b"t")
+def test_a_client_that_goes_away_leaves_nothing(world: IngestWorld) -> None:
+    upload = world.announce(b"x" * 10, b"t")
 
     def cut_off() -> Iterator[bytes]:
         yield b"x" * 5
         raise ConnectionResetError
 
     with pytest.raises(ConnectionResetError):
-        house.ingest.put_file(upload.id, CONFIG_FILE, cut_off())
-    house.assert_nothing_left_over()
+        world.ingest.put_file(upload.id, CONFIG_FILE, cut_off())
+    world.assert_nothing_left_over()
 
 
-def test_an_upload_must_be_there_complete_and_in_time(house: House, make_adapter: Any) -> None:
+def test_an_upload_must_be_there_complete_and_in_time(world: IngestWorld, make_adapter: Any) -> None:
     files = make_adapter()
-    upload = house.announce(files.config_bytes, files.tensor_bytes)
-    house.ingest.put_file(upload.id, CONFIG_FILE, chunks(files.config_bytes))
+    upload = world.announce(files.config_bytes, files.tensor_bytes)
+    world.ingest.put_file(upload.id, CONFIG_FILE, chunks(files.config_bytes))
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.create_version(house.adapter_id, upload.id)
+        world.ingest.create_version(world.adapter_id, upload.id)
     assert refused.value.code == "upload_incomplete"
     with pytest.raises(UploadNotFound):
-        house.ingest.put_file(upload.id, "../../etc/passwd", chunks(b"x"))
+        world.ingest.put_file(upload.id, "../../etc/passwd", chunks(b"x"))
     for upload_id in (new_id("upl"), "no such upload", "\0"):
         with pytest.raises(UploadNotFound):
-            house.ingest.put_file(upload_id, CONFIG_FILE, chunks(b"x"))
+            world.ingest.put_file(upload_id, CONFIG_FILE, chunks(b"x"))
         with pytest.raises(UploadNotFound):
-            house.ingest.create_version(house.adapter_id, upload_id)
+            world.ingest.create_version(world.adapter_id, upload_id)
     with pytest.raises(AdapterNotFound):
-        house.ingest.create_version(new_id("ada"), upload.id)
+        world.ingest.create_version(new_id("ada"), upload.id)
     with pytest.raises(AdapterNotFound):
-        house.ingest.create_upload(new_id("ada"), [file(), file(TENSORS_FILE)])
-    version = house.push(files)
-    used = house.upload(files.config_bytes, files.tensor_bytes)
-    assert house.ingest.create_version(house.adapter_id, used.id) == version
+        world.ingest.create_upload(new_id("ada"), [file(), file(TENSORS_FILE)])
+    version = world.push(files)
+    used = world.upload(files.config_bytes, files.tensor_bytes)
+    assert world.ingest.create_version(world.adapter_id, used.id) == version
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.put_file(used.id, CONFIG_FILE, chunks(files.config_bytes))
+        world.ingest.put_file(used.id, CONFIG_FILE, chunks(files.config_bytes))
     assert refused.value.code == "upload_used"
 
 
 def test_another_adapters_upload_is_not_found(
-    house: House, make_adapter: Any, make_tenant: Callable[[str], str]
+    world: IngestWorld, make_adapter: Any, make_tenant: Callable[[str], str]
 ) -> None:
-    upload = house.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
-    other = house.registry.create_adapter(make_tenant("globex"), "other")
+    upload = world.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
+    other = world.registry.create_adapter(make_tenant("globex"), "other")
     with pytest.raises(UploadNotFound):
-        house.ingest.create_version(other.id, upload.id)
+        world.ingest.create_version(other.id, upload.id)
 
 
 def test_an_expired_upload_is_refused_and_cleared_away(
@@ -217,99 +218,99 @@ def test_an_expired_upload_is_refused_and_cleared_away(
     database = Database(migrated_url, clock=lambda: now[0])
     registry = AdapterRegistry(database)
     adapter = registry.create_adapter(make_tenant("acme"), "support")
-    house = House(registry, memory_blobs, target, tmp_path / "scratch", DirectValidator(), adapter.id)
-    upload = house.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
-    house.ingest.remove_abandoned()
+    world = IngestWorld(registry, memory_blobs, target, tmp_path / "scratch", DirectValidator(), adapter.id)
+    upload = world.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
+    world.ingest.remove_abandoned()
     assert len(list(memory_blobs.list_keys())) == 2
     now[0] += 86_400 * SECOND_US
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x"))
+        world.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x"))
     assert refused.value.code == "upload_expired"
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.create_version(adapter.id, upload.id)
+        world.ingest.create_version(adapter.id, upload.id)
     assert refused.value.code == "upload_expired"
-    house.ingest.remove_abandoned()
-    house.assert_nothing_left_over()
+    world.ingest.remove_abandoned()
+    world.assert_nothing_left_over()
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.create_version(adapter.id, upload.id)
+        world.ingest.create_version(adapter.id, upload.id)
     assert refused.value.code == "upload_expired", "still said when its files are gone"
-    used = house.push(make_adapter(seed=1))
+    used = world.push(make_adapter(seed=1))
     now[0] += 8 * 86_400 * SECOND_US
-    house.ingest.remove_abandoned()
+    world.ingest.remove_abandoned()
     with pytest.raises(UploadNotFound):
-        house.ingest.create_version(adapter.id, upload.id)
-    house.assert_nothing_left_over(used)
-    assert house.push(make_adapter(seed=1)) == used, "what was used is not forgotten"
+        world.ingest.create_version(adapter.id, upload.id)
+    world.assert_nothing_left_over(used)
+    assert world.push(make_adapter(seed=1)) == used, "what was used is not forgotten"
     database.close()
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("num_calls", range(7))
 def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
-    open_house: Callable[..., House], make_adapter: Any, num_calls: int
+    open_world: Callable[..., IngestWorld], make_adapter: Any, num_calls: int
 ) -> None:
     blobs = FailingBlobStore()
-    house = open_house(blobs)
+    world = open_world(blobs)
     files = make_adapter()
-    upload = house.upload(files.config_bytes, files.tensor_bytes)
-    version = house.ingest.create_version(house.adapter_id, upload.id)
+    upload = world.upload(files.config_bytes, files.tensor_bytes)
+    version = world.ingest.create_version(world.adapter_id, upload.id)
     blobs.num_calls = num_calls
     # Four blobs are put and two deleted; the latter can wait.
     if num_calls < 4:
         with pytest.raises(BlobStoreUnavailable):
-            house.ingest.process(version.id)
+            world.ingest.process(version.id)
     else:
-        assert house.ingest.process(version.id).state == "ready"
+        assert world.ingest.process(version.id).state == "ready"
     blobs.num_calls = 1_000_000
-    (house.scratch / "left by a crash").mkdir(parents=True)
-    house.restart().recover()
-    while (version_id := house.ingest.next_waiting()) is not None:
-        house.ingest.process(version_id)
-    found = house.registry.get_version(house.adapter_id, 1)
+    (world.scratch / "left by a crash").mkdir(parents=True)
+    world.restart().recover()
+    while (version_id := world.ingest.next_waiting()) is not None:
+        world.ingest.process(version_id)
+    found = world.registry.get_version(world.adapter_id, 1)
     assert found is not None
     assert found.state == "ready"
-    house.assert_nothing_left_over(found)
+    world.assert_nothing_left_over(found)
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("state", ["quarantined", "archived"])
 def test_bytes_that_were_taken_out_of_service_do_not_come_back(
-    house: House, make_adapter: Any, state: str, database: Database
+    world: IngestWorld, make_adapter: Any, state: str, database: Database
 ) -> None:
-    house.push(make_adapter(seed=1))
-    house.push(make_adapter())
-    states = VersionStates(database, house.registry)
-    (states.quarantine if state == "quarantined" else states.archive)(house.adapter_id, 2)
-    again = house.push(make_adapter())
+    world.push(make_adapter(seed=1))
+    world.push(make_adapter())
+    states = VersionStates(database, world.registry)
+    (states.quarantine if state == "quarantined" else states.archive)(world.adapter_id, 2)
+    again = world.push(make_adapter())
     assert (again.number, again.state) == (2, state), "the same files name the same version"
     shuffled = make_adapter()
     shuffled.config = dict(reversed(shuffled.config.items()))
-    other = house.push(shuffled)
+    other = world.push(shuffled)
     if state == "quarantined":
         assert (other.number, other.state, other.report["error"]["code"]) == (3, "rejected", "quarantined")
         assert (other.digest, other.max_rank) == (None, None)
-        house.adapter_id = house.registry.create_adapter(
-            house.registry.list_adapters(None, 1).data[0].tenant_id, "under-another-name"
+        world.adapter_id = world.registry.create_adapter(
+            world.registry.list_adapters(None, 1).data[0].tenant_id, "under-another-name"
         ).id
-        elsewhere = house.push(make_adapter())
+        elsewhere = world.push(make_adapter())
         assert (elsewhere.state, elsewhere.report["error"]["code"]) == ("rejected", "quarantined")
     else:
         assert (other.number, other.state) == (3, "ready")
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_what_is_put_where_the_files_belong_is_not_taken_for_them(house: House, make_adapter: Any) -> None:
+def test_what_is_put_where_the_files_belong_is_not_taken_for_them(world: IngestWorld, make_adapter: Any) -> None:
     files = make_adapter()
-    upload = house.announce(files.config_bytes, files.tensor_bytes)
+    upload = world.announce(files.config_bytes, files.tensor_bytes)
     for name in (CONFIG_FILE, TENSORS_FILE):
-        house.blobs.put(upload_key(upload.id, name), b"something else")
+        world.blobs.put(upload_key(upload.id, name), b"something else")
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.create_version(house.adapter_id, upload.id)
+        world.ingest.create_version(world.adapter_id, upload.id)
     assert (refused.value.code, refused.value.param) == ("size_mismatch", "upload_id")
-    house.ingest.put_file(upload.id, CONFIG_FILE, chunks(files.config_bytes))
-    house.ingest.put_file(upload.id, TENSORS_FILE, chunks(files.tensor_bytes))
-    version = house.ingest.create_version(house.adapter_id, upload.id)
-    assert house.ingest.process(version.id).state == "ready"
+    world.ingest.put_file(upload.id, CONFIG_FILE, chunks(files.config_bytes))
+    world.ingest.put_file(upload.id, TENSORS_FILE, chunks(files.tensor_bytes))
+    version = world.ingest.create_version(world.adapter_id, upload.id)
+    assert world.ingest.process(version.id).state == "ready"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
@@ -323,75 +324,75 @@ def test_what_is_put_where_the_files_belong_is_not_taken_for_them(house: House, 
     ],
 )
 def test_files_that_changed_after_the_version_was_made_are_not_validated(
-    house: House, make_adapter: Any, change: Callable[[bytes], bytes | None], code: str
+    world: IngestWorld, make_adapter: Any, change: Callable[[bytes], bytes | None], code: str
 ) -> None:
     files = make_adapter()
-    upload = house.upload(files.config_bytes, files.tensor_bytes)
-    version = house.ingest.create_version(house.adapter_id, upload.id)
+    upload = world.upload(files.config_bytes, files.tensor_bytes)
+    version = world.ingest.create_version(world.adapter_id, upload.id)
     key = upload_key(upload.id, TENSORS_FILE)
-    data = change(house.blobs.read_bytes(key))
-    house.blobs.delete(key)
+    data = change(world.blobs.read_bytes(key))
+    world.blobs.delete(key)
     if data is not None:
-        house.blobs.put(key, data)
-    found = house.ingest.process(version.id)
+        world.blobs.put(key, data)
+    found = world.ingest.process(version.id)
     assert (found.state, found.report["error"]["code"]) == ("rejected", code)
-    assert isinstance(house.validator, DirectValidator)
-    assert house.validator.num_calls == 0
-    house.assert_nothing_left_over()
+    assert isinstance(world.validator, DirectValidator)
+    assert world.validator.num_calls == 0
+    world.assert_nothing_left_over()
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_file_of_another_length_is_refused_before_it_is_read(house: House) -> None:
-    upload = house.announce(b"x" * 10, b"t")
+def test_a_file_of_another_length_is_refused_before_it_is_read(world: IngestWorld) -> None:
+    upload = world.announce(b"x" * 10, b"t")
 
     def unread() -> Iterator[bytes]:
         raise AssertionError("it was read")
         yield b""
 
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.put_file(upload.id, CONFIG_FILE, unread(), num_bytes=11)
+        world.ingest.put_file(upload.id, CONFIG_FILE, unread(), num_bytes=11)
     assert refused.value.code == "size_mismatch"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_file_that_comes_after_its_version_is_cleared_away(house: House, make_adapter: Any) -> None:
+def test_a_file_that_comes_after_its_version_is_cleared_away(world: IngestWorld, make_adapter: Any) -> None:
     files = make_adapter()
-    upload = house.upload(files.config_bytes, files.tensor_bytes)
+    upload = world.upload(files.config_bytes, files.tensor_bytes)
     made: list[AdapterVersion] = []
 
     def slow() -> Iterator[bytes]:
         # Meanwhile the version is made, decided, and its files are deleted.
-        version = house.ingest.create_version(house.adapter_id, upload.id)
-        made.append(house.ingest.process(version.id))
+        version = world.ingest.create_version(world.adapter_id, upload.id)
+        made.append(world.ingest.process(version.id))
         yield files.config_bytes
 
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.put_file(upload.id, CONFIG_FILE, slow())
+        world.ingest.put_file(upload.id, CONFIG_FILE, slow())
     assert refused.value.code == "upload_used"
-    house.ingest.remove_abandoned()
-    house.assert_nothing_left_over(*made)
+    world.ingest.remove_abandoned()
+    world.assert_nothing_left_over(*made)
 
 
-def test_a_validator_that_cannot_run_refuses_nobody(house: House, make_adapter: Any) -> None:
-    assert isinstance(house.validator, DirectValidator)
-    house.validator.is_broken = True
+def test_a_validator_that_cannot_run_refuses_nobody(world: IngestWorld, make_adapter: Any) -> None:
+    assert isinstance(world.validator, DirectValidator)
+    world.validator.is_broken = True
     with pytest.raises(ValidationFailed):
-        house.push(make_adapter())
-    version_id = house.ingest.next_waiting()
+        world.push(make_adapter())
+    version_id = world.ingest.next_waiting()
     assert version_id is not None
-    house.validator.is_broken = False
-    assert house.ingest.process(version_id).state == "ready"
+    world.validator.is_broken = False
+    assert world.ingest.process(version_id).state == "ready"
 
 
-def test_versions_made_at_once_get_numbers_of_their_own(house: House, make_adapter: Any) -> None:
+def test_versions_made_at_once_get_numbers_of_their_own(world: IngestWorld, make_adapter: Any) -> None:
     uploads = [
-        house.upload(make_adapter(seed=seed).config_bytes, make_adapter(seed=seed).tensor_bytes) for seed in range(6)
+        world.upload(make_adapter(seed=seed).config_bytes, make_adapter(seed=seed).tensor_bytes) for seed in range(6)
     ]
     made: list[AdapterVersion] = []
 
     def make(upload: Upload) -> None:
-        version = house.ingest.create_version(house.adapter_id, upload.id)
-        made.append(house.ingest.process(version.id))
+        version = world.ingest.create_version(world.adapter_id, upload.id)
+        made.append(world.ingest.process(version.id))
 
     threads = [threading.Thread(target=make, args=(upload,)) for upload in uploads]
     for thread in threads:
@@ -400,27 +401,27 @@ def test_versions_made_at_once_get_numbers_of_their_own(house: House, make_adapt
         thread.join(30)
     assert sorted(version.number for version in made) == [1, 2, 3, 4, 5, 6]
     assert {version.state for version in made} == {"ready"}
-    assert len(house.aliases()) == 1
+    assert len(world.aliases()) == 1
 
 
-def test_the_worker_takes_what_comes_and_outlives_failures(house: House, make_adapter: Any) -> None:
-    assert isinstance(house.validator, DirectValidator)
-    house.validator.is_broken = True
-    worker = IngestWorker(house.ingest, poll_s=0.05, clear_up_s=0.0)
-    house.ingest.recover()
+def test_the_worker_takes_what_comes_and_outlives_failures(world: IngestWorld, make_adapter: Any) -> None:
+    assert isinstance(world.validator, DirectValidator)
+    world.validator.is_broken = True
+    worker = IngestWorker(world.ingest, poll_s=0.05, clear_up_s=0.0)
+    world.ingest.recover()
     worker.start()
-    upload = house.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
-    version = house.ingest.create_version(house.adapter_id, upload.id)
+    upload = world.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
+    version = world.ingest.create_version(world.adapter_id, upload.id)
     assert version.state == "pending"
-    wait_until(lambda: house.validator.num_calls >= 2)
-    house.validator.is_broken = False
-    wait_until(lambda: house.registry.resolve("acme", "support") is not None)
+    wait_until(lambda: world.validator.num_calls >= 2)
+    world.validator.is_broken = False
+    wait_until(lambda: world.registry.resolve("acme", "support") is not None)
     worker.stop()
     assert not worker._thread.is_alive()
 
 
-def test_a_rejection_says_what_and_where(house: House, make_adapter: Any) -> None:
-    version = house.push(make_adapter(use_dora=True))
+def test_a_rejection_says_what_and_where(world: IngestWorld, make_adapter: Any) -> None:
+    version = world.push(make_adapter(use_dora=True))
     error = version.report["error"]
     assert (error["code"], error["param"]) == ("unsupported_config", "use_dora")
     assert isinstance(AdapterRejected(**error), AdapterRejected)

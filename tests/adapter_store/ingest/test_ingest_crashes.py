@@ -22,8 +22,9 @@ from loramux.adapter_store.ingest.claims import LEASE_S
 from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
-from tests.adapter_store.ingest.house import add_tenant, wait_until
 from tests.adapter_store.ingest.process_lab import KILLED, STOPPED, Lab, ProcessMaker
+from tests.adapter_store.tenant_rows import add_tenant
+from tests.adapter_store.waiting import wait_until
 from tests.migrated import migrated_sqlite
 
 OpenLab = Callable[..., Lab]

@@ -19,7 +19,7 @@ from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
-from tests.adapter_store.ingest.house import SECOND_US, DirectValidator, House, chunks
+from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, IngestWorld, chunks
 
 CAPS = TenantCaps(max_open_bytes=1000, max_open_uploads=3, max_pending_versions=2)
 
@@ -122,79 +122,79 @@ def test_versions_that_race_at_the_cap_are_decided_exactly(upload_rows: UploadRo
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_server_caps_what_it_takes(house: House) -> None:
+def test_a_server_caps_what_it_takes(world: IngestWorld) -> None:
     for _ in range(MAX_OPEN_UPLOADS):
-        house.announce(b"x", b"t")
-    assert refusal(lambda: house.announce(b"x", b"t")).code == "too_many_open_uploads"
+        world.announce(b"x", b"t")
+    assert refusal(lambda: world.announce(b"x", b"t")).code == "too_many_open_uploads"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_server_lets_a_tenant_declare_some_of_the_largest_adapters(house: House) -> None:
+def test_a_server_lets_a_tenant_declare_some_of_the_largest_adapters(world: IngestWorld) -> None:
     largest = [
-        UploadFile(CONFIG_FILE, house.ingest._max_bytes[CONFIG_FILE], "0" * 64),
-        UploadFile(TENSORS_FILE, house.ingest._max_bytes[TENSORS_FILE], "0" * 64),
+        UploadFile(CONFIG_FILE, world.ingest._max_bytes[CONFIG_FILE], "0" * 64),
+        UploadFile(TENSORS_FILE, world.ingest._max_bytes[TENSORS_FILE], "0" * 64),
     ]
     for _ in range(MAX_OPEN_LARGEST):
-        house.ingest.create_upload(house.adapter_id, largest)
-    assert refusal(lambda: house.announce(b"x", b"t")).code == "too_many_open_uploads"
+        world.ingest.create_upload(world.adapter_id, largest)
+    assert refusal(lambda: world.announce(b"x", b"t")).code == "too_many_open_uploads"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_cancelled_upload_leaves_nothing(open_house: Callable[..., House], blobs: BlobStore) -> None:
-    house = open_house(blobs)
-    upload = house.upload(b"x" * 10, b"t" * 10)
-    page = house.ingest.list_open_uploads(house.adapter_id, 10)
+def test_a_cancelled_upload_leaves_nothing(open_world: Callable[..., IngestWorld], blobs: BlobStore) -> None:
+    world = open_world(blobs)
+    upload = world.upload(b"x" * 10, b"t" * 10)
+    page = world.ingest.list_open_uploads(world.adapter_id, 10)
     assert [found.id for found in page.data] == [upload.id]
     assert len(list(blobs.list_keys(UPLOADS))) == 2
-    house.ingest.cancel_upload(house.adapter_id, upload.id)
+    world.ingest.cancel_upload(world.adapter_id, upload.id)
     assert list(blobs.list_keys(UPLOADS)) == []
-    assert house.ingest.list_open_uploads(house.adapter_id, 10).data == ()
+    assert world.ingest.list_open_uploads(world.adapter_id, 10).data == ()
     for call in (
-        lambda: house.ingest.cancel_upload(house.adapter_id, upload.id),
-        lambda: house.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x" * 10)),
-        lambda: house.ingest.create_version(house.adapter_id, upload.id),
+        lambda: world.ingest.cancel_upload(world.adapter_id, upload.id),
+        lambda: world.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x" * 10)),
+        lambda: world.ingest.create_version(world.adapter_id, upload.id),
     ):
         with pytest.raises(UploadNotFound):
             call()
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_file_that_comes_while_its_upload_is_cancelled_is_not_kept(house: House) -> None:
-    upload = house.announce(b"x" * 10, b"t")
+def test_a_file_that_comes_while_its_upload_is_cancelled_is_not_kept(world: IngestWorld) -> None:
+    upload = world.announce(b"x" * 10, b"t")
 
     def cancelled_meanwhile() -> Iterator[bytes]:
         yield b"x" * 5
-        house.ingest.cancel_upload(house.adapter_id, upload.id)
+        world.ingest.cancel_upload(world.adapter_id, upload.id)
         yield b"x" * 5
 
     with pytest.raises(UploadNotFound):
-        house.ingest.put_file(upload.id, CONFIG_FILE, cancelled_meanwhile())
-    house.assert_nothing_left_over()
+        world.ingest.put_file(upload.id, CONFIG_FILE, cancelled_meanwhile())
+    world.assert_nothing_left_over()
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_what_became_a_version_cannot_be_cancelled(house: House, make_adapter: Any) -> None:
-    upload = house.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
-    version = house.ingest.create_version(house.adapter_id, upload.id)
+def test_what_became_a_version_cannot_be_cancelled(world: IngestWorld, make_adapter: Any) -> None:
+    upload = world.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
+    version = world.ingest.create_version(world.adapter_id, upload.id)
     with pytest.raises(UploadRefused) as refused:
-        house.ingest.cancel_upload(house.adapter_id, upload.id)
+        world.ingest.cancel_upload(world.adapter_id, upload.id)
     assert refused.value.code == "upload_used"
-    assert house.ingest.process(version.id).state == "ready"
+    assert world.ingest.process(version.id).state == "ready"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_an_expired_upload_frees_its_place_and_its_blobs(house: House, tmp_path: Path) -> None:
+def test_an_expired_upload_frees_its_place_and_its_blobs(world: IngestWorld, tmp_path: Path) -> None:
     ingest = Ingest(
-        house.registry, house.blobs, house.target, tmp_path / "short", DirectValidator(), upload_lifetime_s=1
+        world.registry, world.blobs, world.target, tmp_path / "short", DirectValidator(), upload_lifetime_s=1
     )
-    house.ingest = ingest
-    upload = house.upload(b"x" * 10, b"t")
-    assert len(list(house.blobs.list_keys(UPLOADS))) == 2
-    with house.registry.database.write() as connection:
+    world.ingest = ingest
+    upload = world.upload(b"x" * 10, b"t")
+    assert len(list(world.blobs.list_keys(UPLOADS))) == 2
+    with world.registry.database.write() as connection:
         connection.exec_driver_sql("UPDATE uploads SET expires_us = 1")
     ingest.remove_abandoned()
-    assert list(house.blobs.list_keys(UPLOADS)) == []
-    assert upload.id not in {found.id for found in ingest.list_open_uploads(house.adapter_id, 10).data}
+    assert list(world.blobs.list_keys(UPLOADS)) == []
+    assert upload.id not in {found.id for found in ingest.list_open_uploads(world.adapter_id, 10).data}
 
 
 class UnsigningBlobStore(MemoryBlobStore):
@@ -205,9 +205,9 @@ class UnsigningBlobStore(MemoryBlobStore):
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_an_upload_that_cannot_be_signed_is_forgotten(open_house: Callable[..., House]) -> None:
-    house = open_house(UnsigningBlobStore())
-    upload = house.announce(b"x", b"t")
+def test_an_upload_that_cannot_be_signed_is_forgotten(open_world: Callable[..., IngestWorld]) -> None:
+    world = open_world(UnsigningBlobStore())
+    upload = world.announce(b"x", b"t")
     with pytest.raises(BlobStoreUnavailable):
-        house.ingest.presign(upload)
-    assert house.ingest.list_open_uploads(house.adapter_id, 10).data == ()
+        world.ingest.presign(upload)
+    assert world.ingest.list_open_uploads(world.adapter_id, 10).data == ()

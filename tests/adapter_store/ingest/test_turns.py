@@ -15,8 +15,10 @@ from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
-from tests.adapter_store.conftest import HOUR_US
-from tests.adapter_store.ingest.house import DirectValidator, House, wait_until
+from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, IngestWorld
+from tests.adapter_store.waiting import wait_until
+
+HOUR_US = 3600 * SECOND_US
 
 
 class Queue:
@@ -107,29 +109,29 @@ def test_versions_that_failed_are_passed_over(queue: Queue, database: Database) 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_a_push_beside_a_flood_waits_for_the_version_under_way_only(
-    house: House, make_adapter: Any, make_tenant: Callable[[str], str]
+    world: IngestWorld, make_adapter: Any, make_tenant: Callable[[str], str]
 ) -> None:
-    flooded = [_pending(house, make_adapter, seed) for seed in range(8)]
-    house.adapter_id = house.registry.create_adapter(make_tenant("polite"), "support").id
+    flooded = [_pending(world, make_adapter, seed) for seed in range(8)]
+    world.adapter_id = world.registry.create_adapter(make_tenant("polite"), "support").id
     files = make_adapter(seed=100)
-    upload = house.upload(files.config_bytes, files.tensor_bytes)
+    upload = world.upload(files.config_bytes, files.tensor_bytes)
     pushed: list[AdapterVersion] = []
-    validator = house.validator
+    validator = world.validator
     assert isinstance(validator, DirectValidator)
     # While the first of the flood is validated, the polite tenant pushes.
-    validator.meanwhile = lambda: pushed.append(house.ingest.create_version(house.adapter_id, upload.id))
-    worker = IngestWorker(house.ingest, poll_s=0.05)
-    house.ingest.recover()
+    validator.meanwhile = lambda: pushed.append(world.ingest.create_version(world.adapter_id, upload.id))
+    worker = IngestWorker(world.ingest, poll_s=0.05)
+    world.ingest.recover()
     worker.start()
     wait_until(lambda: validator.num_calls == 9, timeout_s=60)
     # The version in hand is finished.
     worker.stop()
-    ready = {version.id: house.registry.get_version(version.adapter_id, version.number) for version in flooded + pushed}
+    ready = {version.id: world.registry.get_version(version.adapter_id, version.number) for version in flooded + pushed}
     times = {version_id: version.ready_us or 0 for version_id, version in ready.items() if version is not None}
     assert sorted(times, key=times.__getitem__).index(pushed[0].id) == 1
 
 
-def _pending(house: House, make_adapter: Any, seed: int) -> AdapterVersion:
+def _pending(world: IngestWorld, make_adapter: Any, seed: int) -> AdapterVersion:
     files = make_adapter(seed=seed)
-    upload = house.upload(files.config_bytes, files.tensor_bytes)
-    return house.ingest.create_version(house.adapter_id, upload.id)
+    upload = world.upload(files.config_bytes, files.tensor_bytes)
+    return world.ingest.create_version(world.adapter_id, upload.id)

@@ -26,7 +26,7 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from tests.adapter_store.conftest import Versions
+from tests.adapter_store.registry.bare_versions import Versions
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import keyset_rows
 from loramux.migrations.schema import adapters
-from tests.adapter_store.conftest import Versions
+from tests.adapter_store.registry.bare_versions import Versions
 
 
 def test_an_adapter_is_found_by_id_and_by_name(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> None:

@@ -11,7 +11,7 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.sharing import AdapterGrants
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from tests.adapter_store.conftest import Versions
+from tests.adapter_store.registry.bare_versions import Versions
 
 
 def test_a_granted_adapter_is_called_by_its_full_name(

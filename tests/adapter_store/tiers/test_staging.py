@@ -27,7 +27,7 @@ from loramux.adapter_store.tiers.load_timelines import LoadTimelines
 from loramux.adapter_store.tiers.staging import MAX_ASKED, NotStaged, StagedAdapter, StagingProcess, StagingRefused
 from loramux.adapter_store.tiers.staging_link import SILENCE_S
 from loramux.adapter_store.tiers.tier_figures import StageCounts, TierFigures
-from tests.adapter_store.ingest.house import wait_until
+from tests.adapter_store.waiting import wait_until
 
 PLENTY = 1 << 26
 

@@ -20,7 +20,8 @@ from loramux.adapter_store.errors import AdapterCorrupt, AdapterUnavailable
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.tiers.tiered_store import TieredStore
 from tests.adapter_store.blobs.fault_proxy import Fault, FaultProxy, SeededPlan, no_faults
-from tests.adapter_store.conftest import HURRIED, StoredAdapter
+from tests.adapter_store.blobs.limits import HURRIED
+from tests.adapter_store.stored_adapter import StoredAdapter
 
 NUM_RESIDENT, NUM_COLD, NUM_THREADS = 3, 8, 6
 # A load reads the packed file and twice the canonical one, deletes, and writes the packed file.

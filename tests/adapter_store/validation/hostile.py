@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
-from tests.adapter_store.conftest import OUTER_MODULES, AdapterFiles, AdapterMaker, make_target
+from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
+from tests.adapter_store.small_base import OUTER_MODULES, make_target
 
 MARK = "kilroy"
 TARGET = make_target(outer_modules=OUTER_MODULES)

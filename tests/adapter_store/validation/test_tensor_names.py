@@ -14,7 +14,8 @@ from loramux.adapter_store.formats.canonical import digest_of, write_canonical
 from loramux.adapter_store.formats.packing import pack
 from loramux.adapter_store.validation.tensor_names import todays_names
 from loramux.adapter_store.validation.validation import validate_files
-from tests.adapter_store.conftest import OUTER_MODULES, AdapterMaker, make_target
+from tests.adapter_store.adapter_files import AdapterMaker
+from tests.adapter_store.small_base import OUTER_MODULES, make_target
 
 TARGET = make_target(outer_modules=OUTER_MODULES)
 MODULES = ("model.embed_tokens", "lm_head", "self_attn.q_proj", "mlp.down_proj")

@@ -353,12 +353,12 @@ def test_no_secret_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("module", "banned"),
     [
-        ("validation_worker", ("torch", "sqlalchemy", "boto3", "safetensors")),
-        ("staging", ("torch", "sqlalchemy", "boto3", "safetensors")),
-        ("host_store", ("torch", "sqlalchemy", "boto3", "safetensors")),
-        ("tiers", ("torch", "sqlalchemy", "boto3", "safetensors")),
-        ("blob_url", ("torch", "sqlalchemy", "boto3")),
-        ("ingest_worker", ("torch", "boto3")),
+        ("validation.worker", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("tiers.staging", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("tiers.host_store", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("tiers.tiered_store", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("blobs.blob_url", ("torch", "sqlalchemy", "boto3")),
+        ("ingest.worker", ("torch", "boto3")),
     ],
 )
 def test_heavy_libraries_are_not_imported(module: str, banned: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from loramux.engine.adapters.host_floors import MAX_MEMBERS, HostFloors
 from loramux.engine.messages import Finished
-from tests.adapter_store.tiers.test_host_tier import adapter, content, filled
+from tests.adapter_store.tiers.lettered_adapters import adapter, content, filled
 from tests.engine.conftest import Simulation
 
 TIER_BYTES = 100

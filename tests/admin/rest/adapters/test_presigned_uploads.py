@@ -26,7 +26,7 @@ from loramux.admin.client.push import push_adapter
 from loramux.admin.expired_rows import ExpiredRows
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.schema import idempotency_keys
-from tests.adapter_store.ingest.house import wait_until
+from tests.adapter_store.waiting import wait_until
 from tests.admin.conftest import ADMIN_KEY, AdminSide, RunningServer
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
@@ -27,8 +26,6 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.validation.validator import Accepted, ValidationFailed, ValidationJob, Validator
 from loramux.adapter_store.validation.worker import run_job
 from loramux.migrations.database import Database
-from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import tenants
 
 SECOND_US = 1_000_000
 
@@ -86,7 +83,7 @@ class FailingBlobStore(MemoryBlobStore):
 
 
 @dataclass
-class House:
+class IngestWorld:
     """Everything that ingestion works on."""
 
     registry: AdapterRegistry
@@ -146,30 +143,3 @@ class House:
 def chunks(data: bytes, size: int = 1000) -> Iterator[bytes]:
     for start in range(0, len(data), size):
         yield data[start : start + size]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    waiting = threading.Event()
-    for _ in range(int(timeout_s / 0.02)):
-        if condition():
-            return
-        waiting.wait(0.02)
-    raise AssertionError("it did not happen in time")
-
-
-def add_tenant(database: Database, slug: str) -> str:
-    """Add a tenant and return its identifier."""
-    tenant_id = new_id("ten")
-    with database.write() as connection:
-        connection.execute(
-            insert(tenants).values(
-                id=tenant_id,
-                slug=slug,
-                display_name=slug,
-                state="active",
-                weight=1,
-                isolation_secret=bytes(32),
-                created_us=database.now_us(connection),
-            )
-        )
-    return tenant_id

@@ -1,0 +1,36 @@
+"""Ingestion in this process, for one tenant's adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loramux.adapter_store.blobs.interface import BlobStore
+from loramux.adapter_store.blobs.memory import MemoryBlobStore
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.validation.validator import Validator
+from loramux.migrations.database import Database
+from tests.adapter_store.ingest.ingest_world import DirectValidator, IngestWorld
+
+
+@pytest.fixture
+def open_world(
+    database: Database, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
+) -> Callable[..., IngestWorld]:
+    """Opens a world with one tenant's adapter."""
+
+    def open_one(blobs: BlobStore, validator: Validator | None = None) -> IngestWorld:
+        registry = AdapterRegistry(database)
+        adapter = registry.create_adapter(make_tenant("acme"), "support")
+        return IngestWorld(registry, blobs, target, tmp_path / "scratch", validator or DirectValidator(), adapter.id)
+
+    return open_one
+
+
+@pytest.fixture
+def world(open_world: Callable[..., IngestWorld], memory_blobs: MemoryBlobStore) -> IngestWorld:
+    """One with blobs in memory."""
+    return open_world(memory_blobs)

@@ -1,0 +1,15 @@
+"""What is known of an adapter that lies in a blob store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loramux.adapter_store.formats.packing import PackedAdapter
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter whose canonical file is in a blob store."""
+
+    digest: str
+    packed: PackedAdapter

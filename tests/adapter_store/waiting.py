@@ -1,0 +1,15 @@
+"""Waits for what another thread or process does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    waiting = threading.Event()
+    for _ in range(int(timeout_s / 0.02)):
+        if condition():
+            return
+        waiting.wait(0.02)
+    raise AssertionError("it did not happen in time")
