@@ -176,7 +176,9 @@ def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write JSON; parts in the file from the same commit and card stay")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="few cases")
@@ -185,7 +187,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--seconds", type=float, default=TOTAL_S, help="cases that begin later are left out (%(default)s)"
     )
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
-    parser.add_argument("--peers", type=Path, default=PEERS, help="where peers' kernels are; see gpu_peers.py")
+    parser.add_argument("--peers", type=Path, default=PEERS, help="where peers' kernels are; see gpu/peers.py")
     parser.add_argument("--check-only", action="store_true", help="check the answers and time nothing")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, with --check-only")
     parser.add_argument("--dry-run", action="store_true", help="list what each case needs of a card; needs none")

@@ -10,8 +10,8 @@ IDENTITY = ("gpu", "capability", "memory_gb", "cuda", "python", "torch", "triton
 """What two runs must have in common for their parts to stand in one file."""
 
 METHOD = (
-    "kernels: median of CUDA graph replays in turns, L2 flushed by reading before each (gpu_bench.py); "
-    "engine: marks in the stream before and after each step, and the wall clock (gpu_step.py)"
+    "kernels: median of CUDA graph replays in turns, L2 flushed by reading before each (benchmarks/gpu/bench.py); "
+    "engine: marks in the stream before and after each step, and the wall clock (benchmarks/gpu/step.py)"
 )
 
 

@@ -194,7 +194,7 @@ def markdown(tables: list[StepTable], model: str, card: Card) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.table", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--node-us", type=float, help="microseconds that a launch adds to a graph")

@@ -1,4 +1,4 @@
-"""The bounds in `gpu_next.md` follow from the committed table."""
+"""The bounds in `benchmarks/gpu/next.md` follow from the committed table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    return (BENCHMARKS / "gpu_next.md").read_text()
+    return (BENCHMARKS / "gpu" / "next.md").read_text()
 
 
 def total(step: dict[str, Any], kernel: str, figure: str) -> float:
