@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 
 from loramux.adapter_store.errors import StoreError
 from loramux.admin.console.app import create_console, to_console
-from loramux.admin.rest import openapi_route as document
+from loramux.admin.rest.access import READER
 from loramux.admin.rest.accounts import api_keys, audit_log, tenants
 from loramux.admin.rest.adapters import adapters, aliases, grants, jobs, pins, uploads, version_files, versions
 from loramux.admin.rest.engine import engine_state, requests_in_flight, residency, server
@@ -18,11 +18,12 @@ from loramux.admin.rest.idempotency import IdempotentAnswers, Replayed, answer_a
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.rest.store_errors import api_error
 from loramux.admin.rest.usage import costs, prices, quotas, usage
-from loramux.admin.server.metered import AdminMetered
 from loramux.admin.server.metrics_route import metrics_router
 from loramux.admin.server.root_path import UnderRootPath
 from loramux.platform.openai_api.error_responses import install_error_handling
 from loramux.platform.openai_api.health import health_router
+from loramux.platform.openai_api.openapi_route import ListenerDocument
+from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_admin_calls
 
 ROUTERS = (
     tenants,
@@ -46,6 +47,19 @@ ROUTERS = (
     server,
 )
 
+ADMIN_DOCUMENT = ListenerDocument(
+    description="""The administrator's side of loramux.
+
+Send `Authorization: Bearer KEY`. A tenant's key sees the same paths filtered to its tenant; what is not its own is the
+same 404 as what does not exist. Lists are walked by `after` and `before`. A POST may be repeated with the same
+`Idempotency-Key` for 24 hours; what changes a thing says by `If-Match` which state of it was seen. Every error has the
+one envelope, `{"error": {"message", "type", "param", "code"}}`, and every response an `x-request-id`.""",
+    # `/metrics` may ask for a token of its own.
+    public=frozenset({"/health/live", "/health/ready", "/metrics"}),
+    readers="Any key of the admin API reads it.",
+    is_idempotent=True,
+)
+
 
 def _operation_id(route: APIRoute) -> str:
     return route.name
@@ -57,7 +71,7 @@ def _rest_routes() -> APIRouter:
     routes = APIRouter(generate_unique_id_function=_operation_id)
     for module in ROUTERS:
         routes.include_router(module.router, prefix="/admin/v1")
-    routes.include_router(document.router)
+    routes.include_router(ADMIN_DOCUMENT.router(READER))
     return routes
 
 
@@ -77,7 +91,8 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.state.services = services
     app.add_middleware(IdempotentAnswers, services=services)
     app.add_exception_handler(Replayed, answer_again)
-    app.add_middleware(AdminMetered, metrics=services.metrics)
+    # Prometheus' own calls are left out.
+    app.add_middleware(HttpMetrics, count=counting_admin_calls(services.metrics), unmeasured=frozenset({"/metrics"}))
     install_error_handling(app, {StoreError: api_error})
     app.router.routes.extend(_rest_routes().routes)
     app.include_router(metrics_router(services.metrics, services.engine, services.metrics_token, services.is_loopback))

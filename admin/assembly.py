@@ -42,6 +42,7 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
@@ -49,9 +50,9 @@ from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.openai_api.app import create_openai_app
 from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
-from loramux.platform.quotas.adapter_limits import AdapterLimits
 from loramux.platform.quotas.overview import QuotaView
 from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.quotas.stock import AdapterLimits
 from loramux.platform.telemetry.measured_validator import MeasuredValidator
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
@@ -69,6 +70,7 @@ class Assembled:
     gateway_app: FastAPI
     admin_app: FastAPI
     running: RunningRequests
+    maintenance: Maintenance
     upkeep: Upkeep
     api_keys: ApiKeys
     metrics: GatewayMetrics
@@ -188,6 +190,7 @@ def assemble(
             gateway_app,
             create_admin_app(admin, settings.admin_root_path),
             gateway.running,
+            gateway.maintenance,
             Upkeep(admin),
             api_keys,
             metrics,

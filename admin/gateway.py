@@ -86,7 +86,7 @@ async def _serve(
         proxies = TrustedProxies(settings.trusted_proxies)
         openai = ConnectionBook(limits.openai, proxies, assembled.metrics, "openai")
         admin = ConnectionBook(limits.admin, proxies, assembled.metrics, "admin")
-        maintenance = asyncio.create_task(assembled.running.maintain(), name="maintenance")
+        maintenance = asyncio.create_task(assembled.maintenance.run(), name="maintenance")
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai),
             HttpServer(assembled.operations_app, admin_listener, admin),

@@ -21,6 +21,7 @@ from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.engine_link.engine_client import EngineClient
+from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.openai_api.app import create_openai_app
@@ -39,6 +40,7 @@ class AssembledGateway:
     gateway_app: FastAPI
     operations_app: FastAPI
     running: RunningRequests
+    maintenance: Maintenance
     metrics: GatewayMetrics
 
 
@@ -88,6 +90,7 @@ def assemble_gateway(
             create_openai_app(gateway),
             _operations_app(gateway, settings, is_loopback),
             gateway.running,
+            gateway.maintenance,
             gateway.metrics,
         )
 

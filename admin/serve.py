@@ -143,7 +143,7 @@ async def _serve(
         proxies = TrustedProxies(settings.trusted_proxies)
         openai = ConnectionBook(limits.openai, proxies, assembled.metrics, "openai")
         admin = ConnectionBook(limits.admin, proxies, assembled.metrics, "admin")
-        maintenance = asyncio.create_task(assembled.running.maintain(), name="maintenance")
+        maintenance = asyncio.create_task(assembled.maintenance.run(), name="maintenance")
         upkeep = asyncio.create_task(assembled.upkeep.run(), name="upkeep")
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai),

@@ -112,7 +112,8 @@ PlatformReader = Annotated[Caller, _caller("platform:admin", "platform:read")]
 Writer = Annotated[Caller, _caller("platform:admin", "tenant:admin")]
 Developer = Annotated[Caller, _caller("platform:admin", "tenant:admin", "tenant:develop")]
 """Who may bring versions; what answers a bare name stays a `Writer`'s decision."""
-Reader = Annotated[Caller, _caller("platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read")]
+READER = _caller("platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read")
+Reader = Annotated[Caller, READER]
 
 
 async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, param: str = "tenant") -> Tenant:

@@ -18,11 +18,19 @@ from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.platform.accounts.key_adapters import find_adapter_ids
-from loramux.platform.accounts.key_scopes import DEFAULT_PLATFORM_SCOPES, check_limit, checked_scopes
-from loramux.platform.accounts.keys import ApiKey, CreatedKey, KeyChanges, key_of, principal_of, shown_key
-from loramux.platform.accounts.principal_cache import PrincipalCache
-from loramux.platform.accounts.principals import Principal
+from loramux.platform.accounts.keys import (
+    DEFAULT_PLATFORM_SCOPES,
+    ApiKey,
+    CreatedKey,
+    KeyChanges,
+    check_limit,
+    checked_scopes,
+    find_adapter_ids,
+    key_of,
+    principal_of,
+    shown_key,
+)
+from loramux.platform.accounts.principals import Principal, PrincipalCache
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 
 OPERATOR = "operator"

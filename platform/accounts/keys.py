@@ -1,13 +1,59 @@
-"""What a key is, as it is stored, shown and presented: records without a database."""
+"""What a key is, what it may do, and the adapters that it is limited to.
+
+A role is a scope: each says what its holder needs, and scopes add up.
+
+| role | scope | may |
+|---|---|---|
+| platform admin | `platform:admin` | everything but inference |
+| platform viewer | `platform:read` | read everything |
+| tenant admin | `tenant:admin` | administer its tenant: keys, adapters, aliases, its display name |
+| tenant developer | `tenant:develop` | read its tenant; push and preload versions, move aliases but `default` |
+| tenant viewer | `tenant:read` | read its tenant |
+| caller | `adapters`, `base` | infer with the tenant's adapters, with the base |
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row, exists, or_, select
 
+from loramux.adapter_store.registry.registry import is_identifier
+from loramux.migrations.schema import adapter_grants, adapters, tenants
 from loramux.platform.accounts.principals import Principal
+from loramux.platform.accounts.tenants import SLUG
+from loramux.platform.errors import InvalidRequest, NotFound
+
+TENANT_SCOPES = frozenset({"adapters", "base", "tenant:read", "tenant:develop", "tenant:admin"})
+PLATFORM_SCOPES = frozenset({"platform:read", "platform:admin"})
+DEFAULT_TENANT_SCOPES = frozenset({"adapters", "base"})
+DEFAULT_PLATFORM_SCOPES = frozenset({"platform:admin"})
+
+LIMITABLE_SCOPES = frozenset({"adapters", "base", "tenant:develop"})
+"""What a key may do that is limited to some adapters. All that such a key reads is narrowed to them and to itself."""
+
+
+def checked_scopes(tenant_id: str | None, scopes: Iterable[str] | None) -> frozenset[str]:
+    """The scopes of a key of this owner, by default those that suit it; raises InvalidRequest."""
+    allowed = PLATFORM_SCOPES if tenant_id is None else TENANT_SCOPES
+    if scopes is None:
+        return DEFAULT_PLATFORM_SCOPES if tenant_id is None else DEFAULT_TENANT_SCOPES
+    granted = frozenset(scopes)
+    if not granted or granted - allowed:
+        owner = "platform" if tenant_id is None else "tenant"
+        raise InvalidRequest(f"scopes of a {owner} key are {', '.join(sorted(allowed))}", param="scopes")
+    return granted
+
+
+def check_limit(scopes: frozenset[str]) -> None:
+    """Raises InvalidRequest where a key with these scopes cannot be limited to some adapters."""
+    if scopes - LIMITABLE_SCOPES:
+        raise InvalidRequest(
+            f"only a key whose scopes are among {', '.join(sorted(LIMITABLE_SCOPES))} can be limited to adapters",
+            param="adapters",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +130,29 @@ def shown_key(key: ApiKey) -> dict[str, object]:
         "expires_us": key.expires_us,
         "revoked_us": key.revoked_us,
     }
+
+
+def find_adapter_ids(connection: Connection, tenant_id: str, names: Sequence[str]) -> list[str]:
+    """Identifiers of adapters that the tenant may call, each given as identifier or `[tenant/]name`.
+
+    Raises NotFound; one that it may not call is as unknown as one that does not exist.
+    """
+    return sorted({_find_adapter_id(connection, tenant_id, name) for name in names})
+
+
+def _find_adapter_id(connection: Connection, tenant_id: str, name: str) -> str:
+    is_granted = exists().where(adapter_grants.c.adapter_id == adapters.c.id, adapter_grants.c.tenant_id == tenant_id)
+    query = select(adapters.c.id).where(or_(adapters.c.tenant_id == tenant_id, is_granted))
+    owner, slash, short = name.rpartition("/")
+    found = None
+    if is_identifier(name):
+        found = connection.execute(query.where(adapters.c.id == name)).scalar()
+    elif slash and SLUG.fullmatch(owner) and SLUG.fullmatch(short):
+        named = query.join(tenants, tenants.c.id == adapters.c.tenant_id)
+        found = connection.execute(named.where(tenants.c.slug == owner, adapters.c.name == short)).scalar()
+    elif not slash and SLUG.fullmatch(name):
+        own = query.where(adapters.c.tenant_id == tenant_id, adapters.c.name == name)
+        found = connection.execute(own).scalar()
+    if found is None:
+        raise NotFound("the tenant may call no such adapter", param="adapters", code="adapter_not_found")
+    return str(found)

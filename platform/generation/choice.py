@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.engine.messages import Add, Finished, SequenceOutput, TokenLogprobs
-from loramux.platform.tokenizer.detokenizer import Detokenizer
+from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tokenizer.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True)

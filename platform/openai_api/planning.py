@@ -11,7 +11,7 @@ from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import Share
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.generation.generation import CHUNK_TOKENS, Plan
+from loramux.platform.generation.plan import CHUNK_TOKENS, Plan
 from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.telemetry.tracing import traced

@@ -21,6 +21,7 @@ from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.adapter_loads import AdapterLoads
 from loramux.platform.generation.cold_loads import ResidentAdapters
+from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.generation.settler import Settling
@@ -67,7 +68,7 @@ class GatewaySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayServices:
-    """The services behind the OpenAI routes. Blocking ones go through `call`; `running.maintain` must run beside.
+    """The services behind the OpenAI routes. Blocking ones go through `call`; `maintenance.run` must run beside.
 
     What only computes goes through `compute`, on threads of its own: SQL, health and settlements never wait behind it.
     """
@@ -77,6 +78,7 @@ class GatewayServices:
     api_keys: ApiKeys
     resolver: ModelResolver
     running: RunningRequests
+    maintenance: Maintenance
     loads: AdapterLoads
     settling: Settling
     commit: GroupCommit
@@ -119,10 +121,7 @@ class GatewayServices:
         metrics.database_connections.set_function(lambda: database.num_connections)
         settling = Settling(commit, metrics, state, spool)
         residents = ResidentAdapters(engine)
-        call = partial(call_on, executor)
-        running = RunningRequests(
-            admission, commit, engine, tokenizer, metrics, call, database.now_us, state, settling, residents
-        )
+        running = RunningRequests(commit, engine, tokenizer, metrics, database.now_us, state, settling, residents)
         metrics.held_settlements.set_function(lambda: settling.num_held)
         if spool is not None:
             metrics.spooled_bytes.set_function(lambda: spool.num_bytes)
@@ -133,6 +132,9 @@ class GatewayServices:
             api_keys=api_keys,
             resolver=ModelResolver(registry, model.served_name),
             running=running,
+            maintenance=Maintenance(
+                running, admission, settling, residents, state, metrics, partial(call_on, executor)
+            ),
             loads=AdapterLoads(engine, residents, commit, state),
             settling=settling,
             commit=commit,

@@ -11,7 +11,8 @@ from starlette.types import Receive
 
 from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
-from loramux.platform.generation.generation import Generation, Plan
+from loramux.platform.generation.generation import Generation
+from loramux.platform.generation.plan import Plan
 from loramux.platform.openai_api import sse
 from loramux.platform.openai_api.answers import Answer
 from loramux.platform.openai_api.error_responses import engine_unavailable, json_response

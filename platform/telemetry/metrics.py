@@ -5,6 +5,9 @@ The one exception shows at most ten quota policies, those that refuse most. docs
 
 from __future__ import annotations
 
+import collections
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -14,7 +17,6 @@ from prometheus_client.registry import Collector
 
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.policies import QuotaPolicy
-from loramux.platform.telemetry.top_refusals import TopRefusals
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -29,6 +31,10 @@ NETWORK_REFUSALS = (
     "shed",
     "slow_reader",
 )
+
+REFUSALS_WINDOW_S = 300.0
+MAX_POLICIES = 4096
+"""Policies that are counted at a time; refusals of further ones are counted again once the window has moved."""
 
 
 class GatewayMetrics:
@@ -158,3 +164,34 @@ class _TopRefusalsCollector(Collector):
         for policy_id, count in self._refusals.top():
             family.add_metric((policy_id,), count)
         yield family
+
+
+class TopRefusals:
+    """Refusals by policy over the last five to ten minutes. Thread-safe; its memory is bounded."""
+
+    def __init__(self, num_shown: int = 10, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_shown = num_shown
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._window = 0
+        self._current: collections.Counter[str] = collections.Counter()
+        self._previous: collections.Counter[str] = collections.Counter()
+
+    def count(self, policy_id: str) -> None:
+        with self._lock:
+            self._move()
+            if policy_id in self._current or len(self._current) < MAX_POLICIES:
+                self._current[policy_id] += 1
+
+    def top(self) -> list[tuple[str, int]]:
+        """The policies that refused most, with how often, the most first."""
+        with self._lock:
+            self._move()
+            return (self._current + self._previous).most_common(self._num_shown)
+
+    def _move(self) -> None:
+        window = int(self._clock() / REFUSALS_WINDOW_S)
+        if window != self._window:
+            self._previous = self._current if window == self._window + 1 else collections.Counter()
+            self._current = collections.Counter()
+            self._window = window

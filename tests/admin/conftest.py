@@ -69,9 +69,9 @@ from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.ledger.settlement import Settlement
-from loramux.platform.quotas.adapter_limits import AdapterLimits
 from loramux.platform.quotas.overview import QuotaView
 from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.quotas.stock import AdapterLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.migrated import migrated_sqlite
 

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import create_engine, select, text, update
 
 from loramux.migrations import schema
-from loramux.platform.generation.running_requests import CHECKPOINT_INTERVAL_S
+from loramux.platform.generation.maintenance import CHECKPOINT_INTERVAL_S
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.gateway_lab import GatewayLab, LabGateway, Truth, ask, gateway_lab
 from tests.conformance.paced_engine import STEP_S

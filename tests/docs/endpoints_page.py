@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from loramux.admin.app import create_admin_app
-from loramux.admin.rest import openapi_route as admin_document
-from loramux.platform.openai_api import openapi_route as openai_document
-from loramux.platform.openai_api.app import create_openai_app
+from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
+from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
 from loramux.platform.openai_api.openapi import operations
 from tests.admin.conftest import TARGET, open_admin_side
 from tests.admin.gateways import open_services
@@ -55,14 +53,14 @@ def endpoints_page() -> str:
         open_admin_side(Path(directory), TARGET) as side,
         open_services(side.services.database, DEMO_BASE) as services,
     ):
-        admin = admin_document.document_of(create_admin_app(side.services))
-        openai = openai_document.document_of(create_openai_app(services))
+        admin = ADMIN_DOCUMENT.of(create_admin_app(side.services))
+        openai = OPENAI_DOCUMENT.of(create_openai_app(services))
     sections: dict[str, list[str]] = defaultdict(list)
-    for path, operation, method in _guarded(admin, admin_document.PUBLIC):
+    for path, operation, method in _guarded(admin, ADMIN_DOCUMENT.public):
         tag = (operation.get("tags") or [path.removeprefix("/admin/v1/").partition("/")[0]])[0]
         sections[tag.replace("_", " ")].append(_row(path, method, operation, admin["components"]["schemas"]))
     parts = [HEAD, *_TABLE]
-    for path, operation, method in _guarded(openai, openai_document.PUBLIC):
+    for path, operation, method in _guarded(openai, OPENAI_DOCUMENT.public):
         parts.append(_row(path, method, operation, openai["components"]["schemas"]))
     parts += ["", HEALTH, ADMIN_HEAD]
     for tag in sorted(sections):

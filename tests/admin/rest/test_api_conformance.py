@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from loramux.admin.app import create_admin_app
-from loramux.admin.rest import openapi_route as admin_document
-from loramux.platform.openai_api import openapi_route as openai_document
-from loramux.platform.openai_api.app import create_openai_app
+from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
+from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
 from tests.adapter_store.validation.hostile import TARGET
 from tests.admin.conftest import open_admin_side
 from tests.admin.gateways import open_services, served
@@ -56,9 +54,9 @@ def _run(
         stock = ApiStock(side)
         if listener == "admin":
             app, keys = create_admin_app(side.services), stock.admin_keys()
-            document = admin_document.document_of(app)
+            document = ADMIN_DOCUMENT.of(app)
         else:
             app, keys = create_openai_app(services), [stock.caller, *stock.admin_keys()[-1:]]
-            document = openai_document.document_of(app)
+            document = OPENAI_DOCUMENT.of(app)
         with served(lambda: app) as url:
             return call_all(document, url, keys, stock.names, num_calls, SEED, is_thorough, cases)

@@ -14,9 +14,8 @@ import pytest
 from sqlalchemy import insert
 
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.admin.app import create_admin_app
+from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.admin.expired_rows import ExpiredRows
-from loramux.admin.rest import openapi_route as document
 from loramux.admin.server.idempotency_keys import (
     LIFETIME_US,
     RUNNING_US,
@@ -328,7 +327,7 @@ async def test_what_is_anothers_answers_as_what_does_not_exist(http: httpx.Async
         "tenant": "owner",
     }
     unknown = {name: f"{value[:4]}{'0' * 32}" if "_" in value else "nobody" for name, value in foreign.items()}
-    described = document.document_of(create_admin_app(side.services))
+    described = ADMIN_DOCUMENT.of(create_admin_app(side.services))
     stranger = client(side, key_of(side, "stranger", "tenant:admin"))
     num_hidden, hidden = 0, set[str]()
     for path, operation, method in operations(described):

@@ -11,10 +11,8 @@ import pytest
 from fastapi.routing import iter_route_contexts
 from jsonschema import Draft202012Validator
 
-from loramux.admin.app import create_admin_app
-from loramux.admin.rest import openapi_route as admin_document
-from loramux.platform.openai_api import openapi_route as openai_document
-from loramux.platform.openai_api.app import create_openai_app
+from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
+from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
 from loramux.platform.openai_api.openapi import operations
 from tests.admin.conftest import ADMIN_KEY, TARGET, open_admin_side
 from tests.admin.gateways import open_services
@@ -29,8 +27,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> dict
         open_services(side.services.database, demo_base) as services,
     ):
         return {
-            "admin": admin_document.document_of(create_admin_app(side.services)),
-            "openai": openai_document.document_of(create_openai_app(services)),
+            "admin": ADMIN_DOCUMENT.of(create_admin_app(side.services)),
+            "openai": OPENAI_DOCUMENT.of(create_openai_app(services)),
         }
 
 
@@ -75,7 +73,7 @@ def test_every_body_and_answer_is_typed_and_has_an_example_that_fits(
 
 def test_every_operation_names_its_errors(found: list[Operation]) -> None:
     for name, path, method, operation in found:
-        public = admin_document.PUBLIC if name == "admin" else openai_document.PUBLIC
+        public = ADMIN_DOCUMENT.public if name == "admin" else OPENAI_DOCUMENT.public
         statuses = set(operation["responses"])
         if path in public:
             assert operation["security"] == []

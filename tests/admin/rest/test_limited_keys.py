@@ -18,8 +18,7 @@ from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.adapter_store.registry.records import Adapter, UploadFile
 from loramux.adapter_store.registry.sharing import AdapterGrants
-from loramux.admin.app import create_admin_app
-from loramux.admin.rest import openapi_route as document
+from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions
 from loramux.platform.accounts.model_names import ModelNotFound, ModelResolver
@@ -289,7 +288,7 @@ BODIES: Mapping[str, Mapping[str, Any]] = {
 
 def calls(app: Any) -> Iterator[tuple[str, str, str, Any]]:
     """Every operation: how it is called above, its method and path, and an example of its body."""
-    for path, operation, method in operations(document.document_of(app)):
+    for path, operation, method in operations(ADMIN_DOCUMENT.of(app)):
         name = f"{method.upper()} {path.removeprefix(BASE)}"
         body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
         yield name, method, path, BODIES.get(name, body)

@@ -29,7 +29,7 @@ from benchmarks.peers.workload import (
     draw_work,
 )
 from benchmarks.random_model import SHAPES
-from loramux.platform.tokenizer.token_bytes import TokenBytes
+from loramux.platform.tokenizer.model_tokenizer import TokenBytes
 
 SHORT, LONG = Load(64, 32), Load(32, 128)
 

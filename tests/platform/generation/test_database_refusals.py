@@ -24,7 +24,7 @@ from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import Operation, Outcome, Reservation, ReservationRequest
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.generation import running_requests as running
+from loramux.platform.generation import maintenance
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate, migrated_sqlite
@@ -54,7 +54,7 @@ MAX_UNTIL_FULL = 200
 
 @pytest.fixture(autouse=True)
 def _tended_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "TEND_INTERVAL_S", 0.1)
+    monkeypatch.setattr(maintenance, "TEND_INTERVAL_S", 0.1)
 
 
 @contextmanager

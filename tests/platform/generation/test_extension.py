@@ -24,7 +24,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "CHUNK_TOKENS", CHUNK)
     monkeypatch.setattr(generation, "CHUNK_TOKENS", CHUNK)
     monkeypatch.setattr(generation, "EXTEND_AHEAD_TOKENS", 8)
-    monkeypatch.setattr(generation, "PAUSE_S", 0.5)
+    monkeypatch.setattr(plan, "PAUSE_S", 0.5)
 
 
 def says(num_tokens: int, **script: Any) -> Any:

@@ -21,8 +21,7 @@ from loramux.migrations.database import Database
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import Closing, Extension, ReservationRequest
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.generation import generation
-from loramux.platform.generation import running_requests as running
+from loramux.platform.generation import generation, maintenance
 from loramux.platform.generation.settlement_spool import LEFT, SettlementSpool
 from loramux.platform.generation.settler import Settling
 from loramux.platform.ledger.events import Ledger
@@ -52,13 +51,13 @@ CHUNK = 8
 
 @pytest.fixture(autouse=True)
 def _tended_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "TEND_INTERVAL_S", 0.02)
+    monkeypatch.setattr(maintenance, "TEND_INTERVAL_S", 0.02)
     # Checkpoints and folds come when a test says so.
-    monkeypatch.setattr(running, "CHECKPOINT_INTERVAL_S", 3600)
+    monkeypatch.setattr(maintenance, "CHECKPOINT_INTERVAL_S", 3600)
     monkeypatch.setattr(planning, "CHUNK_TOKENS", CHUNK)
     monkeypatch.setattr(generation, "CHUNK_TOKENS", CHUNK)
     monkeypatch.setattr(generation, "EXTEND_AHEAD_TOKENS", 4)
-    monkeypatch.setattr(generation, "PAUSE_S", 0.1)
+    monkeypatch.setattr(plan, "PAUSE_S", 0.1)
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ class Lab:
             map(sum, told.values())
         )
         assert_all_is_settled(gateway)
-        gateway.services.running._admission.roll_up()
+        gateway.services.maintenance._admission.roll_up()
         [sums] = Ledger(gateway.database).report(None, 0, 2**61)
         assert (sums.prompt_tokens, sums.completion_tokens) == tuple(map(sum, zip(*told.values(), strict=True)))
         metrics = gateway.services.metrics.render().decode()
@@ -159,7 +158,7 @@ async def while_streaming(lab: Lab, _: pytest.MonkeyPatch) -> None:
 async def at_a_checkpoint(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await while_streaming(lab, monkeypatch)
     with pytest.raises(OperationalError):
-        await lab.gateway.services.running.checkpoint()
+        await lab.gateway.services.maintenance.checkpoint()
 
 
 async def at_an_extension(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +185,7 @@ async def at_a_fold(lab: Lab, _: pytest.MonkeyPatch) -> None:
     await asyncio.gather(*lab.streams)
     lab.disk.fill()
     with pytest.raises(OperationalError):
-        await lab.gateway.services.call(lab.gateway.services.running._admission.roll_up)
+        await lab.gateway.services.call(lab.gateway.services.maintenance._admission.roll_up)
 
 
 STEPS = [
@@ -267,7 +266,7 @@ async def test_a_disk_that_is_back_takes_what_waits_in_memory_while_the_database
     await asyncio.gather(*lab.streams)
     settling = lab.gateway.services.settling
     assert settling.num_held == NUM_STREAMS
-    admission = lab.gateway.services.running._admission
+    admission = lab.gateway.services.maintenance._admission
     with monkeypatch.context() as patched:
         for name in ("probe", "commit"):
             patched.setattr(admission, name, away)
@@ -318,7 +317,7 @@ async def test_what_a_gateway_could_not_settle_is_in_its_log_and_settled_from_th
     directory = lab.disk.directory / "next"
     directory.mkdir()
     (directory / LEFT).write_text("\n".join(records))
-    commit = GroupCommit(gateway.services.running._admission)
+    commit = GroupCommit(gateway.services.maintenance._admission)
     next_life = Settling(commit, gateway.services.metrics, gateway.services.state, SettlementSpool(directory, 1 << 20))
     assert next_life.has_waiting
     await next_life.replay()
@@ -348,8 +347,8 @@ async def test_a_gateway_on_postgresql_whose_own_disk_is_full_too(
             # Leases go on, so no other gateway takes them for a dead one's.
             with database.write() as connection:
                 connection.execute(schema.reservations.update().values(lease_expires_us=0))
-            await gateway.services.running.checkpoint()
-            assert gateway.services.running._admission.recover_expired() == 0
+            await gateway.services.maintenance.checkpoint()
+            assert gateway.services.maintenance._admission.recover_expired() == 0
         await until_all_is_settled(gateway)
         with database.read() as connection:
             assert connection.execute(select(func.count()).select_from(schema.usage_adjustments)).scalar_one() == 0

@@ -19,7 +19,7 @@ from loramux.migrations import schema
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import Closing
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.generation import generation
+from loramux.platform.generation import generation, maintenance
 from loramux.platform.generation import running_requests as running
 from loramux.platform.ledger.events import Ledger
 
@@ -333,8 +333,8 @@ def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: in
 
 
 async def tended_until_settled(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "TEND_INTERVAL_S", 0.01)
-    maintaining = asyncio.create_task(gateway.services.running.maintain())
+    monkeypatch.setattr(maintenance, "TEND_INTERVAL_S", 0.01)
+    maintaining = asyncio.create_task(gateway.services.maintenance.run())
     assert await gateway.services.running.drain(10)
     maintaining.cancel()
     await asyncio.wait({maintaining})
@@ -359,11 +359,11 @@ async def test_a_request_that_was_recovered_and_then_settled_is_charged_the_diff
     gateway.engine.script = stalling(7)
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
     await eventually_received(gateway, 3)
-    await gateway.services.running.checkpoint()
+    await gateway.services.maintenance.checkpoint()
     noted = checkpoint_of(gateway)
     await eventually_received(gateway, 7)
     clock.advance(31)
-    assert await gateway.services.call(gateway.services.running._admission.recover_expired) == 1
+    assert await gateway.services.call(gateway.services.maintenance._admission.recover_expired) == 1
     [guessed] = gateway.usage()
     assert (guessed.status, guessed.completion_tokens) == ("recovered", noted)
     gateway.engine.abort(gateway.engine.adds[0].sequence_id)
@@ -385,7 +385,7 @@ async def test_a_settlement_in_memory_corrects_what_another_gateway_recovered(
     gateway.engine.script = stalling(7)
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
     await eventually_received(gateway, 3)
-    await gateway.services.running.checkpoint()
+    await gateway.services.maintenance.checkpoint()
     noted = checkpoint_of(gateway)
     await eventually_received(gateway, 7)
     another = Admission(gateway.database)
@@ -394,7 +394,7 @@ async def test_a_settlement_in_memory_corrects_what_another_gateway_recovered(
         gateway.engine.abort(gateway.engine.adds[0].sequence_id)
         await asked
         assert gateway.services.settling.num_held == 1
-        assert not gateway.services.running._may_recover()
+        assert not gateway.services.maintenance._may_recover()
         clock.advance(31)
         assert another.recover_expired() == 1
         [guessed] = gateway.usage()
@@ -476,14 +476,14 @@ async def test_a_checkpoint_keeps_a_long_request_from_being_recovered(gateway_on
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
     await eventually_received(gateway, 7)
     clock.advance(29)
-    maintaining = asyncio.create_task(gateway.services.running.maintain())
+    maintaining = asyncio.create_task(gateway.services.maintenance.run())
     async with asyncio.timeout(5):
         while checkpoint_of(gateway) != 7:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     maintaining.cancel()
     await asyncio.wait({maintaining})
     clock.advance(29)
-    assert await gateway.services.call(gateway.services.running._admission.recover_expired) == 0
+    assert await gateway.services.call(gateway.services.maintenance._admission.recover_expired) == 0
     gateway.engine.abort(gateway.engine.adds[0].sequence_id)
     await asked
     assert [event.completion_tokens for event in gateway.usage()] == [7]

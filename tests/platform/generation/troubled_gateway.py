@@ -28,7 +28,7 @@ async def maintained(
 ) -> AsyncIterator[Gateway]:
     with ThreadPoolExecutor(8) as threads:
         async with open_gateway(database, tokenizer, threads, spool=SettlementSpool(spool, spool_bytes)) as gateway:
-            maintaining = asyncio.create_task(gateway.services.running.maintain())
+            maintaining = asyncio.create_task(gateway.services.maintenance.run())
             yield gateway
             assert await gateway.services.running.drain(PATIENCE_S)
             maintaining.cancel()

@@ -13,10 +13,10 @@ from loramux.adapter_store.registry.records import Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import Tenant
-from loramux.platform.quotas.adapter_limits import AdapterLimits
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.overview import QuotaCaller, QuotaView
 from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.quotas.stock import AdapterLimits
 
 METRIC = "adapter_bytes"
 HOUR_US = 3_600_000_000

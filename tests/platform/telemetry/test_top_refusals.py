@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.platform.telemetry.top_refusals import MAX_POLICIES, WINDOW_S, TopRefusals
+from loramux.platform.telemetry.metrics import MAX_POLICIES, REFUSALS_WINDOW_S, TopRefusals
 
 
 def test_only_the_most_refusing_are_shown_and_they_are_forgotten() -> None:
@@ -12,12 +12,12 @@ def test_only_the_most_refusing_are_shown_and_they_are_forgotten() -> None:
         for _ in range(times):
             refusals.count(policy)
     assert refusals.top() == [("a", 3), ("c", 2)]
-    now[0] += WINDOW_S
+    now[0] += REFUSALS_WINDOW_S
     refusals.count("b")
     assert refusals.top() == [("a", 3), ("b", 2)], "what happened in the window before still counts"
-    now[0] += WINDOW_S
+    now[0] += REFUSALS_WINDOW_S
     assert refusals.top() == [("b", 1)]
-    now[0] += 5 * WINDOW_S
+    now[0] += 5 * REFUSALS_WINDOW_S
     assert refusals.top() == []
 
 

@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
-from loramux.platform.tokenizer.detokenizer import Detokenizer
+from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tokenizer.stop_strings import StopStrings
 
 ASKED = [{"role": "user", "content": "Hello"}]
 

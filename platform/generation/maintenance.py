@@ -1,0 +1,112 @@
+"""What a gateway does beside its requests: leases, recovery, sweeps, and the replay of settlements that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.database_health import DatabaseState
+from loramux.platform.admission.records import Checkpoint
+from loramux.platform.admission.reservation_rows import LEASE_US
+from loramux.platform.generation.cold_loads import ResidentAdapters
+from loramux.platform.generation.running_requests import RunningRequests
+from loramux.platform.generation.settler import Settling
+from loramux.platform.telemetry.metrics import GatewayMetrics
+
+TEND_INTERVAL_S = 1.0
+"""How often a database in trouble is tried again, and what was spooled is looked for."""
+
+RECOVERY_GRACE_S = LEASE_US / 1_000_000
+"""After trouble, gateways first get a lease's time to say what runs and what was settled."""
+
+CHECKPOINT_INTERVAL_S = 5.0
+
+SWEEP_INTERVAL_S = 3600.0
+"""How often counters of windows long past are looked for."""
+
+log = structlog.get_logger()
+
+
+class Call(Protocol):
+    """Runs a blocking function on a thread."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+
+
+class Maintenance:
+    """Keeps the leases of `running`, and cleans up behind gateways that died and databases that failed."""
+
+    def __init__(
+        self,
+        running: RunningRequests,
+        admission: Admission,
+        settling: Settling,
+        residents: ResidentAdapters,
+        state: DatabaseState,
+        metrics: GatewayMetrics,
+        call: Call,
+    ) -> None:
+        self._running = running
+        self._admission = admission
+        self._settling = settling
+        self._residents = residents
+        self._state = state
+        self._metrics = metrics
+        self._call = call
+
+    async def run(self) -> None:
+        """Checkpoint what runs, recover what a dead gateway left, roll up, and settle what was spooled, for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_leases())
+            group.create_task(self._tend_database())
+            group.create_task(self._residents.follow())
+
+    async def _keep_leases(self) -> None:
+        sweep_s = time.monotonic()
+        while True:
+            try:
+                await self.checkpoint()
+                if self._may_recover():
+                    num_recovered = await self._call(self._admission.recover_expired)
+                    self._metrics.recovered.inc(num_recovered)
+                await self._call(self._admission.roll_up)
+                if time.monotonic() >= sweep_s:
+                    num_swept = await self._call(self._admission.sweep_counters)
+                    # Where there were some, there may be more.
+                    sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
+            except SQLAlchemyError as error:
+                log.warning("checkpoint failed; trying again", error=str(error))
+            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+
+    def _may_recover(self) -> bool:
+        """Not while gateways that are well may have been unable to say so."""
+        return not self._settling.has_waiting and self._state.well_for_s > RECOVERY_GRACE_S
+
+    async def _tend_database(self) -> None:
+        """Find out when a database that failed takes writes again, and then settle the settlements that wait."""
+        while True:
+            try:
+                await self._settling.spool_held()
+                if self._state.has_failed:
+                    await self._call(self._admission.probe)
+                    self._state.note_well()
+                    log.info("the database takes writes again")
+                if self._settling.has_waiting and self._state.trouble is None:
+                    await self._settling.replay()
+            except (SQLAlchemyError, OSError) as error:
+                log.warning("the database or the spool is in trouble; trying again", error=type(error).__name__)
+            await asyncio.sleep(TEND_INTERVAL_S)
+
+    async def checkpoint(self) -> None:
+        """Write down how far every request is, extend its lease, and end those that are to be cancelled."""
+        checkpoints = [Checkpoint(request_id, tokens) for request_id, tokens in self._running.progress().items()]
+        checkpoints += self._settling.checkpoints()
+        if checkpoints:
+            for request_id in await self._call(self._admission.checkpoint, checkpoints):
+                self._running.cancel(request_id)

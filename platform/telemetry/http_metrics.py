@@ -1,0 +1,104 @@
+"""What the listeners answer, counted, and timed to its last byte."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loramux.platform.telemetry.metrics import GatewayMetrics
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredCall:
+    """One HTTP call that a listener has answered, or tried to."""
+
+    method: str
+    path: str
+    status: int
+    """500 where nothing was answered."""
+    error_code: str | None
+    has_raised: bool
+    """Whether an exception came through the app."""
+    seconds: float
+    """From the call to the last byte of its answer."""
+
+
+Count = Callable[[AnsweredCall], None]
+
+
+class HttpMetrics:
+    """Measures every call of a listener but those of the `unmeasured` paths, and has `count` count it."""
+
+    def __init__(self, app: ASGIApp, count: Count, unmeasured: frozenset[str] = frozenset()) -> None:
+        self._app = app
+        self._count = count
+        self._unmeasured = unmeasured
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._unmeasured:
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        status = 500
+        has_raised = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            has_raised = True
+            raise
+        finally:
+            self._count(
+                AnsweredCall(
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    error_code=scope.get("state", {}).get("error_code"),
+                    has_raised=has_raised,
+                    seconds=time.monotonic() - started_s,
+                )
+            )
+
+
+def counting_endpoints(metrics: GatewayMetrics, endpoints: Mapping[str, str], logs_answers: bool) -> Count:
+    """Counts the OpenAI listener's answers and errors by endpoint; with `logs_answers`, each is a line of the log."""
+
+    def count(call: AnsweredCall) -> None:
+        endpoint = endpoints.get(call.path, "other")
+        if call.has_raised:
+            metrics.errors.labels(endpoint, "internal_error").inc()
+        if call.error_code is not None:
+            metrics.errors.labels(endpoint, call.error_code).inc()
+        metrics.requests.labels(endpoint, str(call.status)).inc()
+        metrics.request_seconds.labels(endpoint).observe(call.seconds)
+        if logs_answers:
+            seconds = round(call.seconds, 4)
+            log.info("answered", endpoint=endpoint, status=call.status, code=call.error_code, seconds=seconds)
+
+    return count
+
+
+def counting_admin_calls(metrics: GatewayMetrics) -> Count:
+    """Counts the admin listener's answers by method and status."""
+
+    def count(call: AnsweredCall) -> None:
+        # A method is whatever a client sends.
+        method = call.method if call.method in METHODS else "other"
+        metrics.admin_requests.labels(method, str(call.status)).inc()
+        metrics.admin_request_seconds.observe(call.seconds)
+
+    return count
