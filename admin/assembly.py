@@ -50,7 +50,7 @@ from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.openai_api.app import create_openai_app
 from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
-from loramux.platform.quotas.overview import QuotaView
+from loramux.platform.quotas.overview import QuotaOverview
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.quotas.stock import AdapterLimits
 from loramux.platform.telemetry.measured_validator import MeasuredValidator
@@ -162,7 +162,7 @@ def assemble(
             requests=RequestsInFlight(database),
             live=gateway.running,
             quotas=QuotaPolicies(database),
-            quota_view=QuotaView(database),
+            quota_overview=QuotaOverview(database),
             prices=PriceList(database),
             audit_log=AuditLog(database),
             ledger=Ledger(database),

@@ -32,7 +32,7 @@ from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.generation.running_requests import LiveRequests, NoLiveRequests
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
-from loramux.platform.quotas.overview import QuotaView
+from loramux.platform.quotas.overview import QuotaOverview
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.threads import call_on
@@ -84,7 +84,7 @@ class AdminServices:
     idempotency_keys: IdempotencyKeys
     requests: RequestsInFlight
     quotas: QuotaPolicies
-    quota_view: QuotaView
+    quota_overview: QuotaOverview
     prices: PriceList
     audit_log: AuditLog
     ledger: Ledger

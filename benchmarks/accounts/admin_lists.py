@@ -54,15 +54,15 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.database_health import DatabaseState
+from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.adapter_loads import AdapterLoads
-from loramux.platform.generation.cold_loads import ResidentAdapters
+from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
-from loramux.platform.quotas.overview import QuotaView
+from loramux.platform.quotas.overview import QuotaOverview
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
@@ -103,12 +103,12 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
             idempotency_keys=IdempotencyKeys(database),
             requests=RequestsInFlight(database),
             quotas=QuotaPolicies(database),
-            quota_view=QuotaView(database),
+            quota_overview=QuotaOverview(database),
             prices=PriceList(database),
             audit_log=AuditLog(database),
             ledger=Ledger(database),
             engine=engine,
-            loads=AdapterLoads(engine, ResidentAdapters(engine), commit, DatabaseState()),
+            loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),
             metrics=GatewayMetrics(),
             self_check=SelfCheck(database=database, blobs=blobs, engine=engine, data_dir=root, served_name="base"),
             metrics_token=None,

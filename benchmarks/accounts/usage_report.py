@@ -40,7 +40,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.model_spans import all_rollups_anew
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.grains import AMOUNTS, DAY_US, HOUR_US
-from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer, largest
 from loramux.platform.ledger.rollups import UsageRollups
 
@@ -161,7 +161,7 @@ def _check(database: Database, made: UsageWorld) -> None:
         (("model",), None, cut, select(events.c.model, *sums).where(in_cut).group_by(events.c.model)),
     ]  # fmt: skip
     for group_by, bucket, (start_us, end), direct in cases:
-        asked = UsageQuestion(tenant_id=None, start_us=start_us, end_us=end, bucket=bucket, group_by=group_by)
+        asked = UsageQuery(tenant_id=None, start_us=start_us, end_us=end, bucket=bucket, group_by=group_by)
         rows = answer(database, asked)
         if bucket is None:
             _check_largest(database, asked, rows)
@@ -178,7 +178,7 @@ def _check(database: Database, made: UsageWorld) -> None:
             raise CheckError(f"the report by {group_by or bucket} is not the sum of the events")
 
 
-def _check_largest(database: Database, asked: UsageQuestion, rows: Sequence[UsageRow]) -> None:
+def _check_largest(database: Database, asked: UsageQuery, rows: Sequence[UsageRow]) -> None:
     found = largest(database, asked, TOP)
     by_tokens = sorted((row.prompt_tokens + row.completion_tokens for row in rows), reverse=True)
     if [row.prompt_tokens + row.completion_tokens for row in found.rows] != by_tokens[:TOP]:
@@ -192,16 +192,16 @@ def _now_us(made: UsageWorld) -> int:
     return made.end_us - 11 * HOUR_US - 1_234_567_890
 
 
-def _question(made: UsageWorld, length_us: int, **more: Any) -> UsageQuestion:
+def _query(made: UsageWorld, length_us: int, **more: Any) -> UsageQuery:
     now_us = _now_us(made)
-    return UsageQuestion(**{"tenant_id": None, "start_us": now_us - length_us, "end_us": now_us + 1, **more})
+    return UsageQuery(**{"tenant_id": None, "start_us": now_us - length_us, "end_us": now_us + 1, **more})
 
 
 def _whole_lists(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
     """A row for each of thousands, which somebody takes away rather than reads: they have no target."""
 
     def ask(group_by: tuple[str, ...]) -> Callable[[], Any]:
-        return lambda: answer(database, _question(made, ASKED_US, group_by=group_by))
+        return lambda: answer(database, _query(made, ASKED_US, group_by=group_by))
 
     return {
         f"all tenants, a month by {' and '.join(group_by)}, every one": ask(group_by)
@@ -214,12 +214,12 @@ def _reports(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any
     ledger, of_tenant, now_us = Ledger(database), made.tenant_ids[0], _now_us(made)
 
     def ask(length_us: int, **more: Any) -> Callable[[], Any]:
-        question = _question(made, length_us, **more)
-        return lambda: answer(database, question)
+        query = _query(made, length_us, **more)
+        return lambda: answer(database, query)
 
     def ask_largest(length_us: int, *group_by: str) -> Callable[[], Any]:
-        question = _question(made, length_us, group_by=group_by)
-        return lambda: largest(database, question, TOP)
+        query = _query(made, length_us, group_by=group_by)
+        return lambda: largest(database, query, TOP)
 
     return {
         "all tenants, a month": ask(ASKED_US),

@@ -19,7 +19,7 @@ END_WAIT_S = 2.0
 log = structlog.get_logger()
 
 
-class CacheWatch:
+class CacheInvalidation:
     """A thread that calls every one of `forget` after a change, by itself or within POLL_INTERVAL_S.
 
     While the database cannot be watched the caches are left to expire, which every entry does within five seconds.

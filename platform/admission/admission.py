@@ -21,11 +21,11 @@ from loramux.platform.admission.records import (
     ReservationRequest,
 )
 from loramux.platform.admission.reservation_rows import LEASE_US
-from loramux.platform.admission.transaction import MAX_ATTEMPTS, AdmissionBatch, Uncounted
+from loramux.platform.admission.transaction import MAX_ATTEMPTS, AdmissionTransaction, Uncounted
 from loramux.platform.ledger.price_list import PriceReader
 from loramux.platform.ledger.rollups import MAX_BATCHES, UsageRollups
 from loramux.platform.ledger.settlement import Settlement
-from loramux.platform.quotas.counter_rows import QuotaState
+from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.policy_cache import PolicyReader
 
 _RECOVER_AT_ONCE = 100
@@ -43,7 +43,7 @@ _CHECKPOINT = (
 
 
 class Admission:
-    """Reserve, checkpoint, settle, recover: the same on SQLite and PostgreSQL. `AdmissionBatch` says how.
+    """Reserve, checkpoint, settle, recover: the same on SQLite and PostgreSQL. `AdmissionTransaction` says how.
 
     Blocking. A gateway commits through `GroupCommit`, which puts many operations into one transaction.
     `note_overdrawn` is told how many settlements came after recovery and took a hard limit beyond what it admits.
@@ -71,15 +71,15 @@ class Admission:
         for _ in range(MAX_ATTEMPTS):
             try:
                 with self._commit() as connection:
-                    batch = AdmissionBatch(connection, self._database, self._policies, self._prices)
-                    outcomes = batch.apply(operations)
-                if batch.num_overdrawn:
-                    self._note_overdrawn(batch.num_overdrawn)
+                    transaction = AdmissionTransaction(connection, self._database, self._policies, self._prices)
+                    outcomes = transaction.apply(operations)
+                if transaction.num_overdrawn:
+                    self._note_overdrawn(transaction.num_overdrawn)
                 return outcomes
             except Uncounted as missing:
                 # In a transaction of its own: who makes counters while it holds others could wait in a circle.
                 with self._write() as connection:
-                    QuotaState(connection).make(missing.bindings)
+                    CounterRows(connection).make(missing.bindings)
         raise RuntimeError("the rules change faster than they can be applied")
 
     def reserve(self, request: ReservationRequest) -> Reservation:
@@ -188,7 +188,7 @@ class Admission:
 
     @contextmanager
     def _commit(self) -> Iterator[Connection]:
-        """A transaction of an `AdmissionBatch`."""
+        """The transaction of the database that an `AdmissionTransaction` runs in."""
         with self._write() if self._database.is_sqlite else self._database.write_in_pipelines() as connection:
             yield connection
 

@@ -23,7 +23,7 @@ class DatabaseTrouble(Exception):
     """The database cannot take reservations now."""
 
 
-class DatabaseState:
+class DatabaseHealth:
     """Told by whoever uses the database; asked before a request is admitted. Threads may call it as they like."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

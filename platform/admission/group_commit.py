@@ -15,7 +15,7 @@ import structlog
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.database_health import TROUBLE, DatabaseState
+from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.records import Operation, Outcome
 
 MAX_OPERATIONS = 256
@@ -59,12 +59,12 @@ class GroupCommit:
         self,
         admission: Admission,
         note_commit: NoteCommit | None = None,
-        state: DatabaseState | None = None,
+        health: DatabaseHealth | None = None,
         num_threads: int = 1,
     ) -> None:
         self._admission = admission
         self._note_commit = note_commit
-        self._state = state if state is not None else DatabaseState()
+        self._health = health if health is not None else DatabaseHealth()
         self._waiting: deque[_Waiting] = deque()
         self._has_changed = threading.Condition()
         self._is_closed = False
@@ -112,14 +112,14 @@ class GroupCommit:
     def _run(self) -> None:
         while batch := self._next():
             started_s = time.monotonic()
-            self._state.begin_commit()
+            self._health.begin_commit()
             outcomes = self._commit([waiting.operation for waiting in batch])
             with self._has_changed:
                 self._num_under_way -= len(batch)
                 if self._is_worth_it():
                     # Another goes on while this one answers.
                     self._has_changed.notify()
-            self._state.end_commit(next((one for one in outcomes if isinstance(one, TROUBLE)), None))
+            self._health.end_commit(next((one for one in outcomes if isinstance(one, TROUBLE)), None))
             if self._note_commit is not None:
                 has_failed = any(isinstance(outcome, SQLAlchemyError) for outcome in outcomes)
                 self._note_commit(len(batch), time.monotonic() - started_s, has_failed)

@@ -46,7 +46,7 @@ def _locked(dialect: str) -> Select[*tuple[Any, ...]]:
 class ReservationRows:
     """Rows of reservations by their ids: those that are open, and those that were recovered and may be corrected.
 
-    Whoever changes a reservation locks it first, and before any counter: see `QuotaState`.
+    Whoever changes a reservation locks it first, and before any counter: see `CounterRows`.
     """
 
     def __init__(self, connection: Connection) -> None:

@@ -24,7 +24,7 @@ from loramux.platform.ledger.entries import LedgerEntries, adapters_of
 from loramux.platform.ledger.price_list import PriceReader
 from loramux.platform.ledger.prices import Price, PriceBook, cost_of
 from loramux.platform.ledger.settlement import Settlement
-from loramux.platform.quotas.counter_rows import QuotaState
+from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import CounterKey
 from loramux.platform.quotas.decisions import Decision, QuotaExceeded, RequestTooLarge, decide, extend
 from loramux.platform.quotas.metrics import Unit
@@ -48,10 +48,10 @@ class Uncounted(Exception):
         self.bindings = bindings
 
 
-class AdmissionBatch:
+class AdmissionTransaction:
     """The work of one transaction that may write.
 
-    It locks the reservations in the order of their ids and then the counters in that of their keys: see `QuotaState`.
+    It locks the reservations in the order of their ids and then the counters in that of their keys: see `CounterRows`.
     Rules and prices come from books that are kept between transactions: see `PolicyReader` and `PriceReader`.
     """
 
@@ -59,9 +59,9 @@ class AdmissionBatch:
         self._connection = connection
         self._database = database
         self._policies = policies
-        self._rules = policies.book(connection)
+        self._rules = policies.cache(connection)
         self._now_us = 0
-        self._quotas = QuotaState(connection)
+        self._quotas = CounterRows(connection)
         self._reservations = ReservationRows(connection)
         self._prices = prices
         self._entries = LedgerEntries(connection, prices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, SequenceOutput, Stats
-from loramux.platform.engine_link.crash_strikes import RequestStrikes
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_connection import EngineConnection, refused_stream
 
@@ -13,7 +13,7 @@ from loramux.platform.engine_link.engine_connection import EngineConnection, ref
 class ConnectedEngine:
     """The calls of an EngineClient, passed to `_connection` while there is one; subclasses make and drop it."""
 
-    def __init__(self, strikes: RequestStrikes) -> None:
+    def __init__(self, strikes: CrashStrikes) -> None:
         self._connection: EngineConnection | None = None
         self._strikes = strikes
 

@@ -26,7 +26,7 @@ class Strikes:
     last_s: float
 
 
-class RequestStrikes:
+class CrashStrikes:
     """Strikes by request, whoever sends it how often.
 
     One request is the same tenant's, for the same adapter, with the same prompt and sampling parameters. `max_tokens`

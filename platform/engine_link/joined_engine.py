@@ -15,7 +15,7 @@ import structlog
 
 from loramux.engine.messages import Add
 from loramux.platform.engine_link.connected_engine import ConnectedEngine
-from loramux.platform.engine_link.crash_strikes import RequestStrikes
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_connection import EngineConnection
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH
@@ -50,7 +50,7 @@ class JoinedEngine(ConnectedEngine):
         joining: Joining | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(RequestStrikes(clock))
+        super().__init__(CrashStrikes(clock))
         self._path = path
         self._model_sha256 = model_sha256
         self._joining = joining if joining is not None else Joining()

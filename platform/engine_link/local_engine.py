@@ -15,7 +15,7 @@ import structlog
 from loramux.engine.config import EngineConfig
 from loramux.engine.messages import Add
 from loramux.platform.engine_link.connected_engine import ConnectedEngine
-from loramux.platform.engine_link.crash_strikes import RequestStrikes
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_connection import EngineConnection
 from loramux.platform.engine_link.engine_process import ENGINE_COMMAND, EngineProcess
@@ -77,7 +77,7 @@ class LocalEngine(ConnectedEngine):
         socket_directory: Path | None = None,
         lines: OutputLines | None = None,
     ) -> None:
-        super().__init__(RequestStrikes(clock))
+        super().__init__(CrashStrikes(clock))
         self._config = config
         self._supervision = supervision if supervision is not None else Supervision()
         self._command = command
@@ -211,19 +211,19 @@ class LocalEngine(ConnectedEngine):
                 if self.is_ready and watchdog.look(process.record.progress(), now - looked):
                     self._is_hung = True
                     log.error("engine hangs", pid=process.pid, stalled_s=round(watchdog.stalled_s, 1))
-                    self._bury(process)
+                    self._abandon_process(process)
                     process.kill()
                 looked = now
         finally:
             exited.cancel()
-        self._bury(process)
+        self._abandon_process(process)
         self._trouble = process.how_it_ended()
         if self._is_hung:
             self._trouble = f"it made no progress for {watchdog.stalled_s:.0f} s; {self._trouble}"
             self._is_hung = False
         return self._clock() - started - watchdog.stalled_s
 
-    def _bury(self, process: EngineProcess) -> None:
+    def _abandon_process(self, process: EngineProcess) -> None:
         """End the streams of an engine that is dead or as good as dead, and remember what it died of."""
         if self.is_ready:
             self._ran_at_death = process.record.running()

@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 
 from loramux.engine.messages import AdapterState
-from loramux.platform.admission.database_health import DatabaseState, DatabaseTrouble
+from loramux.platform.admission.database_health import DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import LoadCharge
 from loramux.platform.engine_link.engine_client import EngineClient, EngineUnavailable
-from loramux.platform.generation.cold_loads import ResidentAdapters
+from loramux.platform.generation.cold_loads import ColdLoads
 
 CHARGE_WAIT_S = 5.0
 """How long a load waits for its charge."""
 
 
 class AdapterLoads:
-    """Has the engine load adapters for the admin side, and lets `residents` know, so that no request pays again."""
+    """Has the engine load adapters for the admin side, and lets `cold_loads` know, so that no request pays again."""
 
     def __init__(
-        self, engine: EngineClient, residents: ResidentAdapters, commit: GroupCommit, state: DatabaseState
+        self, engine: EngineClient, cold_loads: ColdLoads, commit: GroupCommit, health: DatabaseHealth
     ) -> None:
         self._engine = engine
-        self._residents = residents
+        self._cold_loads = cold_loads
         self._commit = commit
-        self._state = state
+        self._health = health
 
     async def load(self, digest: str, charge: LoadCharge | None, timeout_s: float) -> AdapterState:
         """Load an adapter; where the engine does not hold it, `charge` is counted first. None charges nobody.
@@ -37,7 +37,7 @@ class AdapterLoads:
         try:
             answer = await self._engine.load(digest, timeout_s)
         except TimeoutError:
-            self._residents.note_loading(digest)
+            self._cold_loads.note_loading(digest)
             raise
         self._note(answer)
         return answer
@@ -56,17 +56,17 @@ class AdapterLoads:
 
         async def count(is_cold: bool) -> None:
             if is_cold:
-                self._state.check()
+                self._health.check()
                 await asyncio.shield(self._commit.submit(charge))
 
         try:
             async with asyncio.timeout(CHARGE_WAIT_S):
-                await self._residents.admit(charge.tenant_id, digest, count)
+                await self._cold_loads.admit(charge.tenant_id, digest, count)
         except TimeoutError:
             raise DatabaseTrouble("the charge takes too long") from None
 
     def _note(self, answer: AdapterState) -> None:
         if answer.state == "resident":
-            self._residents.note_loading(answer.digest)
+            self._cold_loads.note_loading(answer.digest)
         elif answer.state == "failed":
-            self._residents.note_failed(answer.digest)
+            self._cold_loads.note_failed(answer.digest)

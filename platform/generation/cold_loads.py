@@ -28,7 +28,7 @@ LOAD_S = 60.0
 """For so long an adapter that a request has the engine load may be missing in its reports."""
 
 
-class ResidentAdapters:
+class ColdLoads:
     """The digests in the engine's pool at its last report, and those that this gateway has had it load since.
 
     A report is at most `REPORT_INTERVAL_S` old while requests come: so long an adapter that was evicted is taken for

@@ -11,12 +11,12 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.database_health import DatabaseState
+from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.records import Checkpoint
 from loramux.platform.admission.reservation_rows import LEASE_US
-from loramux.platform.generation.cold_loads import ResidentAdapters
+from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.running_requests import RunningRequests
-from loramux.platform.generation.settler import Settling
+from loramux.platform.generation.settler import Settler
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 TEND_INTERVAL_S = 1.0
@@ -46,17 +46,17 @@ class Maintenance:
         self,
         running: RunningRequests,
         admission: Admission,
-        settling: Settling,
-        residents: ResidentAdapters,
-        state: DatabaseState,
+        settler: Settler,
+        cold_loads: ColdLoads,
+        health: DatabaseHealth,
         metrics: GatewayMetrics,
         call: Call,
     ) -> None:
         self._running = running
         self._admission = admission
-        self._settling = settling
-        self._residents = residents
-        self._state = state
+        self._settler = settler
+        self._cold_loads = cold_loads
+        self._health = health
         self._metrics = metrics
         self._call = call
 
@@ -65,7 +65,7 @@ class Maintenance:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_leases())
             group.create_task(self._tend_database())
-            group.create_task(self._residents.follow())
+            group.create_task(self._cold_loads.follow())
 
     async def _keep_leases(self) -> None:
         sweep_s = time.monotonic()
@@ -86,19 +86,19 @@ class Maintenance:
 
     def _may_recover(self) -> bool:
         """Not while gateways that are well may have been unable to say so."""
-        return not self._settling.has_waiting and self._state.well_for_s > RECOVERY_GRACE_S
+        return not self._settler.has_waiting and self._health.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:
         """Find out when a database that failed takes writes again, and then settle the settlements that wait."""
         while True:
             try:
-                await self._settling.spool_held()
-                if self._state.has_failed:
+                await self._settler.spool_held()
+                if self._health.has_failed:
                     await self._call(self._admission.probe)
-                    self._state.note_well()
+                    self._health.note_well()
                     log.info("the database takes writes again")
-                if self._settling.has_waiting and self._state.trouble is None:
-                    await self._settling.replay()
+                if self._settler.has_waiting and self._health.trouble is None:
+                    await self._settler.replay()
             except (SQLAlchemyError, OSError) as error:
                 log.warning("the database or the spool is in trouble; trying again", error=type(error).__name__)
             await asyncio.sleep(TEND_INTERVAL_S)
@@ -106,7 +106,7 @@ class Maintenance:
     async def checkpoint(self) -> None:
         """Write down how far every request is, extend its lease, and end those that are to be cancelled."""
         checkpoints = [Checkpoint(request_id, tokens) for request_id, tokens in self._running.progress().items()]
-        checkpoints += self._settling.checkpoints()
+        checkpoints += self._settler.checkpoints()
         if checkpoints:
             for request_id in await self._call(self._admission.checkpoint, checkpoints):
                 self._running.cancel(request_id)

@@ -10,14 +10,14 @@ from typing import Protocol
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from loramux.platform.admission.database_health import TROUBLE, DatabaseState, DatabaseTrouble
+from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.admission.records import Extension, Reservation, ReservationRequest
 from loramux.platform.engine_link.engine_client import EngineClient
-from loramux.platform.generation.cold_loads import ResidentAdapters
+from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan
-from loramux.platform.generation.settler import Settling
+from loramux.platform.generation.settler import Settler
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
@@ -57,15 +57,15 @@ class RunningRequests:
         tokenizer: ModelTokenizer,
         metrics: GatewayMetrics,
         clock: Callable[[], int],
-        state: DatabaseState,
-        settling: Settling,
-        residents: ResidentAdapters,
+        health: DatabaseHealth,
+        settler: Settler,
+        cold_loads: ColdLoads,
     ) -> None:
-        self._state = state
-        self._settling = settling
+        self._health = health
+        self._settler = settler
         self._commit = commit
         self._engine = engine
-        self._residents = residents
+        self._cold_loads = cold_loads
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
@@ -84,14 +84,14 @@ class RunningRequests:
         try:
             # Whoever waits for its turn waits no longer than one that has it.
             async with asyncio.timeout(RESERVE_WAIT_S):
-                return await self._residents.admit(plan.tenant_id, adapter.digest, partial(self._reserve, plan))
+                return await self._cold_loads.admit(plan.tenant_id, adapter.digest, partial(self._reserve, plan))
         except TimeoutError:
             raise DatabaseTrouble("the reservation takes too long") from None
 
     def _check(self) -> None:
         """Raise DatabaseTrouble where a reservation could not be taken now, or its settlement could not be kept."""
-        self._state.check()
-        trouble = self._settling.trouble
+        self._health.check()
+        trouble = self._settler.trouble
         if trouble is not None:
             raise DatabaseTrouble(trouble)
 
@@ -117,14 +117,14 @@ class RunningRequests:
         try:
             reservation: Reservation = await asyncio.wait_for(asyncio.shield(reserving), RESERVE_WAIT_S)
         except asyncio.CancelledError:
-            reserving.add_done_callback(lambda done: self._settling.settle_unrun(plan.request_id, done))
+            reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
             raise
         except TimeoutError:
-            reserving.add_done_callback(lambda done: self._settling.settle_unrun(plan.request_id, done))
+            reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
             raise DatabaseTrouble("the reservation takes too long") from None
         except TROUBLE:
             # It may have been committed all the same, with only the answer lost.
-            await self._settling.spool_unrun(plan.request_id)
+            await self._settler.spool_unrun(plan.request_id)
             raise
         return reservation
 
@@ -132,7 +132,7 @@ class RunningRequests:
         """Run a reserved request; it is settled whatever becomes of its client."""
         gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
         generation = Generation(
-            plan, self._engine, self._tokenizer, self._settling.settle, self._extend, self._clock, gaps.observe
+            plan, self._engine, self._tokenizer, self._settler.settle, self._extend, self._clock, gaps.observe
         )
         task = asyncio.create_task(generation.run(), name=plan.request_id)
         self._tasks[task] = generation
@@ -161,7 +161,7 @@ class RunningRequests:
             async with asyncio.timeout(timeout_s):
                 if self._tasks:
                     await asyncio.wait(set(self._tasks))
-                await self._settling.none_held()
+                await self._settler.none_held()
         except TimeoutError:
             return False
         return not self._tasks

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from loramux.platform.admission.database_health import TROUBLE, DatabaseState
+from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.group_commit import CommitterClosed, GroupCommit
 from loramux.platform.admission.records import Checkpoint, Closing
 from loramux.platform.generation.settlement_spool import SettlementSpool, SpoolFull, record_of
@@ -26,7 +26,7 @@ NEVER_RAN = Settlement(status="aborted", prompt_tokens=0, completion_tokens=0, h
 log = structlog.get_logger()
 
 
-class Settling:
+class Settler:
     """Closes reservations, whatever becomes of the database.
 
     A settlement that the database does not take waits in the spool. One that the spool does not take either waits in
@@ -35,11 +35,11 @@ class Settling:
     """
 
     def __init__(
-        self, commit: GroupCommit, metrics: GatewayMetrics, state: DatabaseState, spool: SettlementSpool | None = None
+        self, commit: GroupCommit, metrics: GatewayMetrics, health: DatabaseHealth, spool: SettlementSpool | None = None
     ) -> None:
         self._commit = commit
         self._metrics = metrics
-        self._state = state
+        self._health = health
         self._spool = spool
         # One thread of its own: the others may all wait for the database.
         self._spooling = ThreadPoolExecutor(1, thread_name_prefix="spool")
@@ -164,7 +164,7 @@ class Settling:
 
     async def _settle_now(self, closing: Closing) -> bool:
         """Whether the database took it, or had it already."""
-        if self._state.trouble is not None:
+        if self._health.trouble is not None:
             return False
         settling = self._commit.submit(closing)
         try:

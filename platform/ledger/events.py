@@ -11,7 +11,7 @@ from sqlalchemy import Row, Select, func, select, tuple_
 from loramux.migrations import schema
 from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.paging import Page, keyset_rows
-from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer
 
 AMOUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
@@ -58,10 +58,10 @@ class Ledger:
         group_by: Sequence[str] = (),
         timezone: str = "UTC",
     ) -> tuple[UsageRow, ...]:
-        """Sums of what finished in `[start_us, end_us)`: see UsageQuestion, whose InvalidRequest this raises."""
+        """Sums of what finished in `[start_us, end_us)`: see UsageQuery, whose InvalidRequest this raises."""
         return answer(
             self._database,
-            UsageQuestion(
+            UsageQuery(
                 tenant_id=tenant_id,
                 start_us=start_us,
                 end_us=end_us,

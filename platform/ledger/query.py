@@ -39,7 +39,7 @@ GROUPS = tuple(GROUPED_BY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UsageQuestion:
+class UsageQuery:
     """Sums of what finished in `[start_us, end_us)`, by bucket and groups; raises InvalidRequest with the field.
 
     `tenant_id` None is all tenants; `adapter_ids` None is all adapters and the base. `bucket` is `1m`, `1h`, `1d` or

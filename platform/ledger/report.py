@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger.grains import AMOUNTS
-from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.ranges import BUCKET_US, local_days
 from loramux.platform.ledger.report_sql import OPTIONAL, select_all, select_largest, select_num_summed
 
@@ -56,7 +56,7 @@ class LargestRows:
     total: UsageRow
 
 
-def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
+def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
     """The rows, oldest bucket first, then by the groups' values. Raises InvalidRequest for too many of them, and
     for more to add up than a report may; ReadTooLong.
 
@@ -64,42 +64,42 @@ def answer(database: Database, question: UsageQuestion) -> tuple[UsageRow, ...]:
     statement, so that a fold that commits meanwhile is seen wholly or not at all. An adjustment counts when it
     was written, with its request's groups and no request of its own.
     """
-    days = local_days(question.start_us, question.end_us, question.timezone) if question.has_local_days else []
+    days = local_days(query.start_us, query.end_us, query.timezone) if query.has_local_days else []
     with database.read(LONGEST_READ_S) as connection:
-        _check_summed(connection, question, days)
-        rows = connection.execute(select_all(question, days).limit(MAX_ROWS + 1), execution_options=_UNCACHED).all()
+        _check_summed(connection, query, days)
+        rows = connection.execute(select_all(query, days).limit(MAX_ROWS + 1), execution_options=_UNCACHED).all()
     if len(rows) > MAX_ROWS:
         raise InvalidRequest(
             f"the report has more than {MAX_ROWS} rows: take fewer groups, longer buckets or a shorter range",
             param="group_by",
         )
-    ends = dict(zip(days, [*days[1:], question.end_us], strict=False))
-    return tuple(_rows(rows, question, ends))
+    ends = dict(zip(days, [*days[1:], query.end_us], strict=False))
+    return tuple(_rows(rows, query, ends))
 
 
-def largest(database: Database, question: UsageQuestion, top: int) -> LargestRows:
+def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
     """Those of the groups that used most tokens, the largest first, and what all of them make together.
 
-    The question has no bucket. Raises InvalidRequest, with the field, and ReadTooLong.
+    The query has no bucket. Raises InvalidRequest, with the field, and ReadTooLong.
     """
-    if question.bucket is not None:
+    if query.bucket is not None:
         raise InvalidRequest("the largest groups are those of the whole range: leave bucket away", param="top")
     if not 1 <= top <= MAX_TOP:
         raise InvalidRequest(f"top is a number from 1 to {MAX_TOP}", param="top")
     with database.read(LONGEST_READ_S) as connection:
-        _check_summed(connection, question, ())
-        rows = connection.execute(select_largest(question, top), execution_options=_UNCACHED).all()
+        _check_summed(connection, query, ())
+        rows = connection.execute(select_largest(query, top), execution_options=_UNCACHED).all()
     # Behind each row are how many groups there are, and their sums.
     num_groups, *sums = rows[0][-1 - len(AMOUNTS) :] if rows else [0] * (1 + len(AMOUNTS))
-    total = UsageRow(start_us=question.start_us, end_us=question.end_us, **dict(zip(AMOUNTS, sums, strict=True)))
-    return LargestRows(tuple(_rows([row[: -1 - len(AMOUNTS)] for row in rows], question, {})), num_groups, total)
+    total = UsageRow(start_us=query.start_us, end_us=query.end_us, **dict(zip(AMOUNTS, sums, strict=True)))
+    return LargestRows(tuple(_rows([row[: -1 - len(AMOUNTS)] for row in rows], query, {})), num_groups, total)
 
 
-def _check_summed(connection: Connection, question: UsageQuestion, days: Sequence[int]) -> None:
+def _check_summed(connection: Connection, query: UsageQuery, days: Sequence[int]) -> None:
     """Refuse what would read too many rows before it reads them; counting them takes a fiftieth of the time."""
-    limit = question.max_summed
-    query = select_num_summed(question, days, limit + 1)
-    if connection.execute(query, execution_options=_UNCACHED).scalar_one() > limit:
+    limit = query.max_summed
+    counted = select_num_summed(query, days, limit + 1)
+    if connection.execute(counted, execution_options=_UNCACHED).scalar_one() > limit:
         raise InvalidRequest(
             f"the report would add up more than {limit} rows of the ledger: take a shorter range, or fewer groups",
             param="start",
@@ -107,16 +107,16 @@ def _check_summed(connection: Connection, question: UsageQuestion, days: Sequenc
         )
 
 
-def _rows(rows: Sequence[Sequence[Any]], question: UsageQuestion, ends: Mapping[int, int]) -> Iterator[UsageRow]:
+def _rows(rows: Sequence[Sequence[Any]], query: UsageQuery, ends: Mapping[int, int]) -> Iterator[UsageRow]:
     """Rows of the bucket, the groups and the amounts, in this order; there are thousands of them."""
-    start_us, end_us = question.start_us, question.end_us
-    num_buckets, groups = int(question.bucket is not None), question.group_by
+    start_us, end_us = query.start_us, query.end_us
+    num_buckets, groups = int(query.bucket is not None), query.group_by
     optional = OPTIONAL.intersection(groups)
     for row in rows:
-        if question.bucket is not None:
+        if query.bucket is not None:
             bucket_us = row[0]
-            following_us = ends[bucket_us] if ends else bucket_us + BUCKET_US[question.bucket]
-            start_us, end_us = max(question.start_us, bucket_us), min(question.end_us, following_us)
+            following_us = ends[bucket_us] if ends else bucket_us + BUCKET_US[query.bucket]
+            start_us, end_us = max(query.start_us, bucket_us), min(query.end_us, following_us)
         fields = dict(zip(groups, row[num_buckets:], strict=False))
         for name in optional:
             fields[name] = fields[name] or None

@@ -1,4 +1,4 @@
-"""The one statement that answers a question to the ledger."""
+"""The one statement that answers a query to the ledger."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sqlalchemy import (
 from loramux.migrations import schema
 from loramux.migrations.unlikely import unlikely
 from loramux.platform.ledger.grains import AMOUNTS, DAY_US, HOUR_US, Grain
-from loramux.platform.ledger.query import GROUPED_BY, UsageQuestion
+from loramux.platform.ledger.query import GROUPED_BY, UsageQuery
 from loramux.platform.ledger.ranges import BUCKET_US, Cut, Range, cut
 
 Condition = ColumnElement[bool] | ColumnElement[Any] | TextClause
@@ -38,35 +38,35 @@ _events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments,
 _series, _rollups, _tenants = schema.usage_series, schema.usage_rollups, schema.tenants
 
 
-def select_all(question: UsageQuestion, days: Sequence[int]) -> Select[Any]:
+def select_all(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
     """The bucket, the groups and the sums, in this order of columns and rows; `days` begin at midnights if local."""
-    grouped = _grouped(question, days)
-    names = [*(("bucket_us",) if question.bucket else ()), *question.group_by]
+    grouped = _grouped(query, days)
+    names = [*(("bucket_us",) if query.bucket else ()), *query.group_by]
     if "tenant" not in names:
         return grouped.order_by(*names)
-    named = _named(grouped.subquery("grouped"), question)
+    named = _named(grouped.subquery("grouped"), query)
     return named.order_by(*(named.selected_columns[name] for name in names))
 
 
-def select_num_summed(question: UsageQuestion, days: Sequence[int], at_most: int) -> Select[Any]:
-    """How many rows the question is answered from, counted up to `at_most`: found by indexes alone."""
-    grains = question.grains()
-    parts = _cut(question, days, grains)
+def select_num_summed(query: UsageQuery, days: Sequence[int], at_most: int) -> Select[Any]:
+    """How many rows the query is answered from, counted up to `at_most`: found by indexes alone."""
+    grains = query.grains()
+    parts = _cut(query, days, grains)
     one: ColumnElement[int] = literal_column("1", BigInteger).label("one")
-    rows = [select(one).select_from(_rollups).where(*arm) for arm in _rollup_arms(question, parts, grains, days)]
-    rows += [select(one).select_from(table).where(*arm) for table, _, arm in _event_arms(question, parts)]
+    rows = [select(one).select_from(_rollups).where(*arm) for arm in _rollup_arms(query, parts, grains, days)]
+    rows += [select(one).select_from(table).where(*arm) for table, _, arm in _event_arms(query, parts)]
     return select(func.count()).select_from(union_all(*rows).limit(at_most).subquery("summed"))
 
 
-def select_largest(question: UsageQuestion, top: int) -> Select[Any]:
+def select_largest(query: UsageQuery, top: int) -> Select[Any]:
     """The groups, the sums, and behind them in each row the number of all groups and the sums of these."""
-    grouped = _grouped(question, ()).subquery("every_group")
-    keys = [grouped.c[name] for name in question.group_by]
+    grouped = _grouped(query, ()).subquery("every_group")
+    keys = [grouped.c[name] for name in query.group_by]
     sums = [cast(func.sum(grouped.c[name]).over(), BigInteger).label(f"all_{name}") for name in AMOUNTS]
     # Equal ones in an order that stays.
     first = select(grouped, func.count().over().label("num_groups"), *sums).order_by(_tokens(grouped), *keys).limit(top)
     few = first.subquery("few")
-    return _named(few, question).order_by(_tokens(few), *(few.c[name] for name in question.group_by))
+    return _named(few, query).order_by(_tokens(few), *(few.c[name] for name in query.group_by))
 
 
 def _tokens(grouped: Subquery) -> ColumnElement[Any]:
@@ -74,53 +74,51 @@ def _tokens(grouped: Subquery) -> ColumnElement[Any]:
     return (grouped.c.prompt_tokens + grouped.c.completion_tokens).desc()
 
 
-def _named(grouped: Subquery, question: UsageQuestion) -> Select[Any]:
+def _named(grouped: Subquery, query: UsageQuery) -> Select[Any]:
     """Rows with the slug in place of a tenant's identifier, which is all that millions of rows need before."""
-    if "tenant" not in question.group_by:
+    if "tenant" not in query.group_by:
         return select(grouped)
     shown = [_tenants.c.slug.label("tenant") if column.name == "tenant" else column for column in grouped.c]
     return select(*shown).join_from(grouped, _tenants, _tenants.c.id == grouped.c.tenant)
 
 
-def _grouped(question: UsageQuestion, days: Sequence[int]) -> Select[Any]:
+def _grouped(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
     """The bucket, the groups and their sums, in no order."""
-    grains = question.grains()
-    parts = _cut(question, days, grains)
+    grains = query.grains()
+    parts = _cut(query, days, grains)
     facts = union_all(
-        *_rollup_facts(question, parts, grains, days),
-        *_event_facts(question, parts, days),
+        *_rollup_facts(query, parts, grains, days),
+        *_event_facts(query, parts, days),
     ).subquery("facts")
-    keys = [facts.c[name] for name in (("bucket_us",) if question.bucket else ()) + question.group_by]
+    keys = [facts.c[name] for name in (("bucket_us",) if query.bucket else ()) + query.group_by]
     # PostgreSQL's sums are decimals, which take the driver a while; these are integers that fit.
     sums = [cast(func.coalesce(func.sum(facts.c[name]), 0), BigInteger).label(name) for name in AMOUNTS]
     return select(*keys, *sums).group_by(*keys)
 
 
-def _cut(question: UsageQuestion, days: Sequence[int], spans_us: Collection[int]) -> Cut:
-    whole = (question.start_us, question.end_us)
+def _cut(query: UsageQuery, days: Sequence[int], spans_us: Collection[int]) -> Cut:
+    whole = (query.start_us, query.end_us)
     if not days:
-        longest_us = question.end_us if question.bucket is None else BUCKET_US[question.bucket]
+        longest_us = query.end_us if query.bucket is None else BUCKET_US[query.bucket]
         return cut([whole], [span_us for span_us in spans_us if span_us <= longest_us])
     # Only where midnights lie on whole hours does a rolled-up hour belong to one day.
     if HOUR_US in spans_us and all(day % HOUR_US == 0 for day in days[1:]):
         return cut([whole], [span_us for span_us in spans_us if span_us <= HOUR_US])
-    return cut(list(zip(days, [*days[1:], question.end_us], strict=True)), [us for us in spans_us if us < DAY_US])
+    return cut(list(zip(days, [*days[1:], query.end_us], strict=True)), [us for us in spans_us if us < DAY_US])
 
 
-def _rollup_facts(
-    question: UsageQuestion, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
-) -> list[Select[Any]]:
+def _rollup_facts(query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]) -> list[Select[Any]]:
     table = _rollups.c
     # Summed up by series first, so that what they are is looked up once for each.
-    is_by_series = bool(set(question.group_by) - {"tenant"})
+    is_by_series = bool(set(query.group_by) - {"tenant"})
     arms = []
-    for conditions in _rollup_arms(question, parts, grains, days):
+    for conditions in _rollup_arms(query, parts, grains, days):
         keys: list[ColumnElement[Any]] = []
-        if question.bucket is not None:
-            keys.append(_bucket(table.start_us, question.bucket, days).label("bucket_us"))
+        if query.bucket is not None:
+            keys.append(_bucket(table.start_us, query.bucket, days).label("bucket_us"))
         if is_by_series:
             keys.append(table.series_id)
-        elif question.group_by:
+        elif query.group_by:
             keys.append(table.tenant_id.label("tenant"))
         arms.append(select(*keys, *(table[name] for name in AMOUNTS)).where(*conditions))
     if not arms:
@@ -131,24 +129,24 @@ def _rollup_facts(
     amounts = [cast(func.sum(rows.c[name]), BigInteger).label(name) for name in AMOUNTS]
     sums = select(*(rows.c[name] for name in names), *amounts)
     by_key = sums.group_by(*(rows.c[name] for name in names)).subquery("sums") if names else sums.subquery("sums")
-    columns: list[ColumnElement[Any]] = [by_key.c.bucket_us] if question.bucket is not None else []
-    for name in question.group_by:
+    columns: list[ColumnElement[Any]] = [by_key.c.bucket_us] if query.bucket is not None else []
+    for name in query.group_by:
         columns.append((_series.c[GROUPED_BY[name]] if is_by_series else by_key.c.tenant).label(name))
-    query = select(*columns, *(by_key.c[name] for name in AMOUNTS))
+    facts = select(*columns, *(by_key.c[name] for name in AMOUNTS))
     if is_by_series:
-        query = query.join_from(by_key, _series, _series.c.id == by_key.c.series_id)
-    return [query]
+        facts = facts.join_from(by_key, _series, _series.c.id == by_key.c.series_id)
+    return [facts]
 
 
-def _series_of_adapters(question: UsageQuestion) -> Select[tuple[int]]:
-    """The series of the adapters that the question is about, of every grain that keeps adapters apart."""
-    assert question.adapter_ids is not None
-    of_adapters = select(_series.c.id).where(_series.c.adapter_id.in_(question.adapter_ids))
-    return of_adapters if question.tenant_id is None else of_adapters.where(_series.c.tenant_id == question.tenant_id)
+def _series_of_adapters(query: UsageQuery) -> Select[tuple[int]]:
+    """The series of the adapters that the query is about, of every grain that keeps adapters apart."""
+    assert query.adapter_ids is not None
+    of_adapters = select(_series.c.id).where(_series.c.adapter_id.in_(query.adapter_ids))
+    return of_adapters if query.tenant_id is None else of_adapters.where(_series.c.tenant_id == query.tenant_id)
 
 
 def _rollup_arms(
-    question: UsageQuestion, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
+    query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
 ) -> Iterator[list[Condition]]:
     """What is read of the rollups: a part of the statement for each range, which SQLite finds by an index."""
     table = _rollups.c
@@ -157,42 +155,42 @@ def _rollup_arms(
         for some in (ranges,) if days else ((one,) for one in ranges):
             conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
             conditions.append(_within(table.start_us, some))
-            if question.tenant_id is not None:
+            if query.tenant_id is not None:
                 # The sums of all tenants, which are many, make SQLite think that a tenant's are.
-                conditions.append(unlikely(table.tenant_id == question.tenant_id))
-            if question.adapter_ids is not None:
-                conditions.append(table.series_id.in_(_series_of_adapters(question)))
+                conditions.append(unlikely(table.tenant_id == query.tenant_id))
+            if query.adapter_ids is not None:
+                conditions.append(table.series_id.in_(_series_of_adapters(query)))
             yield conditions
 
 
-def _event_arms(question: UsageQuestion, parts: Cut) -> Iterator[tuple[Table, Column[int], list[Condition]]]:
+def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[int], list[Condition]]]:
     """Single events and adjustments: all of the cut ends, and of the rest those that wait for the rollups."""
     rolled_up = parts.rolled_up
     for table, time in ((_events, _events.c.finished_us), (_adjustments, _adjustments.c.created_us)):
         of_tenant: list[Condition] = []
-        if question.tenant_id is not None:
-            of_tenant.append(table.c.tenant_id == question.tenant_id)
-        yield table, time, [*of_tenant, _within(time, parts.events, question.tenant_id)]
+        if query.tenant_id is not None:
+            of_tenant.append(table.c.tenant_id == query.tenant_id)
+        yield table, time, [*of_tenant, _within(time, parts.events, query.tenant_id)]
         if rolled_up:
             # The few times of batches that wait are what an index is asked for, never the long range itself.
             waiting = select(_batches.c.at_us).where(_within(_batches.c.at_us, rolled_up))
             yield table, time, [*of_tenant, time.in_(waiting), table.c.batch_id.in_(select(_batches.c.id))]
 
 
-def _event_facts(question: UsageQuestion, parts: Cut, days: Sequence[int]) -> list[Select[Any]]:
+def _event_facts(query: UsageQuery, parts: Cut, days: Sequence[int]) -> list[Select[Any]]:
     facts = []
     of_event = _adjustments.join(_events, _events.c.request_id == _adjustments.c.request_id)
-    for table, time, conditions in _event_arms(question, parts):
+    for table, time, conditions in _event_arms(query, parts):
         columns: list[ColumnElement[Any]] = []
-        if question.bucket is not None:
-            columns.append(_bucket(time, question.bucket, days).label("bucket_us"))
-        for name in question.group_by:
+        if query.bucket is not None:
+            columns.append(_bucket(time, query.bucket, days).label("bucket_us"))
+        for name in query.group_by:
             column = _events.c[GROUPED_BY[name]]
             columns.append((func.coalesce(column, "") if name in OPTIONAL else column).label(name))
         num_requests, tables = (1, table) if table is _events else (0, of_event)
         amounts = [literal(num_requests).label("requests"), *(table.c[name] for name in AMOUNTS[1:])]
-        if question.adapter_ids is not None:
-            conditions.append(_events.c.adapter_id.in_(question.adapter_ids))
+        if query.adapter_ids is not None:
+            conditions.append(_events.c.adapter_id.in_(query.adapter_ids))
         facts.append(select(*columns, *amounts).select_from(tables).where(*conditions))
     return facts
 

@@ -12,7 +12,7 @@ from loramux.platform.openai_api.error_responses import install_error_handling
 from loramux.platform.openai_api.health import health_router
 from loramux.platform.openai_api.openapi_route import ListenerDocument
 from loramux.platform.openai_api.services import GatewayServices
-from loramux.platform.openai_api.trace_middleware import TracedRequests
+from loramux.platform.openai_api.trace_middleware import TraceMiddleware
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
 ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/models": "models"}
@@ -48,6 +48,6 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
     count = counting_endpoints(services.metrics, ENDPOINTS, services.settings.logs_answers)
     app.add_middleware(HttpMetrics, count=count)
     if services.tracing is not None:
-        app.add_middleware(TracedRequests, tracing=services.tracing, paths=frozenset(ENDPOINTS))
+        app.add_middleware(TraceMiddleware, tracing=services.tracing, paths=frozenset(ENDPOINTS))
     install_error_handling(app)
     return app

@@ -12,19 +12,19 @@ from typing import ParamSpec, TypeVar
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
-from loramux.platform.accounts.cache_invalidation import CacheWatch
+from loramux.platform.accounts.cache_invalidation import CacheInvalidation
 from loramux.platform.accounts.model_names import ModelResolver
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.database_health import DatabaseState, DatabaseTrouble
+from loramux.platform.admission.database_health import DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.adapter_loads import AdapterLoads
-from loramux.platform.generation.cold_loads import ResidentAdapters
+from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
-from loramux.platform.generation.settler import Settling
+from loramux.platform.generation.settler import Settler
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.threads import call_on
@@ -80,10 +80,10 @@ class GatewayServices:
     running: RunningRequests
     maintenance: Maintenance
     loads: AdapterLoads
-    settling: Settling
+    settler: Settler
     commit: GroupCommit
-    cache_watch: CacheWatch
-    state: DatabaseState
+    cache_invalidation: CacheInvalidation
+    database_health: DatabaseHealth
     spool: SettlementSpool | None
     engine: EngineClient
     tokenizer: ModelTokenizer
@@ -116,16 +116,16 @@ class GatewayServices:
         """
         metrics = metrics if metrics is not None else GatewayMetrics()
         admission = Admission(database, metrics.overdrawn.inc)
-        state = DatabaseState()
-        commit = GroupCommit(admission, metrics.note_commit, state, admission.num_writers)
+        health = DatabaseHealth()
+        commit = GroupCommit(admission, metrics.note_commit, health, admission.num_writers)
         metrics.database_connections.set_function(lambda: database.num_connections)
-        settling = Settling(commit, metrics, state, spool)
-        residents = ResidentAdapters(engine)
-        running = RunningRequests(commit, engine, tokenizer, metrics, database.now_us, state, settling, residents)
-        metrics.held_settlements.set_function(lambda: settling.num_held)
+        settler = Settler(commit, metrics, health, spool)
+        cold_loads = ColdLoads(engine)
+        running = RunningRequests(commit, engine, tokenizer, metrics, database.now_us, health, settler, cold_loads)
+        metrics.held_settlements.set_function(lambda: settler.num_held)
         if spool is not None:
             metrics.spooled_bytes.set_function(lambda: spool.num_bytes)
-        metrics.database_trouble.set_function(lambda: state.trouble is not None)
+        metrics.database_trouble.set_function(lambda: health.trouble is not None)
         return GatewayServices(
             database=database,
             tenants=tenants,
@@ -133,13 +133,15 @@ class GatewayServices:
             resolver=ModelResolver(registry, model.served_name),
             running=running,
             maintenance=Maintenance(
-                running, admission, settling, residents, state, metrics, partial(call_on, executor)
+                running, admission, settler, cold_loads, health, metrics, partial(call_on, executor)
             ),
-            loads=AdapterLoads(engine, residents, commit, state),
-            settling=settling,
+            loads=AdapterLoads(engine, cold_loads, commit, health),
+            settler=settler,
             commit=commit,
-            cache_watch=CacheWatch(database, (api_keys.forget_recent, tenants.forget_recent), state.note_heard),
-            state=state,
+            cache_invalidation=CacheInvalidation(
+                database, (api_keys.forget_recent, tenants.forget_recent), health.note_heard
+            ),
+            database_health=health,
             spool=spool,
             engine=engine,
             tokenizer=tokenizer,
@@ -153,16 +155,16 @@ class GatewayServices:
 
     def close(self) -> None:
         """End the threads: what waits to be committed is; what computes is finished, what waits for it is not begun."""
-        self.cache_watch.close()
+        self.cache_invalidation.close()
         self.commit.close(CLOSE_WAIT_S)
-        self.settling.close()
+        self.settler.close()
         self.compute_executor.shutdown(cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Ask the database something on a thread; raises DatabaseTrouble where it does not answer."""
-        self.state.check()
+        self.database_health.check()
         try:
             return await asyncio.wait_for(call_on(self.executor, function, *args, **kwargs), CALL_WAIT_S)
         except TimeoutError:
@@ -174,7 +176,7 @@ class GatewayServices:
 
     def trouble(self) -> str | None:
         """Why a request sent now would be refused although the engine is ready; for operators."""
-        troubles = [one for one in (self.state.trouble, self.settling.trouble) if one is not None]
+        troubles = [one for one in (self.database_health.trouble, self.settler.trouble) if one is not None]
         return "; ".join(troubles) or None
 
     @property

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loramux.platform.telemetry.tracing import CURRENT, Tracing
 
 
-class TracedRequests:
+class TraceMiddleware:
     """Traces the calls of `paths`; it is put into an app only where traces are on."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing, paths: frozenset[str]) -> None:

@@ -43,7 +43,7 @@ def _locking(is_locking: bool) -> Select[*tuple[Any, ...]]:
     return counters.order_by(*_KEY).with_for_update(of=_counters) if is_locking else counters
 
 
-class QuotaState:
+class CounterRows:
     """How far everything is counted.
 
     Whoever changes a counter locks it first, all that it wants in the order of their keys, so that no two wait for

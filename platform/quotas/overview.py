@@ -11,12 +11,12 @@ from loramux.migrations.database import Database
 from loramux.platform.ledger.price_list import PriceReader
 from loramux.platform.ledger.prices import cost_of
 from loramux.platform.periods import Window
-from loramux.platform.quotas.counter_rows import QuotaState
+from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import Counter, CounterKey
 from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, Verdict, refusal, verdicts
 from loramux.platform.quotas.metrics import Kind
 from loramux.platform.quotas.policies import PLATFORM, QuotaPolicy
-from loramux.platform.quotas.policy_cache import PolicyBook
+from loramux.platform.quotas.policy_cache import PolicyCache
 from loramux.platform.quotas.rules import Binding, Demand
 from loramux.platform.quotas.stock import stock_of
 
@@ -58,7 +58,7 @@ class Admissibility:
     verdicts: tuple[Verdict, ...]
 
 
-class QuotaView:
+class QuotaOverview:
     """Looks at quotas and their counters; changes and locks nothing."""
 
     def __init__(self, database: Database) -> None:
@@ -68,9 +68,9 @@ class QuotaView:
     def effective(self, caller: QuotaCaller) -> tuple[EffectiveLimit, ...]:
         """What holds for the caller, by metric, the tenant's before its key's and adapter's."""
         with self._database.read() as connection:
-            book, counters, bindings, now_us = self._read(connection, caller, None)
+            cache, counters, bindings, now_us = self._read(connection, caller, None)
             standing = [(binding, binding.current(counters.get(binding.key), now_us)) for binding in bindings]
-            for binding in book.stock_bindings(caller.tenant_id):
+            for binding in cache.stock_bindings(caller.tenant_id):
                 counter = counters.get(binding.key) or Counter.fresh(0, now_us)
                 stock = stock_of(connection, caller.tenant_id, binding.policy.metric, now_us)
                 standing.append((binding, counter._replace(used=stock.used, reserved=stock.reserved)))
@@ -91,9 +91,9 @@ class QuotaView:
         has counted nothing.
         """
         with self._database.read() as connection:
-            book, counters, bindings, now_us = self._read(connection, caller, trial)
+            cache, counters, bindings, now_us = self._read(connection, caller, trial)
             cost_nanos = 0
-            if book.has_costs:
+            if cache.has_costs:
                 prices = self._prices.book(connection, now_us)
                 price = prices.price_of(caller.tenant_id, caller.adapter_id, now_us)
                 cost_nanos = cost_of(price, prompt_tokens, 0, completion_tokens)
@@ -103,19 +103,19 @@ class QuotaView:
 
     def _read(
         self, connection: Connection, caller: QuotaCaller, trial: QuotaPolicy | None
-    ) -> tuple[PolicyBook, Mapping[CounterKey, Counter], Sequence[Binding], int]:
+    ) -> tuple[PolicyCache, Mapping[CounterKey, Counter], Sequence[Binding], int]:
         moment = self._database.moment(connection)
-        book = PolicyBook(moment.epoch)
+        cache = PolicyCache(moment.epoch)
         subjects = [one for one in (caller.tenant_id, caller.key_id, caller.adapter_id) if one is not None]
-        book.read(connection, subjects, (caller.tenant_id,))
+        cache.read(connection, subjects, (caller.tenant_id,))
         if trial is not None:
-            book.put(trial)
+            cache.put(trial)
             # It may be the first that has a day or a month.
-            book.read(connection, (), {caller.tenant_id, trial.tenant_id or caller.tenant_id})
-        bindings = book.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, moment.now_us)
-        state = QuotaState(connection, is_locking=False)
-        state.read([binding.key for binding in (*bindings, *book.stock_bindings(caller.tenant_id))])
-        return book, state.counters, bindings, moment.now_us
+            cache.read(connection, (), {caller.tenant_id, trial.tenant_id or caller.tenant_id})
+        bindings = cache.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, moment.now_us)
+        rows = CounterRows(connection, is_locking=False)
+        rows.read([binding.key for binding in (*bindings, *cache.stock_bindings(caller.tenant_id))])
+        return cache, rows.counters, bindings, moment.now_us
 
 
 def _effective(binding: Binding, counter: Counter, now_us: int) -> EffectiveLimit:

@@ -20,7 +20,7 @@ from loramux.platform.quotas.policies import PLATFORM, SHADOW, QuotaPolicy, poli
 from loramux.platform.quotas.rules import Binding
 
 MAX_ENTRIES = 200_000
-"""So many tenants, keys, adapters and combinations of them are kept in one book; the next begins anew."""
+"""So many tenants, keys, adapters and combinations of them are kept in one cache; the next begins anew."""
 
 _policies, _tenants = schema.quota_policies, schema.tenants
 
@@ -34,7 +34,7 @@ class _Rules:
     end_us: int
 
 
-class PolicyBook:
+class PolicyCache:
     """Policies and timezones as they are while the database's epoch is `epoch`.
 
     Whatever was looked up is kept, also that there is nothing. A policy or a timezone that changes is another epoch.
@@ -153,22 +153,22 @@ class PolicyBook:
 
 
 class PolicyReader:
-    """The book of one process. Safe from several threads, since a book that is no longer true is replaced as a whole.
+    """The cache of one process. Safe from several threads, since a cache that is no longer true is replaced as a whole.
 
-    Whoever judges by a book locks the counters first and then asks, by `moment`, whether its epoch still holds: a
+    Whoever judges by a cache locks the counters first and then asks, by `moment`, whether its epoch still holds: a
     change that comes after that waits for the counters, or is of something that the transaction does not count.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._book: PolicyBook | None = None
+        self._cache: PolicyCache | None = None
         self._latest = Moment(0, -1)
 
-    def book(self, connection: Connection) -> PolicyBook:
-        """The book as it was known last."""
-        if self._book is None or self._book.num_entries > MAX_ENTRIES:
-            self._book = PolicyBook(self.moment(connection).epoch)
-        return self._book
+    def cache(self, connection: Connection) -> PolicyCache:
+        """The cache as it was known last."""
+        if self._cache is None or self._cache.num_entries > MAX_ENTRIES:
+            self._cache = PolicyCache(self.moment(connection).epoch)
+        return self._cache
 
     @property
     def latest_us(self) -> int:
@@ -188,10 +188,10 @@ class PolicyReader:
         self._latest = self._database.moment_of(row)
         return self._latest
 
-    def renewed(self, epoch: int) -> PolicyBook:
-        """An empty book in place of one whose epoch has passed."""
-        self._book = PolicyBook(epoch)
-        return self._book
+    def renewed(self, epoch: int) -> PolicyCache:
+        """An empty cache in place of one whose epoch has passed."""
+        self._cache = PolicyCache(epoch)
+        return self._cache
 
 
 def among(dialect: str, wanted: Column[Any], values: Sequence[str]) -> ColumnElement[bool]:

@@ -9,11 +9,11 @@ from sqlalchemy import Connection, func, select
 from loramux.adapter_store.ingest.open_uploads import open_uploads_of
 from loramux.adapter_store.registry.records import UNFINISHED
 from loramux.migrations import schema
-from loramux.platform.quotas.counter_rows import QuotaState
+from loramux.platform.quotas.counter_rows import CounterRows
 from loramux.platform.quotas.counters import Counter
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.metrics import ADAPTERS
-from loramux.platform.quotas.policy_cache import PolicyBook
+from loramux.platform.quotas.policy_cache import PolicyCache
 
 _adapters, _versions, _uploads = schema.adapters, schema.adapter_versions, schema.uploads
 
@@ -57,14 +57,14 @@ class AdapterLimits:
 
         The counters stay locked until the transaction ends, so that two that add at once take turns.
         """
-        book = PolicyBook(0)
-        book.read(connection, (tenant_id,), ())
-        bindings = [binding for binding in book.stock_bindings(tenant_id) if binding.policy.metric == metric]
+        cache = PolicyCache(0)
+        cache.read(connection, (tenant_id,), ())
+        bindings = [binding for binding in cache.stock_bindings(tenant_id) if binding.policy.metric == metric]
         if not bindings:
             return
-        state = QuotaState(connection)
-        state.make(bindings)
-        state.read([binding.key for binding in bindings])
+        rows = CounterRows(connection)
+        rows.make(bindings)
+        rows.read([binding.key for binding in bindings])
         stock = stock_of(connection, tenant_id, metric, now_us)
         standing = Counter(0, stock.reserved, stock.used, 0, 0)
         for binding in bindings:
@@ -73,6 +73,6 @@ class AdapterLimits:
                 continue
             if binding.is_hard:
                 raise QuotaExceeded(binding, wait_us)
-            counter = state.counters.get(binding.key) or Counter.fresh(0, 0)
-            state.change(binding.key, counter.changed(exceeded=1))
-        state.write()
+            counter = rows.counters.get(binding.key) or Counter.fresh(0, 0)
+            rows.change(binding.key, counter.changed(exceeded=1))
+        rows.write()

@@ -167,7 +167,7 @@ async def effective_quotas(
     """
     asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
     who = await caller_of(services, caller, asked)
-    limits = await services.call(services.quota_view.effective, who)
+    limits = await services.call(services.quota_overview.effective, who)
     return {
         **whole_list([describe_limit(limit) for limit in limits if _may_see(caller, limit.policy)]),
         "tenant_id": who.tenant_id,
@@ -195,7 +195,7 @@ async def check_quotas(request: Request, services: Services, caller: Reader) -> 
             services.quotas.propose, subject_id, wanted.metric, wanted.limit, wanted.burst, wanted.mode
         )
     answer = await services.call(
-        services.quota_view.check,
+        services.quota_overview.check,
         who,
         prompt_tokens=body.prompt_tokens,
         completion_tokens=body.n * body.max_tokens,

@@ -16,7 +16,7 @@ from loramux.admin.rest.listing import Document, TenantParam
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.ledger.csv_lines import csv_line, csv_lines, ndjson_line
 from loramux.platform.ledger.grains import DAY_US
-from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
@@ -81,12 +81,12 @@ async def report_response(
     `columns` are those of `describe` that make up a flat row. Raises InvalidRequest, Unavailable and ReadTooLong.
     """
     tenant_id = await tenant_filter(services, caller, wanted.tenant)
-    question = _question(tenant_id, caller.adapter_ids, wanted, services.database.now_us())
+    query = _query(tenant_id, caller.adapter_ids, wanted, services.database.now_us())
 
     def make() -> bytes:
         if wanted.top is None:
-            return _spelled(answer(services.database, question), wanted, describe, columns, more)
-        found = largest(services.database, question, wanted.top)
+            return _spelled(answer(services.database, query), wanted, describe, columns, more)
+        found = largest(services.database, query, wanted.top)
         total = describe(found.total)
         sums = {"num_results": found.num_groups, "total": {name: total[name] for name in columns}}
         return _spelled(found.rows, wanted, describe, columns, {**more, **sums})
@@ -101,9 +101,9 @@ async def report_response(
     return HeldResponse(_in_parts(body), give_back, headers, media_type)
 
 
-def _question(tenant_id: str | None, adapter_ids: frozenset[str] | None, wanted: Asked, now_us: int) -> UsageQuestion:
+def _query(tenant_id: str | None, adapter_ids: frozenset[str] | None, wanted: Asked, now_us: int) -> UsageQuery:
     end_us = _until_now(now_us, wanted) if wanted.end is None else wanted.end * 1_000_000
-    return UsageQuestion(
+    return UsageQuery(
         tenant_id=tenant_id,
         start_us=max(0, end_us - DEFAULT_RANGE_US) if wanted.start is None else wanted.start * 1_000_000,
         end_us=end_us,

@@ -13,9 +13,9 @@ from loramux.migrations import schema
 from loramux.migrations.cache_triggers import CACHED_TABLES
 from loramux.migrations.database import Database
 from loramux.migrations.listener import CacheListener
-from loramux.platform.accounts import cache_invalidation as cache_watch
+from loramux.platform.accounts import cache_invalidation
 from loramux.platform.accounts.api_keys import ApiKeys
-from loramux.platform.accounts.cache_invalidation import CacheWatch
+from loramux.platform.accounts.cache_invalidation import CacheInvalidation
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.quotas.policies import QuotaPolicies
 
@@ -24,8 +24,8 @@ WITHIN_S = 5.0
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_watch, "POLL_INTERVAL_S", 0.2)
-    monkeypatch.setattr(cache_watch, "RETRY_S", 0.05)
+    monkeypatch.setattr(cache_invalidation, "POLL_INTERVAL_S", 0.2)
+    monkeypatch.setattr(cache_invalidation, "RETRY_S", 0.05)
 
 
 class OneGateway:
@@ -34,7 +34,7 @@ class OneGateway:
     def __init__(self, database: Database) -> None:
         self.keys, self.tenants = ApiKeys(database), Tenants(database)
         self.num_told = 0
-        self.watch = CacheWatch(database, (self.keys.forget_recent, self.tenants.forget_recent, self._count))
+        self.invalidation = CacheInvalidation(database, (self.keys.forget_recent, self.tenants.forget_recent, self._count))
 
     def _count(self) -> None:
         self.num_told += 1
@@ -49,8 +49,8 @@ def two_gateways(database_url: str) -> Iterator[tuple[OneGateway, OneGateway]]:
         yield gateways
     finally:
         for gateway, database in zip(gateways, databases, strict=True):
-            gateway.watch.close()
-            assert not gateway.watch._thread.is_alive()
+            gateway.invalidation.close()
+            assert not gateway.invalidation._thread.is_alive()
             database.close()
 
 
@@ -93,7 +93,7 @@ def test_a_notice_that_never_comes_is_made_up_for_by_the_poll(
 
 
 def test_a_notice_is_quicker_than_any_poll(migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_watch, "POLL_INTERVAL_S", 60.0)
+    monkeypatch.setattr(cache_invalidation, "POLL_INTERVAL_S", 60.0)
     with two_gateways(migrated_postgres_url) as (one, other):
         told = other.num_told
         QuotaPolicies(one.keys._database).set(one.tenants.create("acme").id, "tokens_per_minute", 10)

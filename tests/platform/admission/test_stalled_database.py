@@ -14,11 +14,9 @@ import psycopg
 import pytest
 
 from loramux.migrations.database import Database
-from loramux.platform.admission import database_health as database_state
+from loramux.platform.admission import database_health
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.generation import maintenance
-from loramux.platform.generation import running_requests as running
-from loramux.platform.generation import settler as settling
+from loramux.platform.generation import maintenance, running_requests, settler
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.conftest import Gateway
 from tests.platform.generation.troubled_gateway import (
@@ -42,10 +40,10 @@ MARGIN_S = 1.0
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "RESERVE_WAIT_S", RESERVE_WAIT_S)
-    monkeypatch.setattr(settling, "SETTLE_WAIT_S", 0.3)
+    monkeypatch.setattr(running_requests, "RESERVE_WAIT_S", RESERVE_WAIT_S)
+    monkeypatch.setattr(settler, "SETTLE_WAIT_S", 0.3)
     monkeypatch.setattr(maintenance, "TEND_INTERVAL_S", 0.1)
-    monkeypatch.setattr(database_state, "STALLED_S", STALLED_S)
+    monkeypatch.setattr(database_health, "STALLED_S", STALLED_S)
 
 
 @contextmanager

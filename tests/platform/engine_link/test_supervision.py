@@ -19,9 +19,8 @@ from structlog.testing import capture_logs
 from loramux.engine.config import EngineConfig
 from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput
 from loramux.engine.server.step_record import ID_BYTES, LoopProgress, StepRecord
-from loramux.platform.engine_link import crash_strikes as request_strikes
-from loramux.platform.engine_link import process_output
-from loramux.platform.engine_link.crash_strikes import RequestStrikes
+from loramux.platform.engine_link import crash_strikes, process_output
+from loramux.platform.engine_link.crash_strikes import CrashStrikes
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.engine_process import EngineProcess
 from loramux.platform.engine_link.local_engine import LocalEngine, Supervision
@@ -281,7 +280,7 @@ class Clock:
 
 def test_two_deaths_exclude_a_request_and_ten_quiet_minutes_forgive_it() -> None:
     clock = Clock()
-    strikes = RequestStrikes(clock)
+    strikes = CrashStrikes(clock)
     # Two choices of one request at one death are one strike.
     strikes.strike([add("a"), add("b")])
     assert not strikes.is_refused(add("c"))
@@ -297,7 +296,7 @@ def test_two_deaths_exclude_a_request_and_ten_quiet_minutes_forgive_it() -> None
 
 
 def test_a_request_that_runs_to_its_end_is_acquitted() -> None:
-    strikes = RequestStrikes(Clock())
+    strikes = CrashStrikes(Clock())
     strikes.strike([add("a")])
     strikes.acquit(add("b"))
     strikes.strike([add("c")])
@@ -322,15 +321,15 @@ SAMPLING = ORIGINAL.sampling
     ],
 )
 def test_a_retry_is_known_by_what_it_asks(changes: dict[str, Any], is_the_same: bool) -> None:
-    strikes = RequestStrikes(Clock())
+    strikes = CrashStrikes(Clock())
     strikes.strike([ORIGINAL])
     strikes.strike([ORIGINAL])
     assert strikes.is_refused(msgspec.structs.replace(ORIGINAL, **changes)) == is_the_same
 
 
 def test_strikes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_strikes, "MAX_REQUESTS", 10)
-    strikes = RequestStrikes(Clock())
+    monkeypatch.setattr(crash_strikes, "MAX_REQUESTS", 10)
+    strikes = CrashStrikes(Clock())
     for number in range(30):
         strikes.strike([add("a", number)] * 2)
         strikes.strike([add("a", number)])

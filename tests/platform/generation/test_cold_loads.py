@@ -17,7 +17,7 @@ from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import LoadCharge, ReservationRequest
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
-from loramux.platform.generation.cold_loads import LOAD_S, STALE_S, ResidentAdapters
+from loramux.platform.generation.cold_loads import LOAD_S, STALE_S, ColdLoads
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.counters import UNITS
 from loramux.platform.quotas.decisions import QuotaExceeded
@@ -82,7 +82,7 @@ async def test_a_soft_limit_lets_the_load_happen_and_says_so(gateway: Gateway) -
 @pytest.mark.anyio
 async def test_an_evicted_adapter_is_cold_again_and_a_loading_one_for_a_while_is_not(anyio_backend: str) -> None:
     engine, now_s = ScriptedEngine(), [0.0]
-    adapters = ResidentAdapters(engine, clock=lambda: now_s[0])
+    adapters = ColdLoads(engine, clock=lambda: now_s[0])
 
     async def is_cold() -> bool:
         async with adapters.admitting("ten_1", "digest") as found:
@@ -105,7 +105,7 @@ async def test_an_evicted_adapter_is_cold_again_and_a_loading_one_for_a_while_is
 
 @pytest.mark.anyio
 async def test_who_was_refused_leaves_the_load_to_the_next(anyio_backend: str) -> None:
-    adapters = ResidentAdapters(ScriptedEngine())
+    adapters = ColdLoads(ScriptedEngine())
 
     async def refuse() -> None:
         async with adapters.admitting("ten_1", "digest") as is_cold:
@@ -121,7 +121,7 @@ async def test_who_was_refused_leaves_the_load_to_the_next(anyio_backend: str) -
 async def test_an_engine_that_does_not_answer_makes_nothing_cold(anyio_backend: str) -> None:
     engine = ScriptedEngine()
     engine.die()
-    async with ResidentAdapters(engine).admitting("ten_1", "digest") as is_cold:
+    async with ColdLoads(engine).admitting("ten_1", "digest") as is_cold:
         assert not is_cold
 
 
@@ -250,7 +250,7 @@ async def test_after_a_while_without_requests_the_engine_is_asked_before_anythin
     anyio_backend: str,
 ) -> None:
     engine, now_s = ScriptedEngine(), [0.0]
-    adapters = ResidentAdapters(engine, clock=lambda: now_s[0])
+    adapters = ColdLoads(engine, clock=lambda: now_s[0])
     await adapters.refresh()
     engine.resident["digest"] = 1
     now_s[0] = STALE_S

@@ -16,11 +16,11 @@ import pytest
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.admission.admission import Admission
-from loramux.platform.admission.database_health import DatabaseState
+from loramux.platform.admission.database_health import DatabaseHealth
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation.settlement_spool import SettlementSpool
-from loramux.platform.generation.settler import Settling
+from loramux.platform.generation.settler import Settler
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate
 from tests.platform.conftest import Gateway, open_gateway
@@ -162,12 +162,12 @@ async def test_what_a_dead_gateway_spooled_is_settled_by_its_next_life(
             async def away(_: object) -> bool:
                 return False
 
-            monkeypatch.setattr(gateway.services.settling, "_settle_now", away)
+            monkeypatch.setattr(gateway.services.settler, "_settle_now", away)
             assert is_whole(await ask(gateway, 5))
             assert gateway.usage() == []
         # The same directory, another process's life.
         commit, spool = GroupCommit(Admission(accounts)), SettlementSpool(tmp_path / "spool", 1 << 20)
-        life = Settling(commit, gateway.services.metrics, DatabaseState(), spool)
+        life = Settler(commit, gateway.services.metrics, DatabaseHealth(), spool)
         for _ in range(2):
             await life.replay()
         commit.close()

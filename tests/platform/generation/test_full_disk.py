@@ -21,9 +21,9 @@ from loramux.migrations.database import Database
 from loramux.platform.admission.group_commit import GroupCommit
 from loramux.platform.admission.records import Closing, Extension, ReservationRequest
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.generation import generation, maintenance
+from loramux.platform.generation import generation, maintenance, plan
 from loramux.platform.generation.settlement_spool import LEFT, SettlementSpool
-from loramux.platform.generation.settler import Settling
+from loramux.platform.generation.settler import Settler
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.openai_api import planning
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -225,7 +225,7 @@ async def lab(
 async def until_all_is_settled(gateway: Gateway) -> None:
     await until_ready(gateway, True)
     async with asyncio.timeout(PATIENCE_S):
-        while gateway.services.settling.has_waiting:  # noqa: ASYNC110
+        while gateway.services.settler.has_waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -234,16 +234,16 @@ async def until_all_is_settled(gateway: Gateway) -> None:
 async def test_a_disk_that_fills(
     lab: Lab, step: Callable[..., Awaitable[None]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway, settling = lab.gateway, lab.gateway.services.settling
+    gateway, settler = lab.gateway, lab.gateway.services.settler
     assert is_whole(await lab.ask())
     with monkeypatch.context() as patched:
         await step(lab, patched)
         served = await asyncio.gather(*lab.streams)
     assert all(is_refused(one) if step in SETTLES_BEFORE[:2] else is_whole(one) for one in served)
     if step not in SETTLES_BEFORE:
-        assert settling.has_waiting
+        assert settler.has_waiting
     if step not in (*SETTLES_BEFORE, at_its_replay):
-        assert settling.num_held == (NUM_STREAMS if "memory" in request.node.callspec.id else 0)
+        assert settler.num_held == (NUM_STREAMS if "memory" in request.node.callspec.id else 0)
     assert is_refused(await lab.ask())
     assert not await is_ready(gateway)
     if isinstance(lab.disk, MountedDisk):
@@ -264,15 +264,15 @@ async def test_a_disk_that_is_back_takes_what_waits_in_memory_while_the_database
     assert is_whole(await lab.ask())
     await while_streaming(lab, monkeypatch)
     await asyncio.gather(*lab.streams)
-    settling = lab.gateway.services.settling
-    assert settling.num_held == NUM_STREAMS
+    settler = lab.gateway.services.settler
+    assert settler.num_held == NUM_STREAMS
     admission = lab.gateway.services.maintenance._admission
     with monkeypatch.context() as patched:
         for name in ("probe", "commit"):
             patched.setattr(admission, name, away)
         lab.disk.free()
-        await asyncio.wait_for(settling.none_held(), PATIENCE_S)
-        assert settling.has_waiting
+        await asyncio.wait_for(settler.none_held(), PATIENCE_S)
+        assert settler.has_waiting
         assert is_refused(await lab.ask())
     await until_all_is_settled(lab.gateway)
     lab.check_ledger()
@@ -299,17 +299,17 @@ async def test_what_a_gateway_could_not_settle_is_in_its_log_and_settled_from_th
     gateway = lab.gateway
     await while_streaming(lab, monkeypatch)
     await asyncio.gather(*lab.streams)
-    settling = gateway.services.settling
+    settler = gateway.services.settler
     # As its process ends: the log has what its memory had.
-    last_life = Settling(gateway.services.commit, gateway.services.metrics, gateway.services.state)
-    last_life._held = dict(settling._held)
+    last_life = Settler(gateway.services.commit, gateway.services.metrics, gateway.services.database_health)
+    last_life._held = dict(settler._held)
     with capture_logs() as logged:
         last_life.close()
     records = [entry["record"] for entry in logged]
     assert len(records) == NUM_STREAMS
     assert f"loramux_settle_failures_total {NUM_STREAMS}.0" in gateway.services.metrics.render().decode()
-    for closing in tuple(settling._held.values()):
-        settling._release(closing, is_settled=False)
+    for closing in tuple(settler._held.values()):
+        settler._release(closing, is_settled=False)
     lab.disk.free()
     await until_ready(gateway, True)
     assert gateway.usage() == []
@@ -318,7 +318,9 @@ async def test_what_a_gateway_could_not_settle_is_in_its_log_and_settled_from_th
     directory.mkdir()
     (directory / LEFT).write_text("\n".join(records))
     commit = GroupCommit(gateway.services.maintenance._admission)
-    next_life = Settling(commit, gateway.services.metrics, gateway.services.state, SettlementSpool(directory, 1 << 20))
+    next_life = Settler(
+        commit, gateway.services.metrics, gateway.services.database_health, SettlementSpool(directory, 1 << 20)
+    )
     assert next_life.has_waiting
     await next_life.replay()
     assert not next_life.has_waiting
@@ -340,7 +342,7 @@ async def test_a_gateway_on_postgresql_whose_own_disk_is_full_too(
         await until_streaming(gateway, NUM_STREAMS)
         with refusing(migrated_postgres_url, ("usage_events",), "53100"):
             assert all(map(is_whole, await asyncio.gather(*lab.streams)))
-            assert gateway.services.settling.num_held == NUM_STREAMS
+            assert gateway.services.settler.num_held == NUM_STREAMS
             # Reservations would be taken.
             assert is_refused(await lab.ask())
             assert not await is_ready(gateway)

@@ -19,8 +19,7 @@ from loramux.migrations import schema
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import Closing
 from loramux.platform.engine_link.scripted_engine import Script
-from loramux.platform.generation import generation, maintenance
-from loramux.platform.generation import running_requests as running
+from loramux.platform.generation import generation, maintenance, running_requests
 from loramux.platform.ledger.events import Ledger
 
 pytestmark = pytest.mark.anyio
@@ -393,7 +392,7 @@ async def test_a_settlement_in_memory_corrects_what_another_gateway_recovered(
         fail_settlements(gateway, patched, 1000, is_answer_lost=False)
         gateway.engine.abort(gateway.engine.adds[0].sequence_id)
         await asked
-        assert gateway.services.settling.num_held == 1
+        assert gateway.services.settler.num_held == 1
         assert not gateway.services.maintenance._may_recover()
         clock.advance(31)
         assert another.recover_expired() == 1
@@ -435,7 +434,7 @@ async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.
 async def test_a_reservation_whose_answer_is_lost_after_its_request_was_refused_is_given_back(
     gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "RESERVE_WAIT_S", 0.05)
+    monkeypatch.setattr(running_requests, "RESERVE_WAIT_S", 0.05)
     admission, is_refused = gateway.services.commit._admission, threading.Event()
     commit = admission.commit
 
@@ -450,7 +449,7 @@ async def test_a_reservation_whose_answer_is_lost_after_its_request_was_refused_
         assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
         is_refused.set()
         async with asyncio.timeout(10):
-            while gateway.services.settling.num_held == 0:  # noqa: ASYNC110
+            while gateway.services.settler.num_held == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     await tended_until_settled(gateway, monkeypatch)
     assert (await settled(gateway)).completion_tokens == 0

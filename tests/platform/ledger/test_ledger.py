@@ -17,7 +17,7 @@ from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger.csv_lines import csv_line, csv_lines
 from loramux.platform.ledger.events import Ledger
-from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer, largest
 from loramux.platform.ledger.settlement import Settlement
 
@@ -102,9 +102,9 @@ def test_groups_partition_the_total(
 def test_the_largest_groups_are_the_first_of_all_and_know_the_rest(
     clocked: Database, used: list[str], clock: Any, group_by: tuple[str, ...], top: int
 ) -> None:
-    question = UsageQuestion(tenant_id=None, start_us=0, end_us=clock.now_us + 1, group_by=group_by)
-    everything = sorted(answer(clocked, question), key=lambda row: -(row.prompt_tokens + row.completion_tokens))
-    found = largest(clocked, question, top)
+    query = UsageQuery(tenant_id=None, start_us=0, end_us=clock.now_us + 1, group_by=group_by)
+    everything = sorted(answer(clocked, query), key=lambda row: -(row.prompt_tokens + row.completion_tokens))
+    found = largest(clocked, query, top)
     assert list(found.rows) == everything[:top]
     assert found.num_groups == len(everything)
     assert sums((found.total,)) == [(4, 150, 75, 15)]
@@ -112,15 +112,15 @@ def test_the_largest_groups_are_the_first_of_all_and_know_the_rest(
 
 
 def test_the_largest_of_nothing_are_none(clocked: Database, used: list[str]) -> None:
-    found = largest(clocked, UsageQuestion(tenant_id=None, start_us=0, end_us=1, group_by=("tenant",)), 5)
+    found = largest(clocked, UsageQuery(tenant_id=None, start_us=0, end_us=1, group_by=("tenant",)), 5)
     assert (found.rows, found.num_groups, sums((found.total,))) == ((), 0, [(0, 0, 0, 0)])
 
 
 @pytest.mark.parametrize(("top", "bucket"), [(0, None), (1001, None), (5, "1h")], ids=["none", "too many", "by hour"])
 def test_only_so_many_of_the_largest_over_the_whole_range(clocked: Database, top: int, bucket: str | None) -> None:
-    question = UsageQuestion(tenant_id=None, start_us=0, end_us=1, bucket=bucket, group_by=("tenant",))
+    query = UsageQuery(tenant_id=None, start_us=0, end_us=1, bucket=bucket, group_by=("tenant",))
     with pytest.raises(InvalidRequest) as caught:
-        largest(clocked, question, top)
+        largest(clocked, query, top)
     assert caught.value.param == "top"
 
 

@@ -14,7 +14,7 @@ from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.grains import DAY_US
-from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import answer, largest
 from loramux.platform.ledger.report_sql import select_all
 from tests.migrated import migrated_sqlite
@@ -67,8 +67,8 @@ def plan(database: Database, ask: Any) -> str:
 @pytest.mark.parametrize("group_by", [(), ("key",), ("model",), ("version", "status")], ids="+".join)
 def test_a_tenants_sums_are_found_by_the_tenant(sampled: Database, group_by: tuple[str, ...]) -> None:
     tenant = Tenants(sampled).create("acme")
-    question = UsageQuestion(tenant_id=tenant.id, start_us=5, end_us=40 * DAY_US, group_by=group_by)
-    for ask in (lambda: answer(sampled, question), lambda: largest(sampled, question, 5)):
+    query = UsageQuery(tenant_id=tenant.id, start_us=5, end_us=40 * DAY_US, group_by=group_by)
+    for ask in (lambda: answer(sampled, query), lambda: largest(sampled, query, 5)):
         steps = plan(sampled, ask)
         assert "ix_usage_rollups_tenant_span_start (tenant_id=? AND grain=? AND span_us=? AND start_us>?" in steps
         assert "usage_rollups USING PRIMARY KEY" not in steps
@@ -81,6 +81,6 @@ def test_a_page_of_requests_walks_along_them(sampled: Database) -> None:
 
 
 def test_other_databases_are_told_nothing() -> None:
-    question = UsageQuestion(tenant_id="ten_1", start_us=5, end_us=40 * DAY_US)
-    statement: Select[Any] = select_all(question, ())
+    query = UsageQuery(tenant_id="ten_1", start_us=5, end_us=40 * DAY_US)
+    statement: Select[Any] = select_all(query, ())
     assert "likelihood" not in str(statement.compile(dialect=postgresql.dialect()))

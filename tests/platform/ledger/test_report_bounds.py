@@ -11,9 +11,9 @@ from sqlalchemy import event, text
 from loramux.migrations.database import Database, ReadTooLong
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.ledger import query as usage_question
+from loramux.platform.ledger import query as usage_query
 from loramux.platform.ledger.grains import DAY_US, HOUR_US
-from loramux.platform.ledger.query import UsageQuestion
+from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import answer, largest
 from tests.adversary.many_end_users import add_end_users
 
@@ -42,10 +42,10 @@ def test_too_large_a_report_is_refused_before_it_is_read(database: Database, mon
     now_us = database.now_us()
 
     def ask(top: int | None, **more: Any) -> int:
-        question = UsageQuestion(
+        query = UsageQuery(
             tenant_id=tenant.id, start_us=now_us - 20 * DAY_US, end_us=now_us, group_by=("end_user",), **more
         )
-        return len(answer(database, question)) if top is None else len(largest(database, question, top).rows)
+        return len(answer(database, query)) if top is None else len(largest(database, query, top).rows)
 
     cases: list[tuple[int | None, dict[str, Any]]] = [
         (None, {}),
@@ -55,9 +55,9 @@ def test_too_large_a_report_is_refused_before_it_is_read(database: Database, mon
     ]
     for top, more in cases:
         # Each request is of an end user of its own: as many sums and events as there are requests.
-        monkeypatch.setattr(usage_question, "MAX_SUMMED_BY_END_USER", NUM_USERS)
+        monkeypatch.setattr(usage_query, "MAX_SUMMED_BY_END_USER", NUM_USERS)
         assert ask(top, **more) == NUM_USERS
-        monkeypatch.setattr(usage_question, "MAX_SUMMED_BY_END_USER", NUM_USERS - 1)
+        monkeypatch.setattr(usage_query, "MAX_SUMMED_BY_END_USER", NUM_USERS - 1)
 
         def refused(top: int | None = top, more: dict[str, Any] = more) -> None:
             with pytest.raises(InvalidRequest, match="shorter range") as told:
@@ -71,12 +71,12 @@ def test_other_groups_have_another_bound(database: Database, monkeypatch: pytest
     tenant = Tenants(database).create("acme")
     add_end_users(database, tenant.id, NUM_USERS, days=3)
     now_us = database.now_us()
-    question = UsageQuestion(tenant_id=tenant.id, start_us=now_us - DAY_US, end_us=now_us, group_by=("key", "model"))
-    monkeypatch.setattr(usage_question, "MAX_SUMMED_BY_END_USER", 1)
-    assert len(answer(database, question)) == 1
-    monkeypatch.setattr(usage_question, "MAX_SUMMED", 1)
+    query = UsageQuery(tenant_id=tenant.id, start_us=now_us - DAY_US, end_us=now_us, group_by=("key", "model"))
+    monkeypatch.setattr(usage_query, "MAX_SUMMED_BY_END_USER", 1)
+    assert len(answer(database, query)) == 1
+    monkeypatch.setattr(usage_query, "MAX_SUMMED", 1)
     with pytest.raises(InvalidRequest, match="shorter range"):
-        answer(database, question)
+        answer(database, query)
 
 
 def test_a_reading_ends_in_time(database: Database) -> None:
@@ -94,11 +94,11 @@ def test_a_report_leaves_no_compiled_statement_behind(database: Database) -> Non
     now_us = database.now_us()
 
     def ask(hours: int) -> None:
-        question = UsageQuestion(
+        query = UsageQuery(
             tenant_id=tenant.id, start_us=now_us - hours * HOUR_US, end_us=now_us, group_by=("end_user",)
         )
-        assert answer(database, question)
-        assert largest(database, question, 5).rows
+        assert answer(database, query)
+        assert largest(database, query, 5).rows
 
     ask(30)
     before = len(database._engine._compiled_cache or ())

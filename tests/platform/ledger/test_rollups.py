@@ -33,7 +33,7 @@ from loramux.platform.ledger.grains import (
     WEEK_US,
 )
 from loramux.platform.ledger.price_list import PriceList
-from loramux.platform.ledger.query import GROUPS, UsageQuestion
+from loramux.platform.ledger.query import GROUPS, UsageQuery
 from loramux.platform.ledger.ranges import cut
 from loramux.platform.ledger.report import UsageRow, answer
 from loramux.platform.ledger.rollups import UsageRollups
@@ -230,12 +230,12 @@ def test_every_report_is_the_sum_of_the_ledger(
         facts = ledgers.facts()
         for _ in range(5):
             asked = question(ledgers, first_us)
-            rows = answer(clocked, UsageQuestion(**asked))
+            rows = answer(clocked, UsageQuery(**asked))
             assert reported(rows, asked["group_by"]) == summed(facts, asked), asked
     ledgers.rollups.fold_all()
     everything: dict[str, Any] = {"tenant_id": None, "start_us": 0, "end_us": 2**61, "bucket": None, "timezone": "UTC"}
     for group_by in ((), ("status",), ("tenant", "key")):
-        rows = answer(clocked, UsageQuestion(**everything, group_by=group_by))
+        rows = answer(clocked, UsageQuery(**everything, group_by=group_by))
         assert reported(rows, group_by) == summed(facts, {**everything, "group_by": group_by})
     _check_rollups(clocked, facts)
 

@@ -16,7 +16,7 @@ from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import Reservation, ReservationRequest
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import POLICY_HEADER, QuotaExceeded, RequestTooLarge
-from loramux.platform.quotas.overview import QuotaCaller, QuotaView
+from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
 from loramux.platform.quotas.policies import QuotaPolicies
 
 METRICS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "tokens_per_day", "tokens_per_month")
@@ -51,7 +51,7 @@ class Two:
 
     def remaining(self, tenant: Tenant) -> int:
         caller = QuotaCaller(tenant_id=tenant.id, adapter_id=self.adapter.id)
-        (limit,) = QuotaView(self.database).effective(caller)
+        (limit,) = QuotaOverview(self.database).effective(caller)
         return limit.remaining
 
 

@@ -15,9 +15,9 @@ from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.periods import Period, Window, window_at
 from loramux.platform.quotas.decisions import Charge
-from loramux.platform.quotas.overview import QuotaCaller, QuotaView
+from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
 from loramux.platform.quotas.policies import HARD, PLATFORM, SHADOW, SOFT, QuotaPolicies, QuotaPolicy
-from loramux.platform.quotas.policy_cache import PolicyBook
+from loramux.platform.quotas.policy_cache import PolicyCache
 
 
 def policy(name: str, subject_id: str, mode: str = HARD, metric: str = "requests_per_minute") -> QuotaPolicy:
@@ -35,7 +35,7 @@ def policy(name: str, subject_id: str, mode: str = HARD, metric: str = "requests
     ids=["hard", "soft", "shadow"],
 )
 def test_a_tenants_own_policy_replaces_the_platforms_unless_it_only_watches(mode: str, expected: set[str]) -> None:
-    book = PolicyBook(0)
+    cache = PolicyCache(0)
     for one in (
         policy("platform", PLATFORM),
         policy("own", "tenant", mode),
@@ -43,9 +43,9 @@ def test_a_tenants_own_policy_replaces_the_platforms_unless_it_only_watches(mode
         policy("adapter", "adapter"),
         policy("another tenant's", "other"),
     ):
-        book.put(one)
-    assert {binding.policy.id for binding in book.bindings("tenant", "key", "adapter", 0)} == expected
-    inherited = {binding.key.subject_id for binding in book.bindings("stranger", None, None, 0)}
+        cache.put(one)
+    assert {binding.policy.id for binding in cache.bindings("tenant", "key", "adapter", 0)} == expected
+    inherited = {binding.key.subject_id for binding in cache.bindings("stranger", None, None, 0)}
     assert inherited == {"stranger"}, "each tenant has a count of its own"
 
 
@@ -64,14 +64,14 @@ class SlowDict(dict[str, Any]):
 def test_a_thread_that_comes_while_another_reads_finds_all_of_it(accounts: Database) -> None:
     tenant = Tenants(accounts).create("acme")
     limit = QuotaPolicies(accounts).set(tenant.id, "cost_per_day", 5)
-    book = PolicyBook(0)
-    book._policies = policies = SlowDict()
+    cache = PolicyCache(0)
+    cache._policies = policies = SlowDict()
 
     def held() -> tuple[bool, bool]:
         with accounts.read() as connection:
-            book.read(connection, (), (), {limit.id})
-        ((_, binding),) = book.held([Charge(policy_id=limit.id, amount=1, window_start_us=0)], tenant.id)
-        return binding is not None, book.has_costs
+            cache.read(connection, (), (), {limit.id})
+        ((_, binding),) = cache.held([Charge(policy_id=limit.id, amount=1, window_start_us=0)], tenant.id)
+        return binding is not None, cache.has_costs
 
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(held)
@@ -112,7 +112,7 @@ def test_a_trial_on_another_tenants_adapter_counts_by_its_owners_days(accounts: 
     owner, caller = (Tenants(accounts).create(slug, timezone="Asia/Kathmandu") for slug in ("owner", "caller"))
     adapter = AdapterRegistry(accounts).create_adapter(owner.id, "support")
     trial = QuotaPolicies(accounts).propose(adapter.id, "tokens_per_day", 5)
-    judged = QuotaView(accounts).check(
+    judged = QuotaOverview(accounts).check(
         QuotaCaller(tenant_id=caller.id, adapter_id=adapter.id), prompt_tokens=4, completion_tokens=4, trial=trial
     )
     assert judged.refusal is not None

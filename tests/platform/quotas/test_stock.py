@@ -14,7 +14,7 @@ from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.tenants import Tenant
 from loramux.platform.quotas.decisions import QuotaExceeded
-from loramux.platform.quotas.overview import QuotaCaller, QuotaView
+from loramux.platform.quotas.overview import QuotaCaller, QuotaOverview
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.quotas.stock import AdapterLimits
 
@@ -43,7 +43,7 @@ class Shelf:
     @property
     def standing(self) -> tuple[int, int, int, int]:
         """What is used, reserved and left of the limit, and how often a soft one was exceeded."""
-        (limit,) = QuotaView(self.database).effective(QuotaCaller(tenant_id=self.tenant.id))
+        (limit,) = QuotaOverview(self.database).effective(QuotaCaller(tenant_id=self.tenant.id))
         return limit.used, limit.reserved, limit.remaining, limit.num_exceeded
 
 
