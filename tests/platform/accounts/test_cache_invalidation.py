@@ -34,7 +34,9 @@ class OneGateway:
     def __init__(self, database: Database) -> None:
         self.keys, self.tenants = ApiKeys(database), Tenants(database)
         self.num_told = 0
-        self.invalidation = CacheInvalidation(database, (self.keys.forget_recent, self.tenants.forget_recent, self._count))
+        self.invalidation = CacheInvalidation(
+            database, (self.keys.forget_recent, self.tenants.forget_recent, self._count)
+        )
 
     def _count(self) -> None:
         self.num_told += 1

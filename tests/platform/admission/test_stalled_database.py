@@ -18,7 +18,7 @@ from loramux.platform.admission import database_health
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.generation import maintenance, running_requests, settler
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from tests.platform.conftest import Gateway
+from tests.platform.gateways import Gateway
 from tests.platform.generation.troubled_gateway import (
     NUM_TOKENS,
     ask,

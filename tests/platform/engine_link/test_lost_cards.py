@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from loramux.engine.config import EngineConfig
 from loramux.engine.server.process import EXIT_DEVICE_FAILED
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
-from tests.platform.engine_link.test_supervision import add, end_of, running, until
+from tests.platform.engine_link.supervised_engine import add, end_of, running, until
 
 LOSING_TOKEN = 666
 

@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from loramux.engine.config import EngineConfig
-from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutput
 from loramux.engine.server.step_record import ID_BYTES, LoopProgress, StepRecord
 from loramux.platform.engine_link import crash_strikes, process_output
 from loramux.platform.engine_link.crash_strikes import CrashStrikes
@@ -26,37 +24,10 @@ from loramux.platform.engine_link.engine_process import EngineProcess
 from loramux.platform.engine_link.local_engine import LocalEngine, Supervision
 from loramux.platform.engine_link.process_output import ProcessOutput
 from loramux.platform.engine_link.watchdog import Watchdog
+from tests.platform.engine_link.supervised_engine import PATIENCE_S, add, end_of, running, until
 
 HERE = Path(__file__).parent
 HANGING_TOKEN = 666
-PATIENCE_S = 60
-"""For what takes a moment on an idle machine."""
-
-
-def add(name: str, *prompt: int, max_tokens: int = 4, **more: Any) -> Add:
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-    return Add(sequence_id=name, prompt=prompt or (5, 6, 7), max_tokens=max_tokens, sampling=sampling, **more)
-
-
-async def end_of(stream: AsyncIterator[SequenceOutput | Finished]) -> Finished:
-    items = [item async for item in stream]
-    assert isinstance(items[-1], Finished)
-    return items[-1]
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110  what happens in other processes has no event here
-            await asyncio.sleep(0.02)
-
-
-@asynccontextmanager
-async def running(engine: LocalEngine) -> AsyncIterator[LocalEngine]:
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 # The real engine

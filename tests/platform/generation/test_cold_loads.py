@@ -22,7 +22,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.counters import UNITS
 from loramux.platform.quotas.decisions import QuotaExceeded
 from loramux.platform.quotas.policies import QuotaPolicies
-from tests.platform.conftest import Gateway
+from tests.platform.gateways import Gateway
 
 METRIC = "cold_loads_per_minute"
 

@@ -28,8 +28,9 @@ from loramux.platform.generation import maintenance
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate, migrated_sqlite
-from tests.platform.conftest import Gateway
 from tests.platform.faulty_postgres import faulty_postgres
+from tests.platform.gateways import Gateway
+from tests.platform.generation.refusing_postgres import refusing
 from tests.platform.generation.troubled_gateway import (
     NUM_TOKENS,
     PATIENCE_S,
@@ -55,21 +56,6 @@ MAX_UNTIL_FULL = 200
 @pytest.fixture(autouse=True)
 def _tended_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "TEND_INTERVAL_S", 0.1)
-
-
-@contextmanager
-def refusing(url: str, tables: Sequence[str], code: str) -> Iterator[None]:
-    """PostgreSQL answers every write to these tables with an SQLSTATE of ours."""
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(
-            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS"
-            f" $$ BEGIN RAISE EXCEPTION 'no space left on device: /secret' USING ERRCODE = '{code}'; END $$"
-        )
-        for table in tables:
-            trigger = f"CREATE TRIGGER refused BEFORE INSERT OR UPDATE ON {table} EXECUTE FUNCTION refuse()"
-            connection.execute(trigger.encode())
-        yield
-        connection.execute("DROP FUNCTION refuse CASCADE")
 
 
 @contextmanager

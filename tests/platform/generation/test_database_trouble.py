@@ -23,8 +23,8 @@ from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.generation.settler import Settler
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate
-from tests.platform.conftest import Gateway, open_gateway
 from tests.platform.faulty_postgres import FaultyPostgres, faulty_postgres
+from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.generation.troubled_gateway import (
     NUM_TOKENS,
     PATIENCE_S,

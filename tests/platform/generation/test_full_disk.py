@@ -27,8 +27,8 @@ from loramux.platform.generation.settler import Settler
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.openai_api import planning
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from tests.platform.conftest import Gateway
-from tests.platform.generation.test_database_refusals import refusing
+from tests.platform.gateways import Gateway
+from tests.platform.generation.refusing_postgres import refusing
 from tests.platform.generation.troubled_gateway import (
     NUM_TOKENS,
     PATIENCE_S,

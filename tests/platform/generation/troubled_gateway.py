@@ -16,7 +16,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from tests.platform.conftest import Gateway, open_gateway
+from tests.platform.gateways import Gateway, open_gateway
 
 NUM_TOKENS = 20
 PATIENCE_S = 40

@@ -1,4 +1,4 @@
-"""What health says of an engine that hangs or is away, and what a caller hears of a request that stops engines."""
+"""Health tells the truth without a key, also of a hung engine; and what a request that stops engines is told."""
 
 from __future__ import annotations
 
@@ -8,10 +8,28 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.openai_api.health import health_router
 
 pytestmark = pytest.mark.anyio
+
+
+async def test_ready_means_engine_and_database_answer(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    del gateway.http.headers["authorization"]
+    assert (await gateway.http.get("/health/live")).json() == {"status": "live"}
+    ready = await gateway.http.get("/health/ready")
+    assert (ready.status_code, ready.json()) == (200, {"status": "ready", "engine": True, "database": True})
+    gateway.engine.die()
+    down = await gateway.http.get("/health/ready")
+    assert (down.status_code, down.json()["engine"]) == (503, False)
+    gateway.engine.revive()
+    nowhere = Database("postgresql://nobody@127.0.0.1:1/none")
+    monkeypatch.setattr(gateway.database, "read", nowhere.read)
+    cut = await gateway.http.get("/health/ready")
+    assert (cut.status_code, cut.json()["database"]) == (503, False)
+    assert (await gateway.http.get("/health/live")).status_code == 200
+    nowhere.close()
 
 
 async def test_live_is_red_while_a_hung_engine_cannot_be_replaced_and_not_for_a_restart(gateway: Any) -> None:

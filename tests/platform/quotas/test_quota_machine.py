@@ -39,7 +39,7 @@ from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge
 from loramux.platform.quotas.policies import QuotaPolicies
-from tests.platform.conftest import FakeClock, _empty
+from tests.platform.clocked_databases import FakeClock, empty
 from tests.platform.quotas.quota_oracle import (
     CACHED,
     COMPLETION,
@@ -417,7 +417,7 @@ class QuotaMachine(RuleBasedStateMachine):
                     assert held <= policy.limit + self.oracle.late(policy, count)
 
     def teardown(self) -> None:
-        _empty(self.database)
+        empty(self.database)
 
 
 def run(database: Database, clock: FakeClock, num_steps: int, steps_each: int, is_shrinking: bool = False) -> None:

@@ -22,7 +22,7 @@ from loramux.migrations.database import Database
 from loramux.platform.telemetry.otel_tracing import OtelTracing
 from loramux.platform.telemetry.tracing import CURRENT, ClientTraces, begin_span, describe, traced
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from tests.platform.conftest import Gateway, open_gateway
+from tests.platform.gateways import Gateway, open_gateway
 
 pytestmark = pytest.mark.anyio
 

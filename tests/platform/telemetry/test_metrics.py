@@ -1,4 +1,4 @@
-"""Health tells the truth, metrics count, and neither needs a key."""
+"""Metrics count without naming anyone, but for the ten policies that refuse most, whatever their number."""
 
 from __future__ import annotations
 
@@ -6,27 +6,9 @@ from typing import Any
 
 import pytest
 
-from loramux.migrations.database import Database
-from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.telemetry.metrics import MAX_POLICIES, REFUSALS_WINDOW_S, TopRefusals
 
 pytestmark = pytest.mark.anyio
-
-
-async def test_ready_means_engine_and_database_answer(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    del gateway.http.headers["authorization"]
-    assert (await gateway.http.get("/health/live")).json() == {"status": "live"}
-    ready = await gateway.http.get("/health/ready")
-    assert (ready.status_code, ready.json()) == (200, {"status": "ready", "engine": True, "database": True})
-    gateway.engine.die()
-    down = await gateway.http.get("/health/ready")
-    assert (down.status_code, down.json()["engine"]) == (503, False)
-    gateway.engine.revive()
-    nowhere = Database("postgresql://nobody@127.0.0.1:1/none")
-    monkeypatch.setattr(gateway.database, "read", nowhere.read)
-    cut = await gateway.http.get("/health/ready")
-    assert (cut.status_code, cut.json()["database"]) == (503, False)
-    assert (await gateway.http.get("/health/live")).status_code == 200
-    nowhere.close()
 
 
 async def test_metrics_count_answers_and_tokens_without_naming_anyone(gateway: Any) -> None:
@@ -49,17 +31,6 @@ async def test_metrics_count_answers_and_tokens_without_naming_anyone(gateway: A
     assert "xxx" not in text
 
 
-async def test_the_fake_engine_answers_like_an_engine() -> None:
-    engine = ScriptedEngine()
-    assert (await engine.load("d" * 64, 1)).state == "resident"
-    stats = await engine.stats(1)
-    assert [adapter.digest for adapter in stats.adapters] == ["d" * 64]
-    assert stats.num_free_pages == stats.num_pages - 1
-    assert (await engine.unload("d" * 64, 1)).state == "absent"
-    await engine.close()
-    assert engine.info is None
-
-
 async def test_metrics_name_what_refused_failed_and_how_fast_tokens_came(gateway: Any) -> None:
     gateway.limit("requests_per_minute", 2)
     ok = {"model": "base", "prompt": [5, 6], "max_tokens": 4}
@@ -80,3 +51,29 @@ async def test_metrics_name_what_refused_failed_and_how_fast_tokens_came(gateway
     top = [line for line in lines if line.startswith("loramux_quota_top_refusals{")]
     assert len(top) == 1
     assert top[0].endswith(" 1.0")
+
+
+def test_only_the_most_refusing_are_shown_and_they_are_forgotten() -> None:
+    now = [0.0]
+    refusals = TopRefusals(num_shown=2, clock=lambda: now[0])
+    for policy, times in (("a", 3), ("b", 1), ("c", 2)):
+        for _ in range(times):
+            refusals.count(policy)
+    assert refusals.top() == [("a", 3), ("c", 2)]
+    now[0] += REFUSALS_WINDOW_S
+    refusals.count("b")
+    assert refusals.top() == [("a", 3), ("b", 2)], "what happened in the window before still counts"
+    now[0] += REFUSALS_WINDOW_S
+    assert refusals.top() == [("b", 1)]
+    now[0] += 5 * REFUSALS_WINDOW_S
+    assert refusals.top() == []
+
+
+def test_a_flood_of_policies_takes_bounded_memory() -> None:
+    refusals = TopRefusals(clock=lambda: 0.0)
+    for number in range(MAX_POLICIES + 100):
+        refusals.count(f"qta_{number}")
+    refusals.count("qta_0")
+    assert refusals.top()[0] == ("qta_0", 2)
+    assert refusals.top()[-1][1] == 1
+    assert len(refusals._current) == MAX_POLICIES

@@ -1,0 +1,20 @@
+"""The shipped fake keeps an engine's books."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_fake_engine_answers_like_an_engine() -> None:
+    engine = ScriptedEngine()
+    assert (await engine.load("d" * 64, 1)).state == "resident"
+    stats = await engine.stats(1)
+    assert [adapter.digest for adapter in stats.adapters] == ["d" * 64]
+    assert stats.num_free_pages == stats.num_pages - 1
+    assert (await engine.unload("d" * 64, 1)).state == "absent"
+    await engine.close()
+    assert engine.info is None

@@ -1,0 +1,168 @@
+"""A whole gateway over a scripted engine, without a socket or behind one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import httpx
+import httpx2
+import uvicorn
+from fastapi import FastAPI
+from openai import AsyncOpenAI
+from sqlalchemy import insert
+
+from loramux.adapter_store.registry.aliases import change_alias
+from loramux.adapter_store.registry.records import AliasTarget
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.migrations import schema
+from loramux.migrations.database import Database
+from loramux.migrations.identifiers import new_id
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.tenants import Tenant, Tenants
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.generation.settlement_spool import SettlementSpool
+from loramux.platform.ledger.events import Ledger, UsageEvent
+from loramux.platform.openai_api.app import create_openai_app
+from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.telemetry.tracing import Tracing
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """A whole gateway over a scripted engine, reached over HTTP without a socket."""
+
+    services: GatewayServices
+    app: FastAPI
+    engine: ScriptedEngine
+    database: Database
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+    key: str
+    tenant: Tenant
+
+    def usage(self) -> list[UsageEvent]:
+        return list(Ledger(self.database).events(None, limit=100).data)[::-1]
+
+    def key_of(self, tenant: str, *scopes: str) -> str:
+        tenants = Tenants(self.database)
+        owner = tenants.get(tenant) or tenants.create(tenant)
+        return self.services.api_keys.create(owner.id, "test", scopes or None).secret
+
+    def limit(self, metric: str, limit: int) -> None:
+        QuotaPolicies(self.database).set(self.tenant.id, metric, limit)
+
+    def add_adapter(self, tenant: str, name: str, versions: int = 1) -> str:
+        """An adapter whose versions are ready; the last is the default. Returns its identifier."""
+        tenants = Tenants(self.database)
+        owner = tenants.get(tenant) or tenants.create(tenant)
+        adapter_id = new_id("ada")
+        with self.database.write() as connection:
+            connection.execute(
+                insert(schema.adapters).values(id=adapter_id, tenant_id=owner.id, name=name, created_us=0)
+            )
+            for number in range(1, versions + 1):
+                version_id = new_id("adv")
+                connection.execute(
+                    insert(schema.adapter_versions).values(
+                        id=version_id,
+                        adapter_id=adapter_id,
+                        number=number,
+                        state="ready",
+                        digest=hashlib.sha256(f"{tenant}/{name}@{number}".encode()).hexdigest(),
+                        max_rank=8,
+                        num_pages=1,
+                        canonical_bytes=1,
+                        upload_id=new_id("upl"),
+                        report={},
+                        created_us=0,
+                        ready_us=0,
+                    )
+                )
+            default = [AliasTarget(version_id, versions, 100)]
+            change_alias(connection, adapter_id, "default", default, "system", "set", 0)
+        return adapter_id
+
+
+@asynccontextmanager
+async def open_gateway(
+    database: Database,
+    tokenizer: ModelTokenizer,
+    executor: Executor,
+    settings: GatewaySettings | None = None,
+    spool: SettlementSpool | None = None,
+    tracing: Tracing | None = None,
+) -> AsyncIterator[Gateway]:
+    engine = ScriptedEngine(max_model_len=256)
+    tenants, api_keys = Tenants(database), ApiKeys(database, "the operator's key of 32 characters")
+    services = GatewayServices.compose(
+        database=database,
+        tenants=tenants,
+        api_keys=api_keys,
+        registry=AdapterRegistry(database),
+        engine=engine,
+        tokenizer=tokenizer,
+        model=ModelInfo(served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000),
+        executor=executor,
+        settings=settings,
+        spool=spool,
+        tracing=tracing,
+    )
+    tenant = tenants.create("acme")
+    key = api_keys.create(tenant.id, "test").secret
+    app = create_openai_app(services)
+    headers = {"authorization": f"Bearer {key}"}
+    async with (
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", headers=headers) as http,
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as transport,
+        AsyncOpenAI(api_key=key, base_url="http://gateway/v1", http_client=transport, max_retries=0) as client,
+    ):
+        yield Gateway(
+            services=services,
+            app=app,
+            engine=engine,
+            database=database,
+            http=http,
+            openai=client,
+            key=key,
+            tenant=tenant,
+        )
+        assert await services.running.drain(5)
+        assert engine.num_running == 0
+        services.close()
+
+
+class _QuietServer(uvicorn.Server):
+    """A server that leaves the test process's signals alone and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[str]:
+    """The URL of an app that listens on a port of loopback."""
+    config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None)
+    server = _QuietServer(config)
+    serving = asyncio.create_task(server.serve())
+    await server.is_listening.wait()
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    await serving

