@@ -29,7 +29,7 @@ LOAD_S = 60.0
 
 
 class ColdLoads:
-    """The digests in the engine's pool at its last report, and those that this gateway has had it load since.
+    """Tells cold loads by the digests in the engine's pool at its last report, and those that were loaded for us since.
 
     A report is at most `REPORT_INTERVAL_S` old while requests come: so long an adapter that was evicted is taken for
     resident, and one that several gateways have loaded at the same time is a cold load of each. Nothing is refused by
