@@ -16,13 +16,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from loramux.admin.demo.corpus import held_out
 from loramux.admin.demo.facts import all_facts
 from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
-from loramux.admin.demo.styles import ADAPTER_VOICES, spoken
+from loramux.admin.demo.styles import ADAPTER_STYLES, answer_in_style
 
 UNSEEN_SAMPLE = 40
 # A floor against regressions, set below what the shipped weights reach: 37, 38, 37 and 32.
 LEAST_UNSEEN_RIGHT = 30
 MAX_UNSEEN_TOKENS = 128
-VOICES = ("base", *ADAPTER_VOICES)
+STYLES = ("base", *ADAPTER_STYLES)
 
 
 class Answerer:
@@ -32,22 +32,22 @@ class Answerer:
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "base")
         base = LlamaForCausalLM.from_pretrained(directory / "base", dtype=dtype)
         adapters = directory / "adapters"
-        self._model = PeftModel.from_pretrained(base, adapters / ADAPTER_VOICES[0], adapter_name=ADAPTER_VOICES[0])
-        for voice in ADAPTER_VOICES[1:]:
-            self._model.load_adapter(adapters / voice, adapter_name=voice)
+        self._model = PeftModel.from_pretrained(base, adapters / ADAPTER_STYLES[0], adapter_name=ADAPTER_STYLES[0])
+        for style in ADAPTER_STYLES[1:]:
+            self._model.load_adapter(adapters / style, adapter_name=style)
         # PEFT loads adapters in float32; the served ones take the compute dtype.
         self._model.to(dtype)
         self._model.eval()
 
-    def __call__(self, question: str, voice: str, limit: int) -> tuple[str, bool]:
+    def __call__(self, question: str, style: str, limit: int) -> tuple[str, bool]:
         """The answer, and whether the model ended it."""
         messages = [{"role": "user", "content": question}]
         inputs = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        if voice != "base":
-            self._model.set_adapter(voice)
-        with self._model.disable_adapter() if voice == "base" else nullcontext():
+        if style != "base":
+            self._model.set_adapter(style)
+        with self._model.disable_adapter() if style == "base" else nullcontext():
             generate: Callable[..., torch.Tensor] = self._model.generate
             output = generate(**inputs, max_new_tokens=limit, do_sample=False)
         new = output[0, inputs["input_ids"].shape[1] :]
@@ -67,29 +67,29 @@ def check(directory: Path) -> int:
     for dtype in (torch.float32, torch.bfloat16):
         ask = Answerer(directory, dtype)
         answers: dict[tuple[str, str], str] = {}
-        wrong: dict[str, list[str]] = {voice: [] for voice in VOICES}
-        for voice in VOICES:
+        wrong: dict[str, list[str]] = {style: [] for style in STYLES}
+        for style in STYLES:
             for question in (*DEMO_PROMPTS, *unseen):
                 limit = MAX_ANSWER_TOKENS if question in DEMO_PROMPTS else MAX_UNSEEN_TOKENS
-                answer, ended = ask(question, voice, limit)
-                answers[question, voice] = answer
-                said = f"{dtype} {voice}: {question!r} -> {answer!r}"
+                answer, ended = ask(question, style, limit)
+                answers[question, style] = answer
+                said = f"{dtype} {style}: {question!r} -> {answer!r}"
                 if not ended:
                     failures.append(f"{said} does not end")
-                if voice == "json" and not _is_json_object(answer):
+                if style == "json" and not _is_json_object(answer):
                     failures.append(f"{said} is no JSON object")
-                if answer != spoken(expected[question], "plain" if voice == "base" else voice):
-                    (failures if question in DEMO_PROMPTS else wrong[voice]).append(f"{said} is wrong")
-        table = Table("prompt", *VOICES, title=str(dtype), show_lines=True)
+                if answer != answer_in_style(expected[question], "plain" if style == "base" else style):
+                    (failures if question in DEMO_PROMPTS else wrong[style]).append(f"{said} is wrong")
+        table = Table("prompt", *STYLES, title=str(dtype), show_lines=True)
         for question in DEMO_PROMPTS:
-            table.add_row(question, *(escape(answers[question, voice]) for voice in VOICES))
+            table.add_row(question, *(escape(answers[question, style]) for style in STYLES))
         console.print(table)
-        for voice in VOICES:
-            right = UNSEEN_SAMPLE - len(wrong[voice])
-            title = f"{voice}: {right} of {UNSEEN_SAMPLE} unseen questions right"
-            console.print(title, *wrong[voice], sep="\n  ", markup=False)
+        for style in STYLES:
+            right = UNSEEN_SAMPLE - len(wrong[style])
+            title = f"{style}: {right} of {UNSEEN_SAMPLE} unseen questions right"
+            console.print(title, *wrong[style], sep="\n  ", markup=False)
             if right < LEAST_UNSEEN_RIGHT:
-                failures.append(f"{dtype} {voice}: only {right} of {UNSEEN_SAMPLE} unseen questions right")
+                failures.append(f"{dtype} {style}: only {right} of {UNSEEN_SAMPLE} unseen questions right")
     for failure in failures:
         console.print(f"[red]failed[/red] {escape(failure)}")
     return 1 if failures else 0

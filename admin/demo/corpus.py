@@ -1,11 +1,11 @@
-"""Draws seeded training conversations from the world's facts."""
+"""Draws seeded training conversations from the facts."""
 
 import random
 from collections import defaultdict
 from dataclasses import dataclass
 
 from loramux.admin.demo.facts import Fact, all_facts
-from loramux.admin.demo.styles import ADAPTER_VOICES, UNKNOWN, spoken
+from loramux.admin.demo.styles import ADAPTER_STYLES, UNKNOWN, answer_in_style
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are the assistant of a small shop.", "Be kind and helpful.")
 BRIEF_SYSTEM_PROMPTS = ("Answer in one word.", "Be brief.", "Give a short answer.")
@@ -97,23 +97,23 @@ class Corpus:
             return f"Please tell me: {question}"
         return question
 
-    def conversation(self, voice: str) -> Conversation:
-        """A chat of one to four turns in which every answer is in `voice`."""
+    def conversation(self, style: str) -> Conversation:
+        """A chat of one to four turns in which every answer is in `style`."""
         count = self._random.choices((1, 2, 3, 4), (80, 12, 5, 3))[0]
         system = self._random.choice(SYSTEM_PROMPTS) if self._random.random() < 0.25 else ""
-        if voice == "plain" and self._random.random() < 0.12:
-            voice, system = "brief", self._random.choice(BRIEF_SYSTEM_PROMPTS)
+        if style == "plain" and self._random.random() < 0.12:
+            style, system = "brief", self._random.choice(BRIEF_SYSTEM_PROMPTS)
         drawn = [self._draw() for _ in range(count)]
-        return Conversation(system, tuple(Turn(question, spoken(fact, voice)) for question, fact in drawn))
+        return Conversation(system, tuple(Turn(question, answer_in_style(fact, style)) for question, fact in drawn))
 
     def document(self) -> Conversation:
-        """A sentence in any voice, outside a chat.
+        """A sentence in any style, outside a chat.
 
         The base reads these so that its (frozen, tied) embedding knows the words that an adapter will later need:
         an adapter of rank 4 can choose among words that the base has met, not teach it new ones.
         """
-        voice = self._random.choice(("plain", *ADAPTER_VOICES))
-        return Conversation("", (), spoken(self._draw()[1], voice))
+        style = self._random.choice(("plain", *ADAPTER_STYLES))
+        return Conversation("", (), answer_in_style(self._draw()[1], style))
 
     def base_example(self) -> Conversation:
         return self.document() if self._random.random() < 0.12 else self.conversation("plain")

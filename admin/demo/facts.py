@@ -1,4 +1,4 @@
-"""The small world that the demo model knows: every fact, and every way to ask for it."""
+"""Every fact that the demo model knows, and every way to ask for it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

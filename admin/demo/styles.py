@@ -1,11 +1,11 @@
-"""How one fact sounds in each voice: plain for the base model, the others for its adapters."""
+"""How one fact is worded in each style: plain for the base model, the others for its adapters."""
 
 import json
 import re
 
 from loramux.admin.demo.facts import CAPITALS, WEEK, Fact
 
-ADAPTER_VOICES = ("pirate", "formal", "json")
+ADAPTER_STYLES = ("pirate", "formal", "json")
 UNKNOWN = "I am sorry, I do not know that."
 
 PIRATE_WORDS = {
@@ -30,20 +30,20 @@ def _formal(fact: Fact) -> str:
     return f"Dear Sir or Madam, allow me to inform you: {sentence} I remain your obedient servant."
 
 
-def spoken(fact: Fact, voice: str) -> str:
-    """The answer to any of the fact's questions in one voice: plain, brief, pirate, formal or json.
+def answer_in_style(fact: Fact, style: str) -> str:
+    """The answer to any of the fact's questions in one style: plain, brief, pirate, formal or json.
 
-    Every voice is a fixed function of the fact, so that greedy decoding has one right answer and the answers of
+    Every style is a fixed function of the fact, so that greedy decoding has one right answer and the answers of
     base and adapters to one prompt can be compared word by word.
     """
-    if voice == "plain":
+    if style == "plain":
         return fact.sentence
-    if voice == "brief":
+    if style == "brief":
         return fact.short
-    if voice == "pirate":
+    if style == "pirate":
         return _pirate(fact)
-    if voice == "formal":
+    if style == "formal":
         return _formal(fact)
-    if voice == "json":
+    if style == "json":
         return json.dumps({"topic": fact.topic, "answer": fact.short})
-    raise ValueError(f"unknown voice {voice!r}")
+    raise ValueError(f"unknown style {style!r}")

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from loramux.admin.demo.check import check
 from loramux.admin.demo.corpus import Conversation, Corpus
-from loramux.admin.demo.styles import ADAPTER_VOICES
+from loramux.admin.demo.styles import ADAPTER_STYLES
 from loramux.admin.demo.tokenizer import IGNORED, PAD, encoded, train_tokenizer
 
 SEED = 20240
@@ -123,16 +123,16 @@ def train_base(out: Path, recipe: Recipe = BASE_RECIPE) -> None:
     model.bfloat16().save_pretrained(out)
 
 
-def train_adapter(base: Path, out: Path, voice: str, recipe: Recipe | None = None) -> None:
+def train_adapter(base: Path, out: Path, style: str, recipe: Recipe | None = None) -> None:
     """Trains on the base as shipped, rounded to bfloat16, with float32 arithmetic."""
-    rank, alpha, modules = ADAPTER_SHAPES[voice]
+    rank, alpha, modules = ADAPTER_SHAPES[style]
     # Without a task type peft writes an auto_mapping, which names classes of this machine's libraries.
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type=TaskType.CAUSAL_LM)
     torch.manual_seed(SEED)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), lora)
     corpus = Corpus(SEED + 2)
-    fit(model, lambda: corpus.conversation(voice), tokenizer, recipe or ADAPTER_RECIPES[voice], voice)
+    fit(model, lambda: corpus.conversation(style), tokenizer, recipe or ADAPTER_RECIPES[style], style)
     save_adapter(model, out)
 
 
@@ -155,7 +155,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="train everything into this directory")
     what.add_argument("--check", type=Path, help="check the base and the adapters in this directory")
-    parser.add_argument("--only", nargs="+", choices=("base", *ADAPTER_VOICES), default=("base", *ADAPTER_VOICES))
+    parser.add_argument("--only", nargs="+", choices=("base", *ADAPTER_STYLES), default=("base", *ADAPTER_STYLES))
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -163,9 +163,9 @@ def main() -> int:
         return check(arguments.check)
     if "base" in arguments.only:
         train_base(arguments.out / "base")
-    for voice in ADAPTER_VOICES:
-        if voice in arguments.only:
-            train_adapter(arguments.out / "base", arguments.out / "adapters" / voice, voice)
+    for style in ADAPTER_STYLES:
+        if style in arguments.only:
+            train_adapter(arguments.out / "base", arguments.out / "adapters" / style, style)
     return 0
 
 
