@@ -179,7 +179,9 @@ def page(site: Site, handler: Handler) -> Endpoint:
             if session is None:
                 return _to_login(request)
             visit = Visit(request, site, session, Form(()))
-            async with nullcontext() if visit.is_platform else site.services.visiting.one(session.principal.holder):
+            async with (
+                nullcontext() if visit.is_platform else site.services.page_slots.held_slot(session.principal.holder)
+            ):
                 return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
             if request.headers.get("sec-fetch-mode", "navigate") != "navigate" and not is_htmx(request):

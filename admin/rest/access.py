@@ -26,8 +26,8 @@ class Caller:
     """An authenticated caller. A platform key sees every tenant, a tenant's key only its own."""
 
     principal: Principal
-    leave_place: Callable[[], None]
-    """Gives the place of the call back early, for a route that goes on to wait for a place of another kind."""
+    release_call_slot: Callable[[], None]
+    """Releases the slot of the call early, for a route that goes on to wait for a slot of another kind."""
 
     def may_see(self, tenant_id: str | None) -> bool:
         return self.principal.tenant_id is None or self.principal.tenant_id == tenant_id
@@ -69,21 +69,21 @@ Services = Annotated[AdminServices, Depends(services_of)]
 def require(*scopes: str) -> Callable[[Request, AdminServices], AsyncIterator[Caller]]:
     """A dependency that lets in keys with one of the scopes: 401 without a good key, 403 without the scope.
 
-    A tenant's call has one of its places until its route returns or leaves it; the platform's calls need none.
+    A tenant's call holds one of its slots until its route returns or releases it; the platform's calls need none.
     """
 
     async def caller(request: Request, services: Services) -> AsyncIterator[Caller]:
         principal = await _authenticated(request, services)
-        with ExitStack() as place:
+        with ExitStack() as call_slot:
             if principal.tenant_id is not None:
-                place.callback(await services.calling.take(principal.tenant_id))
+                call_slot.callback(await services.call_slots.acquire_slot(principal.tenant_id))
             if principal.scopes.isdisjoint(scopes):
                 raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
             # Whatever this call changes is the principal's doing.
             address = request.client.host if request.client is not None else None
             act_as(Actor(principal.key_id, address, request_id_of(request)))
             await idempotency.begin(request, services, principal.key_id)
-            yield Caller(principal, place.close)
+            yield Caller(principal, call_slot.close)
 
     return caller
 

@@ -1,4 +1,4 @@
-"""An answer that is sent as its client reads it, and holds a place for as long as that takes."""
+"""An answer that is sent as its client reads it, and holds a slot for as long as that takes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 STALLED_S = 30.0
-"""A client that reads nothing for so long is cut off, so that it cannot hold a place."""
+"""A client that reads nothing for so long is cut off, so that it cannot hold a slot."""
 
 
 class HeldResponse(StreamingResponse):
-    """Gives its place back however it ends."""
+    """Releases its slot however it ends."""
 
     def __init__(
         self,
         body: AsyncIterator[str | bytes],
-        give_back: Callable[[], None],
+        release_slot: Callable[[], None],
         headers: Mapping[str, str],
         media_type: str,
     ) -> None:
         super().__init__(body, 200, headers, media_type)
-        self._give_back = give_back
+        self._release_slot = release_slot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -37,4 +37,4 @@ class HeldResponse(StreamingResponse):
             # The answer ends early, which the client sees: it lacks its last part.
             return
         finally:
-            self._give_back()
+            self._release_slot()

@@ -20,7 +20,7 @@ from loramux.adapter_store.registry.version_states import VersionStates
 from loramux.admin.doctor.self_check import SelfCheck
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.server.oidc_settings import OidcSettings
-from loramux.admin.server.transfer_slots import Places
+from loramux.admin.server.transfer_slots import TransferSlots
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.audit_log import AuditLog
@@ -109,26 +109,32 @@ class AdminServices:
     """The requests that this process runs itself."""
     trouble: Callable[[], str | None] = lambda: None
     """What the gateway of this process knows to be wrong with its database, for `/health/ready`."""
-    uploading: Places = field(default_factory=lambda: Places("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
+    upload_slots: TransferSlots = field(default_factory=lambda: TransferSlots("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
-    downloading: Places = field(default_factory=lambda: Places("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH))
-    calling: Places = field(default_factory=lambda: Places("calls", MAX_CALLS, MAX_CALLS_EACH, CALLS_REST))
-    visiting: Places = field(default_factory=lambda: Places("pages", MAX_CALLS, MAX_CALLS_EACH, PAGES_REST))
-    """The same for pages of the console, whose calls take places of their own."""
-    reporting: Places = field(
-        default_factory=lambda: Places("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)
+    download_slots: TransferSlots = field(
+        default_factory=lambda: TransferSlots("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH)
     )
-    exporting: Places = field(default_factory=lambda: Places("exports", MAX_EXPORTS, MAX_EXPORTS_EACH))
+    call_slots: TransferSlots = field(
+        default_factory=lambda: TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH, CALLS_REST)
+    )
+    page_slots: TransferSlots = field(
+        default_factory=lambda: TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH, PAGES_REST)
+    )
+    """The same for pages of the console, whose calls take slots of their own."""
+    report_slots: TransferSlots = field(
+        default_factory=lambda: TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)
+    )
+    export_slots: TransferSlots = field(default_factory=lambda: TransferSlots("exports", MAX_EXPORTS, MAX_EXPORTS_EACH))
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a blocking function on a thread."""
         return await call_on(self.executor, function, *args, **kwargs)
 
     async def report(self, caller: Principal, function: Callable[[], R], *, is_patient: bool = False) -> R:
-        """Run what reads many rows, on a thread for that, as soon as the caller has a place; see `Places.take`.
+        """Run what reads many rows, on a thread for that, as soon as the caller has a slot for it.
 
         Whom the operator trusts with every tenant's figures need not rest: reports on all of them take longer.
         """
         rests = caller.tenant_id is not None
-        async with self.reporting.one(caller.holder, is_patient=is_patient, rests=rests):
+        async with self.report_slots.held_slot(caller.holder, is_patient=is_patient, rests=rests):
             return await call_on(self.report_executor, function)

@@ -1,4 +1,4 @@
-"""Places for calls that last: who gets none within a while is told to come again."""
+"""Slots for calls that last: who gets none within a while is told to come again."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import anyio
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
 
 WAIT_S = 10.0
-"""How long a call waits for a place; it holds a connection meanwhile, and no thread."""
+"""How long a call waits for a slot; it holds a connection meanwhile, and no thread."""
 RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
 """How long a tenant rests at most for one call, however long that lasted."""
 UNRESTED_S = 1.0
-"""How much rest a tenant may owe before its places stay taken for it: a burst, such as a page's calls."""
+"""How much rest a tenant may owe before its slots stay taken for it: a burst, such as a page's calls."""
 
 
 class _Share:
-    """What one tenant has of the places, and until when it would rest if it owed no rest."""
+    """What one tenant has of the slots, and until when it would rest if it owed no rest."""
 
-    def __init__(self, num_places: int) -> None:
-        self.limiter = anyio.CapacityLimiter(num_places)
+    def __init__(self, num_slots: int) -> None:
+        self.limiter = anyio.CapacityLimiter(num_slots)
         self.rests_until_s = 0.0
 
 
-class Places:
-    """`num_places` calls at a time, of them at most `num_each` of one tenant: the others find a place all the same.
+class TransferSlots:
+    """`num_slots` calls at a time, of them at most `num_each` of one tenant: the others find a slot all the same.
 
-    With `rest`, each call makes its tenant owe `rest` times as long as it had its place. A tenant that owes more than
-    UNRESTED_S gets its places back only as time passes, so that all its calls together take one part in `rest` of a
+    With `rest`, each call makes its tenant owe `rest` times as long as it had its slot. A tenant that owes more than
+    UNRESTED_S gets its slots back only as time passes, so that all its calls together take one part in `rest` of a
     processor, however many it sends.
     """
 
-    def __init__(self, what: str, num_places: int, num_each: int, rest: float = 0.0) -> None:
+    def __init__(self, what: str, num_slots: int, num_each: int, rest: float = 0.0) -> None:
         self._what = what
         self._num_each = num_each
         self._rest = rest
-        self._all = anyio.CapacityLimiter(num_places)
-        # Of tenants that have or want a place just now, or rest.
+        self._all = anyio.CapacityLimiter(num_slots)
+        # Of tenants that have or want a slot just now, or rest.
         self._of_tenant: dict[str, _Share] = {}
 
     @property
@@ -52,10 +52,10 @@ class Places:
         everyone = (self._all, *(share.limiter for share in self._of_tenant.values()))
         return sum(limiter.statistics().tasks_waiting for limiter in everyone)
 
-    async def take(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> Callable[[], None]:
-        """Take a place, and return what gives it back.
+    async def acquire_slot(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> Callable[[], None]:
+        """Take a slot, and return what releases it.
 
-        Raises `too_many_<what>`, unless it is patient: RateLimited where the tenant's own calls have all its places,
+        Raises `too_many_<what>`, unless it is patient: RateLimited where the tenant's own calls have all its slots,
         Unavailable where all tenants' have. With `rests` False the tenant owes nothing for it.
         """
         call = object()
@@ -63,7 +63,7 @@ class Places:
         whose = "one tenant may have"
         share = self._of_tenant.setdefault(tenant_id, _Share(self._num_each))
 
-        def give_back_own() -> None:
+        def release_own() -> None:
             share.limiter.release_on_behalf_of(call)
             self._forget_idle(tenant_id)
 
@@ -74,7 +74,7 @@ class Places:
                 try:
                     await self._all.acquire_on_behalf_of(call)
                 except BaseException:
-                    give_back_own()
+                    release_own()
                     raise
         except BaseException as error:
             self._forget_idle(tenant_id)
@@ -88,27 +88,27 @@ class Places:
         loop = asyncio.get_running_loop()
         taken_s = loop.time()
 
-        def give_back() -> None:
+        def release_slot() -> None:
             self._all.release_on_behalf_of(call)
             now_s = loop.time()
             if rests:
                 rest_s = min(MAX_REST_S, self._rest * (now_s - taken_s))
                 share.rests_until_s = max(share.rests_until_s, now_s) + rest_s
             if share.rests_until_s - now_s > UNRESTED_S:
-                loop.call_at(share.rests_until_s - UNRESTED_S, give_back_own)
+                loop.call_at(share.rests_until_s - UNRESTED_S, release_own)
             else:
-                give_back_own()
+                release_own()
 
-        return give_back
+        return release_slot
 
     @asynccontextmanager
-    async def one(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> AsyncIterator[None]:
-        """A place for as long as the block lasts."""
-        give_back = await self.take(tenant_id, is_patient=is_patient, rests=rests)
+    async def held_slot(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> AsyncIterator[None]:
+        """A slot for as long as the block lasts."""
+        release_slot = await self.acquire_slot(tenant_id, is_patient=is_patient, rests=rests)
         try:
             yield
         finally:
-            give_back()
+            release_slot()
 
     def _forget_idle(self, tenant_id: str) -> None:
         share = self._of_tenant.get(tenant_id)

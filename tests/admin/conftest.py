@@ -51,7 +51,7 @@ from loramux.admin.rest.services import (
 from loramux.admin.server.http_servers import HttpServer
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
 from loramux.admin.server.listeners import bind, url_of
-from loramux.admin.server.transfer_slots import Places
+from loramux.admin.server.transfer_slots import TransferSlots
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -169,9 +169,9 @@ def open_admin_side(
             executor=executor,
             report_executor=report_executor,
             # No rest, which would end after a test's event loop has.
-            calling=Places("calls", MAX_CALLS, MAX_CALLS_EACH),
-            visiting=Places("pages", MAX_CALLS, MAX_CALLS_EACH),
-            reporting=Places("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),
+            call_slots=TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH),
+            page_slots=TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH),
+            report_slots=TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),
         )
         worker.start()
         yield AdminSide(services, blobs, engine)

@@ -94,9 +94,9 @@ async def put_file(
     length = request.headers.get("content-length", "")
     num_bytes = int(length) if length.isdecimal() and length.isascii() else None
     chunks = _chunks(request.stream())
-    caller.leave_place()
-    async with services.uploading.one(adapter.tenant_id):
-        # The place is what bounds the threads: waiting for it ends, as waiting for a thread would not.
+    caller.release_call_slot()
+    async with services.upload_slots.held_slot(adapter.tenant_id):
+        # The slot is what bounds the threads: waiting for it ends, as waiting for a thread would not.
         thread = anyio.CapacityLimiter(1)
         await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread)
     return Response(status_code=204)

@@ -54,16 +54,16 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
     """One file of a ready or archived version as it was uploaded; its ETag is its SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
     version = await _find_version(services, adapter, number)
-    caller.leave_place()
-    give_back = await services.downloading.take(adapter.tenant_id)
+    caller.release_call_slot()
+    release_slot = await services.download_slots.acquire_slot(adapter.tenant_id)
     try:
-        # The place is what bounds the threads: a slow object store holds up no other call.
+        # The slot is what bounds the threads: a slow object store holds up no other call.
         thread = anyio.CapacityLimiter(1)
         file = await anyio.to_thread.run_sync(services.export.open, version, name, limiter=thread)
     except BaseException:
-        give_back()
+        release_slot()
         raise
-    return ExportResponse(file, give_back)
+    return ExportResponse(file, release_slot)
 
 
 @router.get("/report")
@@ -85,9 +85,9 @@ async def get_report(adapter_id: str, number: Number, services: Services, caller
 
 
 class ExportResponse(StreamingResponse):
-    """Sends a file in chunks, and lets go of it and of its place however that ends."""
+    """Sends a file in chunks, and lets go of it and of its slot however that ends."""
 
-    def __init__(self, file: ExportedFile, give_back: Callable[[], None]) -> None:
+    def __init__(self, file: ExportedFile, release_slot: Callable[[], None]) -> None:
         declared = file.declared
         headers = {
             "content-length": str(declared.size),
@@ -97,7 +97,7 @@ class ExportResponse(StreamingResponse):
         }
         super().__init__(file.chunks(), headers=headers, media_type="application/octet-stream")
         self._file = file
-        self._give_back = give_back
+        self._release_slot = release_slot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -106,7 +106,7 @@ class ExportResponse(StreamingResponse):
                 await super().__call__(scope, receive, send)
         finally:
             self._file.close()
-            self._give_back()
+            self._release_slot()
 
 
 async def _find_version(services: AdminServices, adapter: Adapter, number: int) -> AdapterVersion:

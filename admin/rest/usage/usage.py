@@ -66,7 +66,7 @@ async def list_events(
     def read() -> Page[UsageEvent]:
         return services.ledger.events(tenant_id, limit, after, before, start_us, end_us, caller.adapter_ids)
 
-    caller.leave_place()
+    caller.release_call_slot()
     page = await services.report(caller.principal, read)
     return list_document(page, _describe_event)
 
@@ -106,15 +106,15 @@ async def export_events(
             yield part
             last, part = await read(last)
 
-    caller.leave_place()
-    give_back = await services.exporting.take(caller.principal.holder)
+    caller.release_call_slot()
+    release_slot = await services.export_slots.acquire_slot(caller.principal.holder)
     try:
         # A database that does not answer is told as an error, not as an export that ends early.
         first = await read(None, is_first=True)
     except BaseException:
-        give_back()
+        release_slot()
         raise
-    return HeldResponse(body(*first), give_back, attachment("usage-events", format), MEDIA_TYPES[format])
+    return HeldResponse(body(*first), release_slot, attachment("usage-events", format), MEDIA_TYPES[format])
 
 
 def _lines(events: Sequence[UsageEvent], kind: str) -> list[str]:

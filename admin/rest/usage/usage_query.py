@@ -21,7 +21,7 @@ from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
 SENT_AT_ONCE_BYTES = 64 * 1024
-"""A report of more is sent in parts of this size, and takes a place until its client has read it."""
+"""A report of more is sent in parts of this size, and takes a slot until its client has read it."""
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Seconds since 1970.")]
 Format = Literal["json", "csv", "ndjson"]
@@ -91,14 +91,14 @@ async def report_response(
         sums = {"num_results": found.num_groups, "total": {name: total[name] for name in columns}}
         return _spelled(found.rows, wanted, describe, columns, {**more, **sums})
 
-    caller.leave_place()
+    caller.release_call_slot()
     body = await services.report(caller.principal, make)
     headers = {} if wanted.format == "json" else attachment(name, wanted.format)
     media_type = MEDIA_TYPES[wanted.format]
     if len(body) <= SENT_AT_ONCE_BYTES:
         return Response(body, 200, headers, media_type)
-    give_back = await services.exporting.take(caller.principal.holder)
-    return HeldResponse(_in_parts(body), give_back, headers, media_type)
+    release_slot = await services.export_slots.acquire_slot(caller.principal.holder)
+    return HeldResponse(_in_parts(body), release_slot, headers, media_type)
 
 
 def _query(tenant_id: str | None, adapter_ids: frozenset[str] | None, wanted: Asked, now_us: int) -> UsageQuery:

@@ -17,7 +17,7 @@ import pytest
 
 from loramux.admin.rest.adapters import uploads
 from loramux.admin.rest.services import MAX_UPLOADS_EACH
-from loramux.admin.server import transfer_slots as places
+from loramux.admin.server import transfer_slots
 from tests.admin.conftest import ADMIN_KEY, RunningServer
 
 SIZE = 1000
@@ -70,23 +70,25 @@ def test_slow_uploads_hold_up_only_each_other(
     file_path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "WAIT_S", 5)
-    uploading = admin_side.services.uploading
+    monkeypatch.setattr(transfer_slots, "WAIT_S", 5)
+    upload_slots = admin_side.services.upload_slots
     with ExitStack() as stack:
         # More than anyio's threads for everybody, which are 40.
         for _ in range(50):
             stack.enter_context(begin(admin_server.url, file_path))
-        wait_until(lambda: (uploading.num_taken, uploading.num_waiting) == (MAX_UPLOADS_EACH, 50 - MAX_UPLOADS_EACH))
+        wait_until(
+            lambda: (upload_slots.num_taken, upload_slots.num_waiting) == (MAX_UPLOADS_EACH, 50 - MAX_UPLOADS_EACH)
+        )
         assert client.get("/admin/v1/tenants").status_code == 200
-        # Who finds no place for a while is told to come again, and is not kept waiting for ever.
+        # Who finds no slot for a while is told to come again, and is not kept waiting for ever.
         put = client.put(file_path, content=b"x" * SIZE)
         assert (put.status_code, put.json()["error"]["code"]) == (429, "too_many_uploads")
         assert int(put.headers["retry-after"]) > 0
-        assert uploading.num_taken == MAX_UPLOADS_EACH
-        # Another tenant finds a place at once.
+        assert upload_slots.num_taken == MAX_UPLOADS_EACH
+        # Another tenant finds a slot at once.
         put = client.put(file_path_of(client, "umbrella"), content=b"x" * SIZE)
         assert (put.status_code, put.json()["error"]["code"]) == (400, "checksum_mismatch")
-    wait_until(lambda: uploading.num_taken == 0)
+    wait_until(lambda: upload_slots.num_taken == 0)
     put = client.put(file_path, content=b"x" * SIZE)
     assert (put.status_code, put.json()["error"]["code"]) == (400, "checksum_mismatch")
 
@@ -114,10 +116,10 @@ def test_a_client_that_goes_away_is_no_failure(
     log: list[Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    uploading = admin_side.services.uploading
+    upload_slots = admin_side.services.upload_slots
     with begin(admin_server.url, file_path):
-        wait_until(lambda: uploading.num_taken == 1)
-    wait_until(lambda: uploading.num_taken == 0)
+        wait_until(lambda: upload_slots.num_taken == 1)
+    wait_until(lambda: upload_slots.num_taken == 0)
     admin_server.stop()
     assert [entry for entry in log if entry["log_level"] == "error"] == []
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
@@ -132,7 +134,7 @@ def test_an_upload_does_not_outlive_a_forced_stop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with begin(admin_server.url, file_path):
-        wait_until(lambda: admin_side.services.uploading.num_taken == 1)
+        wait_until(lambda: admin_side.services.upload_slots.num_taken == 1)
         admin_server.stop(is_forced=True)
     assert [entry for entry in log if entry["log_level"] == "error"] == []
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -16,7 +16,7 @@ from loramux.adapter_store.ingest.originals import config_key
 from loramux.adapter_store.registry.records import UploadFile
 from loramux.admin.rest.adapters import version_files
 from loramux.admin.rest.services import MAX_DOWNLOADS, MAX_DOWNLOADS_EACH
-from loramux.admin.server import transfer_slots as places
+from loramux.admin.server import transfer_slots
 from tests.admin.rest.adapters.test_adapter_uploads import FILES, new_adapter, push
 
 pytestmark = pytest.mark.anyio
@@ -90,9 +90,9 @@ async def test_the_report_is_kept_with_the_version(http: httpx.AsyncClient, make
 
 async def test_a_reader_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_files, "DOWNLOAD_TIMEOUT_S", 0.05)
-    given_back: list[bool] = []
+    releases: list[bool] = []
     file = ExportedFile(UploadFile(FILES[0], 2, "0" * 64), b"{}", None, None)
-    response = version_files.ExportResponse(file, lambda: given_back.append(True))
+    response = version_files.ExportResponse(file, lambda: releases.append(True))
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -103,23 +103,23 @@ async def test_a_reader_that_stops_reading_is_cut_off(monkeypatch: pytest.Monkey
     with anyio.fail_after(5):
         await response({"type": "http", "extensions": {}}, anyio.sleep_forever, send)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
-    assert given_back == [True]
+    assert releases == [True]
 
 
-async def test_more_downloads_than_places_are_told_to_come_again(
+async def test_more_downloads_than_slots_are_told_to_come_again(
     http: httpx.AsyncClient, admin_side: Any, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "WAIT_S", 0.05)
+    monkeypatch.setattr(transfer_slots, "WAIT_S", 0.05)
     adapter_id = await new_adapter(http)
     await push(http, adapter_id, make_adapter())
     url = f"/admin/v1/adapters/{adapter_id}/versions/1/files/{FILES[0]}"
-    downloading = admin_side.services.downloading
+    download_slots = admin_side.services.download_slots
     tenants = ["umbrella"] * MAX_DOWNLOADS_EACH + ["initech"] * (MAX_DOWNLOADS - MAX_DOWNLOADS_EACH)
-    given_back = [await downloading.take(tenant) for tenant in tenants]
+    releases = [await download_slots.acquire_slot(tenant) for tenant in tenants]
     answer = await http.get(url)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_downloads")
     assert int(answer.headers["retry-after"]) > 0
-    given_back[0]()
+    releases[0]()
     assert (await http.get(url)).status_code == 200
     assert (await http.get(url.replace(FILES[0], "nothing"))).status_code == 404
-    assert downloading.num_taken == MAX_DOWNLOADS - 1, "a refusal gives its place back"
+    assert download_slots.num_taken == MAX_DOWNLOADS - 1, "a refusal releases its slot"

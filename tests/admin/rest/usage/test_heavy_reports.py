@@ -16,8 +16,8 @@ from loramux.admin.rest import held_response
 from loramux.admin.rest.held_response import HeldResponse
 from loramux.admin.rest.services import MAX_CALLS_EACH, MAX_EXPORTS_EACH, MAX_REPORTS_EACH, NUM_REPORT_THREADS
 from loramux.admin.rest.usage.usage_query import SENT_AT_ONCE_BYTES
-from loramux.admin.server import transfer_slots as places
-from loramux.admin.server.transfer_slots import Places
+from loramux.admin.server import transfer_slots
+from loramux.admin.server.transfer_slots import TransferSlots
 from loramux.platform.errors import RateLimited
 from tests.admin.conftest import AdminSide, client_of
 from tests.adversary.many_end_users import add_end_users
@@ -28,7 +28,7 @@ REPORTS = ("/usage", "/usage?group_by=end_user&top=5", "/usage/events", "/usage/
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "WAIT_S", 0.05)
+    monkeypatch.setattr(transfer_slots, "WAIT_S", 0.05)
 
 
 class Tenant:
@@ -51,27 +51,25 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
 
 async def test_a_tenants_reports_wait_for_each_other_alone(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
-    reporting = admin_side.services.reporting
-    give_back = [await reporting.take(acme.id) for _ in range(MAX_REPORTS_EACH)]
+    report_slots = admin_side.services.report_slots
+    releases = [await report_slots.acquire_slot(acme.id) for _ in range(MAX_REPORTS_EACH)]
     for path in REPORTS:
         assert refusal(await acme.get(path)) == (429, "too_many_reports"), path
         assert (await initech.get(path)).status_code == 200, path
         assert (await http.get(f"/admin/v1{path}", params={"tenant": acme.id})).status_code == 200, path
     assert (await acme.get("/adapters")).status_code == 200, "other calls go on"
-    for one in give_back:
-        one()
+    for release_slot in releases:
+        release_slot()
     for path in REPORTS:
         assert (await acme.get(path)).status_code == 200, path
-    assert reporting.num_taken == 0
+    assert report_slots.num_taken == 0
 
 
-async def test_metrics_health_and_lists_need_no_place_of_reports(
-    http: httpx.AsyncClient, admin_side: AdminSide
-) -> None:
+async def test_metrics_health_and_lists_need_no_report_slot(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     acme = Tenant(admin_side, http, "acme")
     async with AsyncExitStack() as stack:
         for number in range(NUM_REPORT_THREADS):
-            await stack.enter_async_context(admin_side.services.reporting.one(f"tenant-{number}"))
+            await stack.enter_async_context(admin_side.services.report_slots.held_slot(f"tenant-{number}"))
         assert refusal(await acme.get("/usage")) == (503, "too_many_reports")
         local = {"host": "localhost"}
         assert (await http.get("/metrics", headers=local)).status_code == 200
@@ -83,7 +81,7 @@ async def test_a_tenants_calls_wait_for_each_other_alone(http: httpx.AsyncClient
     acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
     async with AsyncExitStack() as stack:
         for _ in range(MAX_CALLS_EACH):
-            await stack.enter_async_context(admin_side.services.calling.one(acme.id))
+            await stack.enter_async_context(admin_side.services.call_slots.held_slot(acme.id))
         for path in ("/adapters", "/api_keys", "/jobs", "/requests", "/residency", "/quotas/effective", "/prices"):
             assert refusal(await acme.get(path)) == (429, "too_many_calls"), path
             assert (await initech.get(path)).status_code == 200, path
@@ -91,28 +89,28 @@ async def test_a_tenants_calls_wait_for_each_other_alone(http: httpx.AsyncClient
     assert (await acme.get("/adapters")).status_code == 200
 
 
-async def test_reports_that_wait_keep_no_place_from_calls(
+async def test_reports_that_wait_hold_no_call_slot(
     http: httpx.AsyncClient, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "WAIT_S", 10.0)
+    monkeypatch.setattr(transfer_slots, "WAIT_S", 10.0)
     acme = Tenant(admin_side, http, "acme")
-    reporting, statuses = admin_side.services.reporting, []
+    report_slots, statuses = admin_side.services.report_slots, []
 
     async def report() -> None:
         statuses.append((await acme.get("/usage")).status_code)
 
-    async with anyio.create_task_group() as group, reporting.one(acme.id):
+    async with anyio.create_task_group() as group, report_slots.held_slot(acme.id):
         for _ in range(2 * MAX_CALLS_EACH):
             group.start_soon(report)
         with anyio.fail_after(10):
-            while reporting.num_waiting < 2 * MAX_CALLS_EACH:  # noqa: ASYNC110
+            while report_slots.num_waiting < 2 * MAX_CALLS_EACH:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
             assert (await acme.get("/adapters")).status_code == 200
         assert not statuses
     assert statuses == [200] * 2 * MAX_CALLS_EACH
 
 
-async def test_a_refused_call_gives_its_place_back(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+async def test_a_refused_call_releases_its_slot(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     acme = Tenant(admin_side, http, "acme")
     for path, status in (
         ("/adapters/ada_nothing", 404),
@@ -122,7 +120,7 @@ async def test_a_refused_call_gives_its_place_back(http: httpx.AsyncClient, admi
     ):
         for _ in range(MAX_CALLS_EACH + 1):
             assert (await acme.get(path)).status_code == status
-    assert admin_side.services.calling.num_taken == 0
+    assert admin_side.services.call_slots.num_taken == 0
 
 
 async def test_exports_that_nobody_reads_are_few(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
@@ -131,7 +129,7 @@ async def test_exports_that_nobody_reads_are_few(http: httpx.AsyncClient, admin_
     long = "/usage?group_by=end_user"
     async with AsyncExitStack() as stack:
         for _ in range(MAX_EXPORTS_EACH):
-            await stack.enter_async_context(admin_side.services.exporting.one(acme.id))
+            await stack.enter_async_context(admin_side.services.export_slots.held_slot(acme.id))
         for path in ("/usage/events/export", long):
             assert refusal(await acme.get(path)) == (429, "too_many_exports"), path
         assert (await acme.get("/usage")).status_code == 200, "a short report is sent at once"
@@ -140,7 +138,7 @@ async def test_exports_that_nobody_reads_are_few(http: httpx.AsyncClient, admin_
     assert len(answer.content) > SENT_AT_ONCE_BYTES
     assert len(answer.json()["data"][0]["results"]) == 600
     assert len((await acme.get("/usage/events/export")).text.splitlines()) == 600
-    assert admin_side.services.exporting.num_taken == 0
+    assert admin_side.services.export_slots.num_taken == 0
 
 
 async def test_the_console_gets_a_long_report_as_a_whole(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
@@ -153,7 +151,7 @@ async def test_the_console_gets_a_long_report_as_a_whole(http: httpx.AsyncClient
     app = http._transport.app  # type: ignore[attr-defined]
     page = await RestCalls(app, principal, {}).get("/usage", group_by="end_user")
     assert len(page["data"][0]["results"]) == 600
-    assert services.exporting.num_taken == 0
+    assert services.export_slots.num_taken == 0
 
 
 async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,28 +177,28 @@ async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.Monkey
 
 
 async def test_a_tenant_rests_for_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "MAX_REST_S", 3600.0)
-    monkeypatch.setattr(places, "UNRESTED_S", 600.0)
-    resting = Places("reports", 2, 1, rest=1e9)
-    async with resting.one("acme"):
+    monkeypatch.setattr(transfer_slots, "MAX_REST_S", 3600.0)
+    monkeypatch.setattr(transfer_slots, "UNRESTED_S", 600.0)
+    resting = TransferSlots("reports", 2, 1, rest=1e9)
+    async with resting.held_slot("acme"):
         await anyio.sleep(0.001)
     with pytest.raises(RateLimited, match="as many reports as one tenant may have"):
-        await resting.take("acme")
-    async with resting.one("initech"):
-        assert resting.num_taken == 1, "the others have all places"
+        await resting.acquire_slot("acme")
+    async with resting.held_slot("initech"):
+        assert resting.num_taken == 1, "the others have all slots"
 
-    unrested = Places("reports", 2, 1, rest=1.0)
+    unrested = TransferSlots("reports", 2, 1, rest=1.0)
     for _ in range(3):
-        async with unrested.one("acme"):
+        async with unrested.held_slot("acme"):
             await anyio.sleep(0.001)
 
 
-async def test_a_place_comes_back_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "MAX_REST_S", 0.02)
-    monkeypatch.setattr(places, "UNRESTED_S", 0.0)
-    resting = Places("reports", 2, 1, rest=1e9)
+async def test_a_slot_comes_back_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_slots, "MAX_REST_S", 0.02)
+    monkeypatch.setattr(transfer_slots, "UNRESTED_S", 0.0)
+    resting = TransferSlots("reports", 2, 1, rest=1e9)
     for _ in range(3):
-        async with resting.one("acme", is_patient=True):
+        async with resting.held_slot("acme", is_patient=True):
             await anyio.sleep(0.001)
     with anyio.fail_after(10):
         # It is forgotten when its last rest is over, so that tenants of long ago take no memory.
@@ -223,9 +221,9 @@ async def test_one_tenant_watches_few_pages(
         refused = await browser.get("/console/live/requests")
         assert refused.status_code == 429
         assert "oo many pages are being watched" in refused.text
-        visiting = admin_side.services.visiting
+        page_slots = admin_side.services.page_slots
         async with AsyncExitStack() as stack:
             for _ in range(MAX_CALLS_EACH):
-                await stack.enter_async_context(visiting.one(acme.id))
+                await stack.enter_async_context(page_slots.held_slot(acme.id))
             assert (await browser.get("/console/requests")).status_code == 429
         assert (await browser.get("/console/requests")).status_code == 200
