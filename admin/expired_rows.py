@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Column, Table, delete, select, tuple_
 
-from loramux.admin.console.sessions import MAX_AHEAD_US
+from loramux.admin.console.sessions.sessions import MAX_AHEAD_US
 from loramux.migrations.database import Database
 from loramux.migrations.schema import console_sessions, idempotency_keys, login_failures
 

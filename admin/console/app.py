@@ -13,9 +13,7 @@ from starlette.types import ASGIApp
 from loramux.admin.console.browser_guard import SecurityHeaders
 from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import Form
-from loramux.admin.console.login import Login
-from loramux.admin.console.oidc_confirmation import ConfirmInBrowser
-from loramux.admin.console.oidc_login import OidcLogin
+from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
 from loramux.admin.console.pages import (
     adapters,
     aliases,
@@ -32,6 +30,8 @@ from loramux.admin.console.pages import (
 )
 from loramux.admin.console.pages.overview import Overview
 from loramux.admin.console.pages.requests import Requests, cancel, confirm_cancel
+from loramux.admin.console.sign_in.login import Login
+from loramux.admin.console.sign_in.oidc_login import OidcLogin
 from loramux.admin.console.static_files import StaticFiles
 from loramux.admin.console.visit import DATABASE_TROUBLE, Handler, Visit, action, find_session, page, problem
 from loramux.admin.rest.services import AdminServices

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
 
-from loramux.admin.console.login_throttle import LoginThrottle
-from loramux.admin.console.oidc_confirmation import OidcConfirmation
-from loramux.admin.console.oidc_provider import OidcProvider
+from loramux.admin.console.oidc.provider import OidcProvider
+from loramux.admin.console.oidc.role_confirmation import OidcConfirmation
 from loramux.admin.console.panels import Recent
 from loramux.admin.console.rendering import Templates
-from loramux.admin.console.session_rights import SessionRights
-from loramux.admin.console.sessions import ConsoleSessions
+from loramux.admin.console.sessions.login_throttle import LoginThrottle
+from loramux.admin.console.sessions.rights import SessionRights
+from loramux.admin.console.sessions.sessions import ConsoleSessions
 from loramux.admin.rest.services import AdminServices
 
 

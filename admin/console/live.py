@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from starlette.responses import Response, StreamingResponse
 
-from loramux.admin.console.oidc_confirmation import ConfirmInBrowser
+from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
 from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, find_session
 from loramux.platform.errors import RateLimited, Unavailable
 

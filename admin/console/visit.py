@@ -26,10 +26,10 @@ from loramux.admin.console.browser_guard import (
 )
 from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import Form, read_form
-from loramux.admin.console.oidc_confirmation import ConfirmInBrowser
+from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
 from loramux.admin.console.rest_calls import RestCalls, RestError
-from loramux.admin.console.session_cookie import SESSION, read_cookie
-from loramux.admin.console.sessions import Session
+from loramux.admin.console.sessions.cookies import SESSION, read_cookie
+from loramux.admin.console.sessions.sessions import Session
 from loramux.platform.errors import ApiError
 
 RETRY_S = 5

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import delete, select, update
 
-from loramux.admin.console.login_throttle import BURST, REFILL_S, LoginThrottle
-from loramux.admin.console.session_content import SessionContent, SessionSeal
-from loramux.admin.console.session_rights import SessionRights
-from loramux.admin.console.sessions import IDLE_S, LIFETIME_S, MAX_OF_ONE, TOUCH_S, ConsoleSessions
+from loramux.admin.console.sessions.content import SessionContent, SessionSeal
+from loramux.admin.console.sessions.login_throttle import BURST, REFILL_S, LoginThrottle
+from loramux.admin.console.sessions.rights import SessionRights
+from loramux.admin.console.sessions.sessions import IDLE_S, LIFETIME_S, MAX_OF_ONE, TOUCH_S, ConsoleSessions
 from loramux.admin.expired_rows import ExpiredRows
 from loramux.migrations import schema
 from loramux.migrations.database import Database

@@ -20,10 +20,10 @@ from starlette.types import ASGIApp
 
 from loramux.admin.app import create_admin_app
 from loramux.admin.console.app import create_console
-from loramux.admin.console.oidc_attempt import ATTEMPT_S
-from loramux.admin.console.oidc_confirmation import ASK_EVERY_S, CONFIRMED_S, UNCONFIRMED_S
-from loramux.admin.console.oidc_login import MAX_UNDER_WAY
-from loramux.admin.console.oidc_provider import OPTIONAL_ENDPOINTS, REQUIRED_ENDPOINTS
+from loramux.admin.console.oidc.attempt import ATTEMPT_S
+from loramux.admin.console.oidc.provider import OPTIONAL_ENDPOINTS, REQUIRED_ENDPOINTS
+from loramux.admin.console.oidc.role_confirmation import ASK_EVERY_S, CONFIRMED_S, UNCONFIRMED_S
+from loramux.admin.console.sign_in.oidc_login import MAX_UNDER_WAY
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.server.oidc_settings import OidcSettings, RoleRule, parse_rule
 from loramux.platform.accounts.tenants import TenantChanges

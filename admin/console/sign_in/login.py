@@ -13,13 +13,13 @@ from starlette.responses import HTMLResponse, Response
 from loramux.admin.console.browser_guard import CSRF_FIELD, is_from_elsewhere, is_token_right, local_path
 from loramux.admin.console.console_site import Site
 from loramux.admin.console.forms import read_form
-from loramux.admin.console.oidc_confirmation import ConfirmInBrowser
-from loramux.admin.console.oidc_login import OidcLogin
+from loramux.admin.console.oidc.role_confirmation import ConfirmInBrowser
 from loramux.admin.console.rest_calls import RestError
-from loramux.admin.console.session_content import SessionContent
-from loramux.admin.console.session_cookie import LOGIN, SESSION, delete_cookie, read_cookie, set_cookie
-from loramux.admin.console.session_rights import may_enter
-from loramux.admin.console.sessions import LIFETIME_S
+from loramux.admin.console.sessions.content import SessionContent
+from loramux.admin.console.sessions.cookies import LOGIN, SESSION, delete_cookie, read_cookie, set_cookie
+from loramux.admin.console.sessions.rights import may_enter
+from loramux.admin.console.sessions.sessions import LIFETIME_S
+from loramux.admin.console.sign_in.oidc_login import OidcLogin
 from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, console_url, find_session, frame, redirect
 from loramux.platform.accounts.api_keys import key_sha256
 from loramux.platform.accounts.principals import Principal

@@ -10,13 +10,13 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from loramux.admin.console.browser_guard import local_path
 from loramux.admin.console.console_site import Site
-from loramux.admin.console.oidc_attempt import ATTEMPT_S, CLOCKS_APART_S, OidcAttempt, name_of
-from loramux.admin.console.oidc_confirmation import values_of
-from loramux.admin.console.oidc_provider import Identity, OidcProvider, ProviderUnavailable, SignInRefused
-from loramux.admin.console.session_content import SessionContent, SignOn
-from loramux.admin.console.session_cookie import OIDC, SESSION, delete_cookie, read_cookie, read_cookies, set_cookie
-from loramux.admin.console.session_rights import actor_of
-from loramux.admin.console.sessions import LIFETIME_S
+from loramux.admin.console.oidc.attempt import ATTEMPT_S, CLOCKS_APART_S, OidcAttempt, name_of
+from loramux.admin.console.oidc.provider import Identity, OidcProvider, ProviderUnavailable, SignInRefused
+from loramux.admin.console.oidc.role_confirmation import values_of
+from loramux.admin.console.sessions.content import SessionContent, SignOn
+from loramux.admin.console.sessions.cookies import OIDC, SESSION, delete_cookie, read_cookie, read_cookies, set_cookie
+from loramux.admin.console.sessions.rights import actor_of
+from loramux.admin.console.sessions.sessions import LIFETIME_S
 from loramux.admin.console.visit import DATABASE_TROUBLE, console_url, frame
 from loramux.admin.server.oidc_settings import OidcSettings
 

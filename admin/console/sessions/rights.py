@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from loramux.admin.console.session_content import SessionContent
+from loramux.admin.console.sessions.content import SessionContent
 from loramux.admin.server.oidc_settings import RoleRule
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.principals import Principal

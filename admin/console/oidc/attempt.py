@@ -8,7 +8,7 @@ import hmac
 import secrets
 
 from loramux.admin.console.browser_guard import local_path
-from loramux.admin.console.oidc_provider import Attempt
+from loramux.admin.console.oidc.provider import Attempt
 
 ATTEMPT_S = 600
 CLOCKS_APART_S = 60

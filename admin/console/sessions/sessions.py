@@ -9,8 +9,8 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from sqlalchemy import Connection, delete, insert, select, update
 
-from loramux.admin.console.session_content import Notice, PlaygroundKey, SessionContent, SessionSeal, SignOn
-from loramux.admin.console.session_rights import SessionRights
+from loramux.admin.console.sessions.content import Notice, PlaygroundKey, SessionContent, SessionSeal, SignOn
+from loramux.admin.console.sessions.rights import SessionRights
 from loramux.migrations.database import Database
 from loramux.migrations.schema import console_sessions
 from loramux.platform.accounts.api_keys import key_sha256

@@ -7,10 +7,10 @@ from typing import Any
 
 import structlog
 
-from loramux.admin.console.oidc_provider import OidcProvider, ProviderUnavailable, SignInRefused
-from loramux.admin.console.session_content import SignOn
-from loramux.admin.console.session_rights import SessionRights, actor_of
-from loramux.admin.console.sessions import ConsoleSessions, Session
+from loramux.admin.console.oidc.provider import OidcProvider, ProviderUnavailable, SignInRefused
+from loramux.admin.console.sessions.content import SignOn
+from loramux.admin.console.sessions.rights import SessionRights, actor_of
+from loramux.admin.console.sessions.sessions import ConsoleSessions, Session
 from loramux.admin.rest.services import AdminServices
 
 CONFIRMED_S = 300
