@@ -11,8 +11,8 @@ from typing import Any
 from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
 from loramux.platform.openai_api.openapi import operations
-from tests.admin.conftest import TARGET, open_admin_side
-from tests.admin.gateways import open_services
+from tests.admin.admin_side import TARGET, open_admin_side
+from tests.admin.openai_side import open_services
 from tests.demo_base import DEMO_BASE
 
 _TABLE = ("| call | what | takes | refuses with |", "|---|---|---|---|")

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from loramux.admin.cli import app
 from loramux.admin.client.profiles import Profile, ProfileError, ProfileFile
 from loramux.admin.client.server_address import NoServerNamed, find_server
-from tests.admin.conftest import ADMIN_KEY, Run, answer
+from tests.admin.admin_side import ADMIN_KEY
+from tests.admin.command_line import Run, printed_json
 
 ELSEWHERE = "http://127.0.0.1:9"
 
@@ -134,13 +135,13 @@ def test_a_key_never_goes_to_another_server_than_its_own(file: ProfileFile) -> N
 def test_the_verbs_of_profiles(loramux: Run, admin_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LORAMUX_ADMIN_KEY")
     monkeypatch.delenv("LORAMUX_ADMIN_URL")
-    assert answer(loramux("profiles", "list", "--json"))["data"] == []
+    assert printed_json(loramux("profiles", "list", "--json"))["data"] == []
     lost = loramux("tenants", "list")
     assert (lost.exit_code, "loramux profiles add" in lost.stderr) == (3, True)
     assert loramux("profiles", "add", "away", "--url", ELSEWHERE, input="some-key\n").exit_code == 0
     assert "current" not in loramux("profiles", "add", "here", "--url", admin_url, input=ADMIN_KEY + "\n").stdout
     assert loramux("tenants", "list").exit_code == 3
-    assert answer(loramux("--profile", "here", "tenants", "list", "--json"))["data"] == []
+    assert printed_json(loramux("--profile", "here", "tenants", "list", "--json"))["data"] == []
     monkeypatch.setenv("LORAMUX_PROFILE", "here")
     assert loramux("tenants", "list").exit_code == 0
     monkeypatch.delenv("LORAMUX_PROFILE")

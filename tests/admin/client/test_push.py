@@ -11,7 +11,8 @@ import pytest
 
 from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
 from loramux.admin.client.push import PushRefused, push_adapter
-from tests.admin.conftest import ADMIN_KEY, RunningServer
+from tests.admin.admin_side import ADMIN_KEY
+from tests.admin.running_server import RunningServer
 
 
 @pytest.fixture

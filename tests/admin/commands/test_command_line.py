@@ -14,20 +14,24 @@ import pytest
 from typer.testing import CliRunner
 
 from loramux.admin.cli import app
-from tests.admin.conftest import ADMIN_KEY, Run, answer, begin, use
+from tests.admin.admin_side import ADMIN_KEY
+from tests.admin.command_line import Run, printed_json
+from tests.admin.metered_requests import begin_request, settle_request
 
 
 def test_the_fixed_calls_of_the_design(loramux: Run, make_adapter: Callable[..., Path]) -> None:
-    tenant = answer(loramux("tenants", "create", "acme", "--json"))
+    tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
     assert (tenant["id"][:4], tenant["slug"]) == ("ten_", "acme")
-    key = answer(loramux("keys", "create", "--tenant", "acme", "--json"))
+    key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
     assert (key["id"][:4], key["secret"][:7], key["scopes"]) == ("key_", "sk-lmx-", ["adapters", "base"])
-    pushed = answer(loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json"))
+    pushed = printed_json(
+        loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json")
+    )
     assert set(pushed) == {"model", "version", "digest"}
     assert (pushed["model"], pushed["version"], len(pushed["digest"])) == ("acme/support", 1, 64)
     quota = loramux("quotas", "set", "--tenant", "acme", "--metric", "tokens_per_minute", "--limit", 10000)
     assert quota.exit_code == 0
-    usage = answer(loramux("usage", "--tenant", "acme", "--format", "json"))
+    usage = printed_json(loramux("usage", "--tenant", "acme", "--format", "json"))
     assert usage["object"] == "page"
     table = loramux("usage", "--tenant", "acme", "--format", "csv")
     assert table.stdout.startswith("start_time,end_time,tenant,model,requests")
@@ -48,7 +52,7 @@ def test_lists_are_tables_or_json(loramux: Run, make_adapter: Callable[..., Path
         table = loramux(*arguments)
         assert table.exit_code == 0, table.output
         assert shown in table.stdout
-        assert answer(loramux(*arguments, "--json"))["object"] in ("list", "page")
+        assert printed_json(loramux(*arguments, "--json"))["object"] in ("list", "page")
 
 
 def test_a_version_is_promoted_by_parts_and_rolled_back(loramux: Run, make_adapter: Callable[..., Path]) -> None:
@@ -58,7 +62,7 @@ def test_a_version_is_promoted_by_parts_and_rolled_back(loramux: Run, make_adapt
     assert "loramux adapters promote acme/support@2" in loramux("adapters", "push", make_adapter(), *push).stdout
     part = loramux("adapters", "promote", "acme/support@2", "--percent", 10)
     assert part.stdout == "acme/support: default is now 1(90%)+2(10%) (revision 2)\n", part.output
-    more = answer(loramux("adapters", "promote", "acme/support@2", "--percent", 50, "--json"))
+    more = printed_json(loramux("adapters", "promote", "acme/support@2", "--percent", 50, "--json"))
     assert [(target["version"], target["weight"]) for target in more["targets"]] == [(1, 5000), (2, 5000)]
     assert "default is now 2 (" in loramux("adapters", "promote", "acme/support@2").stdout
     assert "1(50%)+2(50%)" in loramux("adapters", "rollback", "acme/support").stdout
@@ -69,7 +73,7 @@ def test_a_version_is_promoted_by_parts_and_rolled_back(loramux: Run, make_adapt
     assert re.search(r"6 +1 +rollback", history), history
     shown = loramux("adapters", "show", "acme/support").stdout
     assert re.search(r"2 +ready +beta ", shown), shown
-    one = answer(loramux("adapters", "show", "acme/support@2", "--json"))
+    one = printed_json(loramux("adapters", "show", "acme/support@2", "--json"))
     assert (one["number"], one["state"]) == (2, "ready")
     assert "report max_rank" in loramux("adapters", "show", "acme/support@2").stdout
     assert loramux("aliases", "delete", "acme/support", "--alias", "beta").exit_code == 0
@@ -86,37 +90,39 @@ def test_an_adapter_is_granted_and_taken_back(loramux: Run, make_adapter: Callab
         loramux("tenants", "create", slug)
     loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
     grant = ("acme/support", "--tenant", "guest")
-    assert answer(loramux("grants", "add", *grant, "--json"))["tenant"] == "guest"
+    assert printed_json(loramux("grants", "add", *grant, "--json"))["tenant"] == "guest"
     assert "guest may call acme/support" in loramux("grants", "add", *grant).stdout
     assert "guest" in loramux("grants", "list", "acme/support").stdout
     assert loramux("grants", "remove", *grant).exit_code == 0
-    assert answer(loramux("grants", "list", "acme/support", "--json"))["data"] == []
+    assert printed_json(loramux("grants", "list", "acme/support", "--json"))["data"] == []
     mistyped = loramux("grants", "list", "acme/suport")
     assert (mistyped.exit_code, "did you mean support?" in mistyped.stderr) == (1, True)
 
 
 def test_a_version_is_placed_and_seen_where_it_is(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     loramux("tenants", "create", "acme")
-    pushed = answer(loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json"))
+    pushed = printed_json(
+        loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json")
+    )
     assert "acme/support@1 is resident" in loramux("adapters", "preload", "acme/support@1").stdout
-    assert answer(loramux("adapters", "pin", "acme/support@1", "--json"))["pinned"] is True
+    assert printed_json(loramux("adapters", "pin", "acme/support@1", "--json"))["pinned"] is True
     shown = loramux("residency").stdout
     assert re.search(rf"acme/support@1 .* yes .*{pushed['digest'][:12]}", shown), shown
     assert "pages are free" in shown
     assert loramux("residency", "--tier", "disk").exit_code == 0
-    assert answer(loramux("residency", "--tenant", "acme", "--json"))["data"][0]["is_pinned"] is True
-    assert answer(loramux("adapters", "unpin", "acme/support@1", "--json"))["pinned"] is False
-    assert answer(loramux("jobs", "list", "--json"))["data"] == []
-    (job,) = answer(loramux("jobs", "list", "--tenant", "acme", "--state", "succeeded", "--json"))["data"]
+    assert printed_json(loramux("residency", "--tenant", "acme", "--json"))["data"][0]["is_pinned"] is True
+    assert printed_json(loramux("adapters", "unpin", "acme/support@1", "--json"))["pinned"] is False
+    assert printed_json(loramux("jobs", "list", "--json"))["data"] == []
+    (job,) = printed_json(loramux("jobs", "list", "--tenant", "acme", "--state", "succeeded", "--json"))["data"]
     assert "acme/support@1" in loramux("jobs", "list", "--state", "succeeded").stdout
     assert "acme/support@1" in loramux("jobs", "show", job["id"]).stdout
 
 
 def test_requests_in_flight_are_listed_and_cancelled(loramux: Run, admin_side: Any) -> None:
-    tenant = answer(loramux("tenants", "create", "acme", "--json"))
-    key = answer(loramux("keys", "create", "--tenant", "acme", "--json"))
-    request_id = begin(admin_side, tenant["id"], key["id"], "acme/support@1", 12)
-    (listed,) = answer(loramux("requests", "list", "--json"))["data"]
+    tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
+    key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
+    request_id = begin_request(admin_side, tenant["id"], key["id"], "acme/support@1", 12)
+    (listed,) = printed_json(loramux("requests", "list", "--json"))["data"]
     assert (listed["id"], listed["prompt_tokens"]) == (request_id, 12)
     assert request_id in loramux("requests", "list", "--tenant", "acme").stdout
     assert loramux("requests", "cancel", request_id).stdout == f"{request_id} is cancelling\n"
@@ -138,7 +144,7 @@ def test_what_was_pushed_can_be_pulled(loramux: Run, make_adapter: Callable[...,
     kept = loramux("adapters", "pull", "acme/support", place)
     assert (kept.exit_code, "--force" in kept.stderr) == (1, True)
     assert files(place) == files(second)
-    assert answer(loramux("adapters", "pull", "acme/support", place, "--force", "--json"))["version"] == 1
+    assert printed_json(loramux("adapters", "pull", "acme/support", place, "--force", "--json"))["version"] == 1
     assert files(place) == files(first)
     unknown = loramux("adapters", "pull", "acme/support@9", tmp_path / "none")
     assert (unknown.exit_code, (tmp_path / "none").exists()) == (1, False)
@@ -153,14 +159,14 @@ def test_a_version_has_to_be_named_in_full(loramux: Run, name: str) -> None:
 
 
 def test_usage_is_a_table_of_whatever_it_is_grouped_by(loramux: Run, admin_side: Any) -> None:
-    tenant = answer(loramux("tenants", "create", "acme", "--json"))
-    key = answer(loramux("keys", "create", "--tenant", "acme", "--json"))
-    use(admin_side, tenant["id"], key["id"], "acme/support@1", 1234, 77)
+    tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
+    key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
+    settle_request(admin_side, tenant["id"], key["id"], "acme/support@1", 1234, 77)
     table = loramux("usage").stdout
     assert re.search(r"acme +acme/support@1 +1 +1234 +0 +77", table), table
     table = loramux("usage", "--group-by", "endpoint", "--group-by", "key", "--bucket", "1h").stdout
     assert re.search(rf"completions +{key['id']} +1 +1234", table), table
-    report = answer(loramux("usage", "--json"))
+    report = printed_json(loramux("usage", "--json"))
     assert report["data"][0]["results"][0]["completion_tokens"] == 77
     refused = loramux("usage", "--group-by", "nonsense")
     assert (refused.exit_code, "groups are" in refused.stderr) == (1, True)
@@ -169,7 +175,7 @@ def test_usage_is_a_table_of_whatever_it_is_grouped_by(loramux: Run, admin_side:
 def test_a_list_shows_every_page(loramux: Run, admin_side: Any) -> None:
     for number in range(120):
         admin_side.services.tenants.create(f"tenant-{number}")
-    assert len(answer(loramux("tenants", "list", "--json"))["data"]) == 120
+    assert len(printed_json(loramux("tenants", "list", "--json"))["data"]) == 120
 
 
 def test_a_rejected_adapter_exits_with_1_and_its_error(loramux: Run, make_adapter: Callable[..., Path]) -> None:
@@ -226,10 +232,10 @@ def test_mistakes_have_an_exit_code_and_a_sentence(
 
 def test_a_revoked_key_is_shown_as_such(loramux: Run) -> None:
     loramux("tenants", "create", "acme")
-    key = answer(loramux("keys", "create", "--tenant", "acme", "--scope", "base", "--json"))
+    key = printed_json(loramux("keys", "create", "--tenant", "acme", "--scope", "base", "--json"))
     assert key["scopes"] == ["base"]
     assert loramux("keys", "revoke", key["id"]).exit_code == 0
-    (listed,) = answer(loramux("keys", "list", "--tenant", "acme", "--json"))["data"]
+    (listed,) = printed_json(loramux("keys", "list", "--tenant", "acme", "--json"))["data"]
     assert listed["revoked_at"] is not None
     assert "secret" not in listed
 
@@ -261,12 +267,12 @@ def test_a_server_that_cannot_be_used_is_explained(
 
 def test_a_key_read_from_a_file_may_end_with_its_line_break(loramux: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY + "\n")
-    assert answer(loramux("tenants", "list", "--json"))["data"] == []
+    assert printed_json(loramux("tenants", "list", "--json"))["data"] == []
 
 
 def test_a_tenant_is_changed_suspended_and_removed(loramux: Run) -> None:
     loramux("tenants", "create", "acme", "--timezone", "Europe/Berlin")
-    assert answer(loramux("tenants", "show", "acme", "--json"))["timezone"] == "Europe/Berlin"
+    assert printed_json(loramux("tenants", "show", "acme", "--json"))["timezone"] == "Europe/Berlin"
     changed = loramux("tenants", "set", "acme", "--weight", 3, "--display-name", "Acme Ltd")
     assert changed.stdout == "acme: Acme Ltd, weight 3, Europe/Berlin\n"
     assert "acme is suspended" in loramux("tenants", "suspend", "acme").stdout
@@ -280,21 +286,23 @@ def test_a_tenant_is_changed_suspended_and_removed(loramux: Run) -> None:
 def test_a_key_is_limited_rotated_and_renamed(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     loramux("tenants", "create", "acme")
     loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
-    key = answer(loramux("keys", "create", "--tenant", "acme", "--adapter", "support", "--json"))
+    key = printed_json(loramux("keys", "create", "--tenant", "acme", "--adapter", "support", "--json"))
     assert len(key["adapters"]) == 1
     rotated = loramux("keys", "rotate", key["id"], "--grace-hours", 1)
     assert (rotated.exit_code, rotated.stdout.startswith("sk-lmx-")) == (0, True)
     assert rotated.stdout.strip() != key["secret"]
     assert "old secret opens until 2" in rotated.stderr
-    changed = answer(loramux("keys", "set", key["id"], "--name", "ci", "--any-adapter", "--json"))
+    changed = printed_json(loramux("keys", "set", key["id"], "--name", "ci", "--any-adapter", "--json"))
     assert (changed["name"], changed["adapters"]) == ("ci", None)
     assert "scopes base" in loramux("keys", "set", key["id"], "--scope", "base").stdout
     assert loramux("keys", "set", key["id"]).exit_code == 2
 
 
 def test_a_push_names_the_model_by_the_tenants_slug(loramux: Run, make_adapter: Callable[..., Path]) -> None:
-    tenant = answer(loramux("tenants", "create", "acme", "--json"))
-    pushed = answer(loramux("adapters", "push", make_adapter(), "--tenant", tenant["id"], "--name", "x", "--json"))
+    tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
+    pushed = printed_json(
+        loramux("adapters", "push", make_adapter(), "--tenant", tenant["id"], "--name", "x", "--json")
+    )
     assert pushed["model"] == "acme/x"
 
 

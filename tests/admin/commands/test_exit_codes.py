@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from loramux.admin import exit_codes
-from tests.admin.conftest import ADMIN_KEY
+from tests.admin.admin_side import ADMIN_KEY
 
 PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
 

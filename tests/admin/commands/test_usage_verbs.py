@@ -12,14 +12,16 @@ import pytest
 
 from loramux.admin.commands.usage_options import bar
 from loramux.platform.ledger import events as ledger_module
-from tests.admin.conftest import ADMIN_KEY, AdminSide, Run, answer, use
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from tests.admin.command_line import Run, printed_json
+from tests.admin.metered_requests import settle_request
 
 
 def spend(admin_side: AdminSide, loramux: Run, tokens: tuple[int, ...] = (10, 30)) -> None:
-    tenant = answer(loramux("tenants", "create", "acme", "--json"))
-    key = answer(loramux("keys", "create", "--tenant", "acme", "--json"))
+    tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
+    key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
     for number in tokens:
-        use(admin_side, tenant["id"], key["id"], "=base", number, 2 * number)
+        settle_request(admin_side, tenant["id"], key["id"], "=base", number, 2 * number)
 
 
 def test_usage_is_drawn_and_leaves_in_every_format(admin_side: AdminSide, loramux: Run) -> None:
@@ -31,7 +33,7 @@ def test_usage_is_drawn_and_leaves_in_every_format(admin_side: AdminSide, loramu
     assert (row["tenant"], row["model"], row["requests"], row["completion_tokens"]) == ("acme", "'=base", "2", "80")
     (line,) = loramux("usage", "--ndjson", "--last", "2h").stdout.splitlines()
     assert json.loads(line)["prompt_tokens"] == 40
-    assert answer(loramux("costs", "--json"))["currency"] is None
+    assert printed_json(loramux("costs", "--json"))["currency"] is None
     for wrong in (("--last", "7x"), ("--last", "7d", "--start", "5"), ("--csv", "--json")):
         assert loramux("usage", *wrong).exit_code == 2
     refused = loramux("usage", "--timezone", "Mars/Base", "--json")
@@ -40,22 +42,29 @@ def test_usage_is_drawn_and_leaves_in_every_format(admin_side: AdminSide, loramu
 
 def test_a_long_report_is_cut_to_its_largest_lines(admin_side: AdminSide, loramux: Run) -> None:
     spend(admin_side, loramux)
-    globex = answer(loramux("tenants", "create", "globex", "--json"))
-    use(admin_side, globex["id"], answer(loramux("keys", "create", "--tenant", "globex", "--json"))["id"], "m", 1, 1)
-    answer(loramux("prices", "add", "--prompt", "0.15", "--completion", "0.6", "--json"))
+    globex = printed_json(loramux("tenants", "create", "globex", "--json"))
+    settle_request(
+        admin_side,
+        globex["id"],
+        printed_json(loramux("keys", "create", "--tenant", "globex", "--json"))["id"],
+        "m",
+        1,
+        1,
+    )
+    printed_json(loramux("prices", "add", "--prompt", "0.15", "--completion", "0.6", "--json"))
     drawn = loramux("usage", "--top", "1").stdout
     assert drawn.splitlines()[1].split()[2:6] == ["acme", "=base", "2", "40"]
     assert drawn.splitlines()[2].split()[2:6] == ["all", "2", "3", "41"]
-    page = answer(loramux("usage", "--top", "1", "--json"))
+    page = printed_json(loramux("usage", "--top", "1", "--json"))
     assert (page["num_results"], page["total"]["requests"], page["total"]["completion_tokens"]) == (2, 3, 81)
-    assert answer(loramux("costs", "--top", "1", "--json"))["total"]["amount"] == "0.000000000"
+    assert printed_json(loramux("costs", "--top", "1", "--json"))["total"]["amount"] == "0.000000000"
     assert len(loramux("costs", "--top", "1", "--csv").stdout.splitlines()) == 2
     assert json.loads(loramux("usage", "--top", "1", "--bucket", "1d", "--json").stdout)["error"]["param"] == "top"
     assert loramux("usage", "--top", "0").exit_code == 2
 
 
 def test_prices_and_the_audit_log_have_verbs(loramux: Run) -> None:
-    price = answer(loramux("prices", "add", "--prompt", "0.15", "--completion", "0.6", "--json"))
+    price = printed_json(loramux("prices", "add", "--prompt", "0.15", "--completion", "0.6", "--json"))
     assert (price["prompt"], price["cached"], price["completion"]) == (150_000_000, 150_000_000, 600_000_000)
     assert "0.15" in loramux("prices", "list").stdout
     assert loramux("prices", "add", "--prompt", "0.0000000001", "--completion", "1").exit_code == 2
@@ -76,7 +85,7 @@ async def test_an_export_is_streamed_in_parts(
     tenant = (await http.post("/admin/v1/tenants", json={"slug": "acme"})).json()
     key = (await http.post("/admin/v1/api_keys", json={"tenant": "acme"})).json()
     for tokens in range(1, 6):
-        use(admin_side, tenant["id"], key["id"], "=base", tokens, 1)
+        settle_request(admin_side, tenant["id"], key["id"], "=base", tokens, 1)
     lines = (await http.get("/admin/v1/usage/events/export")).text.splitlines()
     assert [json.loads(line)["prompt_tokens"] for line in lines] == [1, 2, 3, 4, 5]
     table = await http.get("/admin/v1/usage/events/export", params={"format": "csv", "tenant": "acme"})

@@ -22,7 +22,9 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loramux.admin.console.app import create_console
-from tests.admin.conftest import ADMIN_KEY, AdminSide, begin, client_of, use
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from tests.admin.app_client import client_of
+from tests.admin.metered_requests import begin_request, settle_request
 
 pytestmark = pytest.mark.anyio
 HOSTILE = "'\"></code></td></script><x-nasty><b nasty=1 onnasty=1>{{7*7}}&lt;\x00\x1b[2J\u202e\u200b\r\n"
@@ -266,7 +268,7 @@ async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, co
     key = services.api_keys.create(tenant.id, "caller")
     services.quotas.set(tenant.id, "cost_per_day", 1_250_000_000)
     empty = services.registry.create_adapter(tenant.id, "empty")
-    running = begin(console_side, tenant.id, key.key.id, "the-base", 5)
+    running = begin_request(console_side, tenant.id, key.key.id, "the-base", 5)
     assert "0 tokens so far" in (await operator.get(f"/requests/{running}/cancel")).text
     assert "is being cancelled" in await operator.confirm(f"/requests/{running}/cancel")
     page = (await operator.get("/quotas?tenant=asked")).text
@@ -307,8 +309,8 @@ async def test_nothing_that_a_name_holds_gets_out_of_its_place(
     tenant = services.tenants.create("marked", "Marked <b>")
     key = services.api_keys.create(tenant.id, "key of <b>")
     services.quotas.set(tenant.id, "tokens_per_minute", 1000)
-    use(console_side, tenant.id, key.key.id, "the-base", 5, 5)
-    running = begin(console_side, tenant.id, key.key.id, "the-base", 5)
+    settle_request(console_side, tenant.id, key.key.id, "the-base", 5, 5)
+    running = begin_request(console_side, tenant.id, key.key.id, "the-base", 5)
     adapter = f"/adapters/{await _voice(operator, make_adapter)}"
     spoilt = Starlette(routes=[Mount("/console", create_console(services, HostileRest(console_app)))])
     pages = [path for path in PAGES if path != "/playground"]

@@ -20,7 +20,9 @@ from loramux.admin.rest.services import AdminServices
 from loramux.migrations import schema
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.keys import KeyChanges
-from tests.admin.conftest import ADMIN_KEY, AdminSide, RunningServer, client_of
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from tests.admin.app_client import client_of
+from tests.admin.running_server import RunningServer
 
 pytestmark = pytest.mark.anyio
 SESSION = "loramux_console"

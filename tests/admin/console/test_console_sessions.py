@@ -19,7 +19,7 @@ from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import OPERATOR, ApiKeys, key_sha256
 from loramux.platform.accounts.tenants import Tenants
-from tests.admin.conftest import ADMIN_KEY
+from tests.admin.admin_side import ADMIN_KEY
 
 
 @pytest.fixture(scope="module")

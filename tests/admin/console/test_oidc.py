@@ -27,7 +27,8 @@ from loramux.admin.console.sign_in.oidc_login import MAX_UNDER_WAY
 from loramux.admin.rest.services import AdminServices
 from loramux.admin.server.oidc_settings import OidcSettings, RoleRule, parse_rule
 from loramux.platform.accounts.tenants import TenantChanges
-from tests.admin.conftest import CONSOLE_HOST, AdminSide, client_of
+from tests.admin.admin_side import AdminSide
+from tests.admin.app_client import CONSOLE_HOST, client_of
 from tests.admin.console.oidc_fake import FakeProvider, fake_provider, shared_secret
 from tests.ports import free_port
 

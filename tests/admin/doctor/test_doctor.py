@@ -21,7 +21,8 @@ from loramux.admin.doctor import checks, doctor
 from loramux.admin.doctor.doctor import HostSettings, check_host, check_server
 from loramux.admin.doctor.findings import Finding, Grade
 from loramux.migrations.database import Database
-from tests.admin.conftest import ADMIN_KEY, AdminSide, Run
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from tests.admin.command_line import Run
 
 
 def graded(findings: list[Finding]) -> dict[str, str]:

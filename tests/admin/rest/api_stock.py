@@ -10,7 +10,8 @@ from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.registry.records import Adapter, UploadFile
 from loramux.platform.accounts.tenants import Tenant
 from tests.adapter_store.validation.hostile import good_files
-from tests.admin.conftest import ADMIN_KEY, AdminSide, begin
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from tests.admin.metered_requests import begin_request
 
 ROLES = ("tenant:admin", "tenant:develop", "tenant:read")
 
@@ -69,7 +70,7 @@ class ApiStock:
             "metric": "tokens_per_day",
             "price_id": price.id,
             "job_id": self.version.id.replace("adv_", "job_"),
-            "request_id": begin(self._side, self.tenant.id, key.id, "acme/support@1", 10),
+            "request_id": begin_request(self._side, self.tenant.id, key.id, "acme/support@1", 10),
             "model": "the-base",
         }
 

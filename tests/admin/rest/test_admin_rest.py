@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from loramux.admin.app import create_admin_app
-from tests.admin.conftest import use
+from tests.admin.metered_requests import settle_request
 
 pytestmark = pytest.mark.anyio
 
@@ -282,7 +282,7 @@ async def test_usage_is_reported_as_buckets_csv_and_events(http: httpx.AsyncClie
     acme, globex = await new_tenant(http, "acme"), await new_tenant(http, "globex")
     for tenant_id, slug, tokens in ((acme, "acme", 10), (acme, "acme", 20), (globex, "globex", 5)):
         key = await new_key(http, slug)
-        use(admin_side, tenant_id, key["id"], "=base", tokens, 2 * tokens)
+        settle_request(admin_side, tenant_id, key["id"], "=base", tokens, 2 * tokens)
     report = (await http.get("/admin/v1/usage")).json()
     assert (report["object"], report["has_more"], report["next_page"]) == ("page", False, None)
     (bucket,) = report["data"]

@@ -13,8 +13,8 @@ import pytest
 from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
 from tests.adapter_store.validation.hostile import TARGET
-from tests.admin.conftest import open_admin_side
-from tests.admin.gateways import open_services, served
+from tests.admin.admin_side import open_admin_side
+from tests.admin.openai_side import open_services, served
 from tests.admin.rest.api_cases import Cases, call_all
 from tests.admin.rest.api_stock import ApiStock
 

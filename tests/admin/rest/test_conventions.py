@@ -36,7 +36,7 @@ from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import Checkpoint, ReservationRequest
 from loramux.platform.openai_api import request_body
 from loramux.platform.openai_api.openapi import operations
-from tests.admin.conftest import ADMIN_KEY, TARGET, AdminSide, open_admin_side
+from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
 from tests.admin.rest.adapters.test_adapter_uploads import FILES, declared, push
 
 pytestmark = pytest.mark.anyio

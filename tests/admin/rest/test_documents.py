@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 from loramux.admin.app import ADMIN_DOCUMENT, create_admin_app
 from loramux.platform.openai_api.app import OPENAI_DOCUMENT, create_openai_app
 from loramux.platform.openai_api.openapi import operations
-from tests.admin.conftest import ADMIN_KEY, TARGET, open_admin_side
-from tests.admin.gateways import open_services
+from tests.admin.admin_side import ADMIN_KEY, TARGET, open_admin_side
+from tests.admin.openai_side import open_services
 
 Operation = tuple[str, str, str, dict[str, Any]]
 

@@ -15,7 +15,8 @@ import pytest
 from sqlalchemy import event
 
 from loramux.migrations.identifiers import new_id
-from tests.admin.conftest import AdminSide, begin
+from tests.admin.admin_side import AdminSide
+from tests.admin.metered_requests import begin_request
 from tests.admin.rest.adapters.test_adapter_service import add_ready_versions
 from tests.admin.rest.test_admin_rest import bearer, new_key, new_tenant
 
@@ -50,7 +51,7 @@ async def stock(http: httpx.AsyncClient, admin_side: AdminSide) -> Stock:
         "model": "globex/secret",
         "key": key["id"],
         "quota": quota["id"],
-        "request": begin(admin_side, made["globex"], key["id"], "globex/secret@1", 1),
+        "request": begin_request(admin_side, made["globex"], key["id"], "globex/secret@1", 1),
     }
     unknown = {kind: new_id(value[:3]) for kind, value in foreign.items()}
     unknown.update(slug="nobody", model="nobody/secret")

@@ -28,7 +28,8 @@ from loramux.platform.ledger.query import GROUPS
 from loramux.platform.ledger.rollups import UsageRollups
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api.openapi import operations
-from tests.admin.conftest import ADMIN_KEY, CONSOLE_HOST, TARGET, AdminSide, open_admin_side
+from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
+from tests.admin.app_client import CONSOLE_HOST
 from tests.admin.console.test_console_pages import Browser, Stream
 
 pytestmark = pytest.mark.anyio

@@ -16,8 +16,9 @@ from starlette.types import ASGIApp
 
 from loramux.admin.app import create_admin_app
 from loramux.platform.openai_api.app import create_openai_app
-from tests.admin.conftest import AdminSide, client_of
-from tests.admin.gateways import open_services
+from tests.admin.admin_side import AdminSide
+from tests.admin.app_client import client_of
+from tests.admin.openai_side import open_services
 
 pytestmark = pytest.mark.anyio
 

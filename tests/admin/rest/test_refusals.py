@@ -19,7 +19,8 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.openai_api import request_body
-from tests.admin.conftest import AdminSide, client_of
+from tests.admin.admin_side import AdminSide
+from tests.admin.app_client import client_of
 
 pytestmark = pytest.mark.anyio
 

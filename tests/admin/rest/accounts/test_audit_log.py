@@ -14,7 +14,8 @@ from loramux.admin.app import create_admin_app
 from loramux.migrations import schema
 from loramux.migrations.audit import Actor, acting_as
 from loramux.platform.accounts.tenants import TenantChanges
-from tests.admin.conftest import ADMIN_KEY, client_of
+from tests.admin.admin_side import ADMIN_KEY
+from tests.admin.app_client import client_of
 from tests.admin.console.test_console_security import sign_in
 from tests.admin.rest.adapters.test_adapter_service import add_ready_versions
 

@@ -13,7 +13,7 @@ from loramux.engine.messages import AdapterState
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_versions
-from tests.admin.conftest import AdminSide
+from tests.admin.admin_side import AdminSide
 from tests.admin.rest.test_admin_rest import bearer, new_key, new_tenant
 
 pytestmark = pytest.mark.anyio

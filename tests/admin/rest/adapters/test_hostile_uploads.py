@@ -20,7 +20,7 @@ from tests.adapter_store.validation.hostile import MARK, TARGET, Hostile, good_f
 from tests.adapter_store.validation.hostile_configs import NAMES, TYPES
 from tests.adapter_store.validation.hostile_containers import FOREIGN, OFFSETS
 from tests.adapter_store.validation.hostile_weights import COMBINATIONS, NUMBERS
-from tests.admin.conftest import ADMIN_KEY, AdminSide, open_admin_side
+from tests.admin.admin_side import ADMIN_KEY, AdminSide, open_admin_side
 from tests.admin.rest.adapters.hostile_calls import CALLS, HostileCall, Visit
 
 pytestmark = pytest.mark.anyio

@@ -16,9 +16,11 @@ from loramux.adapter_store.ingest.tenant_caps import MAX_OPEN_UPLOADS
 from loramux.admin.app import create_admin_app
 from loramux.admin.client.client import AdminClient, AdminError
 from loramux.admin.client.push import push_adapter
-from tests.admin.conftest import ADMIN_KEY, AdminSide, RunningServer, client_of
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from tests.admin.app_client import client_of
 from tests.admin.console.test_console_pages import Browser
 from tests.admin.rest.adapters.test_adapter_uploads import declared, new_adapter, push
+from tests.admin.running_server import RunningServer
 
 METRIC = "cold_loads_per_minute"
 

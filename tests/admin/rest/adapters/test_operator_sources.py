@@ -22,9 +22,10 @@ from loramux.admin.client.client import AdminClient
 from loramux.admin.client.push import PushRefused, register_source
 from loramux.migrations.schema import adapter_versions, uploads
 from loramux.platform.quotas.policies import QuotaPolicies
-from tests.admin.conftest import ADMIN_KEY, RunningServer
+from tests.admin.admin_side import ADMIN_KEY
 from tests.admin.rest.adapters.test_adapter_uploads import new_adapter
 from tests.admin.rest.adapters.test_version_files import key_of
+from tests.admin.running_server import RunningServer
 
 pytestmark = pytest.mark.anyio
 

@@ -27,7 +27,8 @@ from loramux.admin.expired_rows import ExpiredRows
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.schema import idempotency_keys
 from tests.adapter_store.waiting import wait_until
-from tests.admin.conftest import ADMIN_KEY, AdminSide, RunningServer
+from tests.admin.admin_side import ADMIN_KEY, AdminSide
+from tests.admin.running_server import RunningServer
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 SIZE = 4096

@@ -18,7 +18,8 @@ import pytest
 from loramux.admin.rest.adapters import uploads
 from loramux.admin.rest.services import MAX_UPLOADS_EACH
 from loramux.admin.server import transfer_slots
-from tests.admin.conftest import ADMIN_KEY, RunningServer
+from tests.admin.admin_side import ADMIN_KEY
+from tests.admin.running_server import RunningServer
 
 SIZE = 1000
 

@@ -19,7 +19,8 @@ from loramux.admin.rest.usage.usage_query import SENT_AT_ONCE_BYTES
 from loramux.admin.server import transfer_slots
 from loramux.admin.server.transfer_slots import TransferSlots
 from loramux.platform.errors import RateLimited
-from tests.admin.conftest import AdminSide, client_of
+from tests.admin.admin_side import AdminSide
+from tests.admin.app_client import client_of
 from tests.adversary.many_end_users import add_end_users
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.ledger.settlement import Settlement
-from tests.admin.conftest import answer
+from tests.admin.command_line import printed_json
 
 pytestmark = pytest.mark.anyio
 PATH = "/admin/v1/quotas"
@@ -270,8 +270,8 @@ async def test_adapters_and_their_bytes_are_limited_where_they_are_added(http: h
 
 
 def test_quotas_are_set_plotted_tried_and_lifted_from_the_command_line(loramux: Callable[..., Any]) -> None:
-    tenant = answer(loramux("tenants", "create", "acme", "--json"))
-    key = answer(loramux("keys", "create", "--tenant", "acme", "--json"))
+    tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
+    key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
     for arguments in (
         ("--tenant", "acme", "--metric", "tokens_per_day", "--limit", "1000"),
         ("--key", key["id"], "--metric", "requests_per_minute", "--limit", "5", "--burst", "9", "--mode", "soft"),
@@ -288,7 +288,7 @@ def test_quotas_are_set_plotted_tried_and_lifted_from_the_command_line(loramux: 
         ("requests_per_minute", "5", "9"),
         ("tokens_per_day", "1000", "1000"),
     ]
-    assert [limit["mode"] for limit in answer(loramux("quotas", "effective", *whom, "--json"))["data"]] == [
+    assert [limit["mode"] for limit in printed_json(loramux("quotas", "effective", *whom, "--json"))["data"]] == [
         row["mode"] for row in rows
     ]
     fits = loramux("quotas", "check", *whom, "--prompt-tokens", "900", "--max-tokens", "100")

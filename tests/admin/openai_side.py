@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from fastapi import FastAPI
 
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.admin.server.http_servers import HttpServer
-from loramux.admin.server.listeners import bind, url_of
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.openai_api.services import GatewayServices, ModelInfo
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.admin.running_server import start_server
 
 CONTEXT = 256
 
@@ -46,19 +41,8 @@ def open_services(database: Database, demo_base: Path) -> Iterator[GatewayServic
 @contextmanager
 def served(make_app: Callable[[], FastAPI]) -> Iterator[str]:
     """An app on a real listener, in a thread; the URL."""
-    listener = bind("127.0.0.1", 0, "port")
-    url = url_of(listener)
-    server = HttpServer(make_app(), listener)
-    thread = threading.Thread(target=lambda: asyncio.run(server.run_until_stopped()))
-    thread.start()
-    with httpx.Client(base_url=url, trust_env=False, verify=False) as client:
-        for _ in range(500):
-            with suppress(httpx.TransportError):
-                client.get("/health/live")
-                break
-            time.sleep(0.02)
+    running = start_server(make_app())
     try:
-        yield url
+        yield running.url
     finally:
-        server.stop()
-        thread.join(10)
+        running.stop()

@@ -1,0 +1,127 @@
+"""The services of the admin app: SQLite, local blobs and the real validation process; only the engine is a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from loramux.adapter_store.blobs.interface import BlobStore
+from loramux.adapter_store.blobs.local import LocalBlobStore
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.ingest.export import VersionExport
+from loramux.adapter_store.ingest.ingest import Ingest
+from loramux.adapter_store.ingest.jobs import IngestJobs
+from loramux.adapter_store.ingest.sources import AdapterSources
+from loramux.adapter_store.ingest.worker import IngestWorker
+from loramux.adapter_store.registry.aliases import AdapterAliases
+from loramux.adapter_store.registry.pins import AdapterPins
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.registry.sharing import AdapterGrants
+from loramux.adapter_store.registry.version_states import VersionStates
+from loramux.adapter_store.validation.validator import SubprocessValidator
+from loramux.admin.doctor.self_check import SelfCheck
+from loramux.admin.rest.services import (
+    MAX_CALLS,
+    MAX_CALLS_EACH,
+    MAX_REPORTS_EACH,
+    NUM_REPORT_THREADS,
+    AdminServices,
+)
+from loramux.admin.server.idempotency_keys import IdempotencyKeys
+from loramux.admin.server.transfer_slots import TransferSlots
+from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.migrations.database import Database
+from loramux.platform.accounts.api_keys import ApiKeys
+from loramux.platform.accounts.audit_log import AuditLog
+from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.admission.admission import Admission
+from loramux.platform.admission.database_health import DatabaseHealth
+from loramux.platform.admission.group_commit import GroupCommit
+from loramux.platform.engine_link.scripted_engine import ScriptedEngine
+from loramux.platform.generation.adapter_loads import AdapterLoads
+from loramux.platform.generation.cold_loads import ColdLoads
+from loramux.platform.generation.requests_in_flight import RequestsInFlight
+from loramux.platform.ledger.events import Ledger
+from loramux.platform.ledger.price_list import PriceList
+from loramux.platform.quotas.stock import AdapterLimits
+from loramux.platform.quotas.overview import QuotaOverview
+from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.telemetry.metrics import GatewayMetrics
+from tests.migrated import migrated_sqlite
+
+ADMIN_KEY = "a-key-of-more-than-thirty-two-characters"
+NUM_LAYERS = 2
+TARGET = PackTarget(
+    modules=(LinearShape("self_attn.q_proj", 32, 32), LinearShape("mlp.down_proj", 48, 32)),
+    geometry=PageGeometry(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
+    dtype="float32",
+)
+
+
+@dataclass
+class AdminSide:
+    """The services behind the app, and what a test may look into or break."""
+
+    services: AdminServices
+    blobs: BlobStore
+    engine: ScriptedEngine
+
+
+@contextmanager
+def open_admin_side(
+    directory: Path, target: PackTarget, blobs: BlobStore | None = None, sources: AdapterSources | None = None
+) -> Iterator[AdminSide]:
+    """The services over an empty database in `directory`, where the blobs are too unless another store is given."""
+    database = Database(migrated_sqlite(directory / "loramux.db"))
+    registry = AdapterRegistry(database, reserved_names=("the-base",), limits=AdapterLimits())
+    blobs = blobs or LocalBlobStore(directory / "blobs")
+    # Not behind everything else on a machine that many tests keep busy.
+    validator = SubprocessValidator(niceness=0)
+    ingest = Ingest(registry, blobs, target, directory / "scratch", validator, sources=sources or AdapterSources())
+    worker = IngestWorker(ingest)
+    engine = ScriptedEngine()
+    commit = GroupCommit(Admission(database))
+    with ThreadPoolExecutor(4) as executor, ThreadPoolExecutor(2) as report_executor:
+        services = AdminServices(
+            database=database,
+            tenants=Tenants(database),
+            api_keys=ApiKeys(database, ADMIN_KEY),
+            registry=registry,
+            aliases=AdapterAliases(database),
+            grants=AdapterGrants(database),
+            version_states=VersionStates(database, registry),
+            ingest=ingest,
+            export=VersionExport(database, blobs, directory / "scratch"),
+            jobs=IngestJobs(database),
+            pins=AdapterPins(database, registry),
+            idempotency_keys=IdempotencyKeys(database),
+            requests=RequestsInFlight(database),
+            quotas=QuotaPolicies(database),
+            quota_overview=QuotaOverview(database),
+            prices=PriceList(database),
+            audit_log=AuditLog(database),
+            ledger=Ledger(database),
+            engine=engine,
+            loads=AdapterLoads(engine, ColdLoads(engine), commit, DatabaseHealth()),
+            metrics=GatewayMetrics(),
+            self_check=SelfCheck(
+                database=database, blobs=blobs, engine=engine, data_dir=directory, served_name="the-base"
+            ),
+            metrics_token=None,
+            is_loopback=True,
+            executor=executor,
+            report_executor=report_executor,
+            # No rest, which would end after a test's event loop has.
+            call_slots=TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH),
+            page_slots=TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH),
+            report_slots=TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),
+        )
+        worker.start()
+        yield AdminSide(services, blobs, engine)
+        validator.close()
+        worker.stop()
+    commit.close()
+    database.close()

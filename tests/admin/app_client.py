@@ -1,0 +1,12 @@
+"""An HTTP client of an app in the test process, without a socket."""
+
+from __future__ import annotations
+
+import httpx
+from starlette.types import ASGIApp
+
+CONSOLE_HOST = "http://admin.example"
+
+
+def client_of(app: ASGIApp, base_url: str = CONSOLE_HOST) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base_url)

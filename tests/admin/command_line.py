@@ -1,0 +1,38 @@
+"""`loramux` inside the test process, against a running server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.testing
+from typer.testing import CliRunner
+
+from loramux.admin.cli import app
+from tests.admin.admin_side import ADMIN_KEY
+
+# Typer makes the tree of commands anew for every call; one is enough for a test run.
+typer.testing._get_command = cache(typer.testing._get_command)
+
+
+Run = Callable[..., Any]
+"""Runs `loramux` with arguments; the result has exit_code, stdout and stderr."""
+
+
+def command_line(url: str, monkeypatch: pytest.MonkeyPatch, config: Path) -> Run:
+    """The command line, which calls the server at `url` and finds its profiles below `config`."""
+    monkeypatch.setenv("LORAMUX_ADMIN_URL", url)
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
+    runner = CliRunner()
+    return lambda *arguments, **options: runner.invoke(app, [str(argument) for argument in arguments], **options)
+
+
+def printed_json(result: Any) -> dict[str, Any]:
+    """The JSON that a verb printed."""
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))

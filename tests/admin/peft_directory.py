@@ -1,0 +1,44 @@
+"""PEFT directories that fit the admin side's target."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.admin.admin_side import NUM_LAYERS, TARGET
+
+MakeAdapter = Callable[..., Path]
+"""Takes what `write_peft_directory` takes after the directory."""
+
+
+def write_peft_directory(
+    parent: Path, rank: int = 2, config: dict[str, object] | None = None, poison: float | None = None
+) -> Path:
+    """A PEFT directory below `parent` that fits TARGET, with random weights; `poison` replaces the first one."""
+    directory = parent / f"peft-{secrets.token_hex(4)}"
+    directory.mkdir()
+    random = np.random.default_rng(secrets.randbits(32))
+    tensors = {}
+    for layer in range(NUM_LAYERS):
+        for module in TARGET.modules:
+            name = f"base_model.model.model.layers.{layer}.{module.name}"
+            shapes = {"lora_A": (rank, module.in_features), "lora_B": (module.out_features, rank)}
+            for part, shape in shapes.items():
+                tensors[f"{name}.{part}.weight"] = (random.standard_normal(shape) * 0.02).astype(np.float32)
+    if poison is not None:
+        next(iter(tensors.values()))[0, 0] = poison
+    save_file(tensors, directory / "adapter_model.safetensors")
+    document: dict[str, object] = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": ["q_proj", "down_proj"],
+        **(config or {}),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(document))
+    return directory

@@ -1,0 +1,46 @@
+"""An app on a real listener, in a thread of the test process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import httpx
+from starlette.types import ASGIApp
+
+from loramux.admin.server.http_servers import HttpServer
+from loramux.admin.server.listeners import bind, url_of
+
+
+@dataclass
+class RunningServer:
+    """An app on a real listener, in a thread."""
+
+    url: str
+    server: HttpServer
+    thread: threading.Thread
+
+    def stop(self, is_forced: bool = False) -> None:
+        self.server.force_exit = is_forced
+        self.server.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def start_server(app: ASGIApp) -> RunningServer:
+    """Returns once the app answers."""
+    listener = bind("127.0.0.1", 0, "port")
+    url = url_of(listener)
+    server = HttpServer(app, listener)
+    thread = threading.Thread(target=lambda: asyncio.run(server.run_until_stopped()))
+    thread.start()
+    with httpx.Client(base_url=url, trust_env=False, verify=False) as client:
+        for _ in range(500):
+            with suppress(httpx.TransportError):
+                client.get("/health/live")
+                break
+            time.sleep(0.02)
+    return RunningServer(url, server, thread)
