@@ -118,7 +118,7 @@ test-gpu: $(READY) ## All that needs a GPU, 9 minutes (CONSTRAINTS=constraints-c
 test-browser: $(WARM) ## The console in Debian's Chromium over a running demo (installed where root may)
 	$(VENV)/bin/python -m pip install --quiet $(HASHED) -r $(BROWSER_LOCK)
 	$(VENV)/bin/python -m tests.browser.browser_tools
-	$(VENV)/bin/python -m pytest tests/browser tests/admin/console/test_console_sessions.py -m campaign $(ARGS)
+	$(VENV)/bin/python -m pytest tests/browser tests/admin/console/sessions/test_sessions.py -m campaign $(ARGS)
 
 # The clients have an environment of their own, so that our pins stay clean; npm brings the Node client.
 $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
@@ -149,7 +149,7 @@ test-s3: $(WARM) ## The blob stores and 1,000 faults on moto and on a real rados
 
 test-oidc: $(WARM) ## Single sign-on through a real OpenID provider (npm oidc-provider 8.8.1, needs node 18 or later)
 	npm install --no-audit --no-fund --ignore-scripts --prefix $(VENV)/oidc oidc-provider@8.8.1
-	LORAMUX_TEST_OIDC=$(VENV)/oidc/node_modules $(VENV)/bin/python -m pytest tests/admin/console/test_oidc.py \
+	LORAMUX_TEST_OIDC=$(VENV)/oidc/node_modules $(VENV)/bin/python -m pytest tests/admin/console/oidc/test_oidc.py \
 		-m 'campaign or not campaign' --timeout 600 $(ARGS)
 
 test-prometheus: $(WARM) ## Dashboard and alerts on a real Prometheus that scrapes a server under load (Debian's, installed where root may)

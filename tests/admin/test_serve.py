@@ -88,7 +88,9 @@ def ask(http: httpx.Client, server: Server, secret: str, prompts: list[str], max
 
 
 @pytest.mark.campaign
-def test_two_lives_of_a_server(start: Start, demo_base: Path, tmp_path: Path) -> None:
+def test_a_stopped_server_drains_and_its_successor_finds_the_bill(
+    start: Start, demo_base: Path, tmp_path: Path
+) -> None:
     first = start()
     assert first.lines[0].startswith("loramux serves base (cpu, ")
     shown = first.process.stdout.readline().split()  # type: ignore[union-attr]

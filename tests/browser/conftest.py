@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from loramux.admin.client.client import AdminClient
 from loramux.admin.client.push import push_adapter
 from loramux.admin.demo import server as demo_server
 from loramux.admin.demo.run import ADAPTERS, DEMO_FILES, SERVED_NAME
 from loramux.admin.demo.server import DemoServer
-from tests.browser.browser_tools import axe_source, chromium_path
+from tests.browser.browser_tools import chromium_path
+from tests.browser.console_tab import NewTab, Tab
+from tests.browser.running_demo import Demo
 from tests.platform.faulty_postgres import FaultyPostgres, faulty_postgres
 from tests.ports import free_port
 
 NUM_QUESTIONS = 4
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-proxy-server"]
-
-
-@dataclass
-class Demo:
-    """The server and what a test needs to call it."""
-
-    server: DemoServer
-    postgres: FaultyPostgres
-    client: AdminClient
-    keys: dict[str, str]
-    adapter_ids: dict[str, str]
-
-    def ask(self, tenant: str, model: str, **fields: Any) -> httpx.Response:
-        body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], **fields}
-        with httpx.Client(trust_env=False, timeout=120) as http:
-            return http.post(
-                f"{self.server.url}/v1/chat/completions",
-                json=body,
-                headers={"authorization": f"Bearer {self.keys[tenant]}"},
-            )
 
 
 @pytest.fixture(scope="session")
@@ -77,40 +56,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory, postgres: FaultyPostgres) -> 
         server.stop()
 
 
-@dataclass
-class Tab:
-    """A page of the browser that knows the console, and what the browser complained of."""
-
-    page: Any
-    root: str
-    complaints: list[str] = field(default_factory=list)
-
-    def open(self, path: str) -> Any:
-        self.page.goto(self.root + path)
-        return self.page
-
-    def sign_in(self, key: str) -> None:
-        self.open("/login")
-        self.page.fill("[name=key]", key)
-        self.page.click("button.primary")
-        self.page.wait_for_selector("h1:text-is('Overview')")
-
-    def said(self) -> str:
-        """What the page tells its reader on top."""
-        return str(self.page.locator("#notices").inner_text())
-
-    def serious(self) -> list[str]:
-        """What axe finds that is serious or worse."""
-        self.page.evaluate(axe_source())
-        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-        return [
-            f"{rule['id']}: {node['html'][:150]} {node.get('failureSummary', '')[:200]}"
-            for rule in found["violations"]
-            if rule["impact"] in ("serious", "critical")
-            for node in rule["nodes"][:3]
-        ]
-
-
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
@@ -119,9 +64,6 @@ def chromium() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=chromium_path(), headless=True, args=ARGUMENTS)
         yield browser
         browser.close()
-
-
-NewTab = Callable[..., Tab]
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.browser.conftest import Demo, NewTab, Tab
+from tests.browser.console_tab import NewTab, Tab
+from tests.browser.running_demo import Demo
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 

@@ -113,7 +113,9 @@ def test_an_answer_and_its_usage_come_whole_and_streamed(seen: dict[str, Any], p
             assert seen[stream].get("usage comes last", True)
 
 
-def test_what_is_asked_for_is_done(seen: dict[str, Any], plain: dict[str, Any]) -> None:
+def test_logprobs_choices_stops_and_completions_agree_with_the_plain_answer(
+    seen: dict[str, Any], plain: dict[str, Any]
+) -> None:
     text = plain["choices"][0]["message"]["content"]
     assert seen["logprobs"] == text
     assert seen.get("logprobs are whole", True) is True

@@ -71,7 +71,7 @@ def requests(subject: Subject, max_tokens: int) -> dict[str, tuple[str | None, A
     [pytest.param(family, marks=() if family in ALONE else pytest.mark.campaign) for family in FAMILIES],
     indirect=True,
 )
-def test_each_request_alone(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_request_alone_equals_transformers_and_peft(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     assembled = subject.assemble()
     recorder = Recorder(assembled.engine, monkeypatch)
     for sequence_id, (name, add) in requests(subject, FEW_TOKENS).items():
@@ -82,7 +82,9 @@ def test_each_request_alone(subject: Subject, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("step_tokens", "max_tokens"), STEPS)
-def test_one_mixed_batch(subject: Subject, step_tokens: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_mixed_batch_equals_transformers_and_peft(
+    subject: Subject, step_tokens: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assembled = subject.assemble(max_batch_tokens=step_tokens)
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = requests(subject, max_tokens)
@@ -160,7 +162,9 @@ def outer_requests(subject: Subject, *names: str | None) -> dict[str, tuple[str 
     return made
 
 
-def test_adapters_of_the_embedding_and_the_head(outer_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_of_the_embedding_and_the_head_equal_peft(
+    outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assembled = outer_subject.assemble()
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = outer_requests(outer_subject, "all", None, "embedding", "head", "inner", "all", None, "head")

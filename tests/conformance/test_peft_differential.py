@@ -168,13 +168,13 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
     return outcomes
 
 
-def test_a_few_configurations(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_configurations_give_pefts_logits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = compare(pair, monkeypatch, 0, FEW)
     assert outcomes["equal"] >= FEW // 2
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
-def test_hundreds_of_configurations(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_configurations_give_pefts_logits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = compare(pair, monkeypatch, FEW, MANY)
     assert outcomes["equal"] >= MANY * 0.8

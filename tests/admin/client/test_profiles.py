@@ -116,7 +116,7 @@ def test_commands_at_once_lose_nothing(file: ProfileFile) -> None:
         pytest.param(None, {}, ("https://1", "key 1"), id="then the current profile"),
     ],
 )
-def test_which_server_is_called(
+def test_a_call_goes_to_the_server_that_is_named_most_directly(
     file: ProfileFile, asked: str | None, environment: dict[str, str], found: tuple[str, str]
 ) -> None:
     for number, name in ((1, "first"), (2, "second")):
@@ -132,7 +132,9 @@ def test_a_key_never_goes_to_another_server_than_its_own(file: ProfileFile) -> N
     assert "a key" not in repr(find_server(None, {}, file))
 
 
-def test_the_verbs_of_profiles(loramux: Run, admin_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_added_used_listed_without_its_key_and_removed(
+    loramux: Run, admin_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("LORAMUX_ADMIN_KEY")
     monkeypatch.delenv("LORAMUX_ADMIN_URL")
     assert printed_json(loramux("profiles", "list", "--json"))["data"] == []

@@ -19,7 +19,7 @@ from tests.admin.command_line import Run, printed_json
 from tests.admin.metered_requests import begin_request, settle_request
 
 
-def test_the_fixed_calls_of_the_design(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+def test_the_calls_that_the_design_fixes_print_what_it_says(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
     assert (tenant["id"][:4], tenant["slug"]) == ("ten_", "acme")
     key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
@@ -315,7 +315,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_database_verbs(tmp_path: Path) -> None:
+def test_a_database_is_checked_and_upgraded_by_its_verbs(tmp_path: Path) -> None:
     runner = CliRunner()
     new = runner.invoke(app, ["db", "check", "--data-dir", str(tmp_path / "data")])
     assert new.exit_code == 1

@@ -116,7 +116,7 @@ def test_a_machine_where_no_server_runs_is_looked_into(
     assert {checked[name]["grade"] for name in ("model", "database", "object store", "socket directory")} == {"ok"}
 
 
-def test_looking_makes_nothing(tmp_path: Path) -> None:
+def test_looking_creates_no_file(tmp_path: Path) -> None:
     findings = list(check_host(HostSettings(data_dir=tmp_path / "none")))
     assert graded(findings)["database"] == "warning"
     assert list(tmp_path.iterdir()) == []

@@ -37,7 +37,7 @@ from loramux.platform.admission.records import Checkpoint, ReservationRequest
 from loramux.platform.openai_api import request_body
 from loramux.platform.openai_api.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
-from tests.admin.rest.adapters.test_adapter_uploads import FILES, declared, push
+from tests.admin.rest.adapters.pushed_versions import FILES, declared, push
 
 pytestmark = pytest.mark.anyio
 BASE = "/admin/v1"

@@ -17,8 +17,8 @@ from sqlalchemy import event
 from loramux.migrations.identifiers import new_id
 from tests.admin.admin_side import AdminSide
 from tests.admin.metered_requests import begin_request
-from tests.admin.rest.adapters.test_adapter_service import add_ready_versions
-from tests.admin.rest.test_admin_rest import bearer, new_key, new_tenant
+from tests.admin.rest.adapters.ready_versions import add_ready_versions
+from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
 
 pytestmark = pytest.mark.anyio
 

@@ -30,7 +30,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api.openapi import operations
 from tests.admin.admin_side import ADMIN_KEY, TARGET, AdminSide, open_admin_side
 from tests.admin.app_client import CONSOLE_HOST
-from tests.admin.console.test_console_pages import Browser, Stream
+from tests.admin.console.signed_in_browser import Browser, Stream
 
 pytestmark = pytest.mark.anyio
 BASE = "/admin/v1"

@@ -35,7 +35,7 @@ from tests.adversary.socket_flood import request
         pytest.param("10.9.9.9, 10.1.2.3", "10.9.9.9", id="proxies only"),
     ],
 )
-def test_a_trusted_proxys_word_about_its_client(forwarded_for: str, client: str) -> None:
+def test_the_client_is_the_rightmost_address_that_no_trusted_proxy_has(forwarded_for: str, client: str) -> None:
     assert TrustedProxies(("127.0.0.1", "10.0.0.0/8")).client_of("127.0.0.1", forwarded_for) == client
 
 

@@ -16,8 +16,8 @@ from loramux.migrations.audit import Actor, acting_as
 from loramux.platform.accounts.tenants import TenantChanges
 from tests.admin.admin_side import ADMIN_KEY
 from tests.admin.app_client import client_of
-from tests.admin.console.test_console_security import sign_in
-from tests.admin.rest.adapters.test_adapter_service import add_ready_versions
+from tests.admin.console.signed_in_browser import sign_in
+from tests.admin.rest.adapters.ready_versions import add_ready_versions
 
 pytestmark = pytest.mark.anyio
 

@@ -6,40 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import insert
 
-from loramux.adapter_store.registry.aliases import AdapterAliases
 from loramux.engine.messages import AdapterState
-from loramux.migrations.database import Database
-from loramux.migrations.identifiers import new_id
-from loramux.migrations.schema import adapter_versions
 from tests.admin.admin_side import AdminSide
-from tests.admin.rest.test_admin_rest import bearer, new_key, new_tenant
+from tests.admin.rest.adapters.ready_versions import add_ready_versions
+from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
 
 pytestmark = pytest.mark.anyio
-
-
-def add_ready_versions(database: Database, adapter_id: str, count: int) -> None:
-    """Versions without any bytes; the first is the default."""
-    with database.write() as connection:
-        for number in range(1, count + 1):
-            connection.execute(
-                insert(adapter_versions).values(
-                    id=new_id("adv"),
-                    adapter_id=adapter_id,
-                    number=number,
-                    state="ready",
-                    digest=f"{number:x}" * 64,
-                    max_rank=8,
-                    num_pages=1,
-                    canonical_bytes=1,
-                    upload_id=new_id("upl"),
-                    report={"max_rank": 8},
-                    created_us=0,
-                    ready_us=0,
-                )
-            )
-    AdapterAliases(database).set(adapter_id, "default", {1: 100})
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def num_versions(admin_side: AdminSide, visit: Visit) -> int:
         return int(connection.execute(count).scalar_one())
 
 
-def test_their_names_differ() -> None:
+def test_every_hostile_call_has_its_own_name() -> None:
     assert len({call.name for call in CALLS}) == len(CALLS)
 
 

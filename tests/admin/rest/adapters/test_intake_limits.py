@@ -18,8 +18,8 @@ from loramux.admin.client.client import AdminClient, AdminError
 from loramux.admin.client.push import push_adapter
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.app_client import client_of
-from tests.admin.console.test_console_pages import Browser
-from tests.admin.rest.adapters.test_adapter_uploads import declared, new_adapter, push
+from tests.admin.console.signed_in_browser import Browser
+from tests.admin.rest.adapters.pushed_versions import declared, new_adapter, push
 from tests.admin.running_server import RunningServer
 
 METRIC = "cold_loads_per_minute"

@@ -23,8 +23,8 @@ from loramux.admin.client.push import PushRefused, register_source
 from loramux.migrations.schema import adapter_versions, uploads
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.admin.admin_side import ADMIN_KEY
-from tests.admin.rest.adapters.test_adapter_uploads import new_adapter
-from tests.admin.rest.adapters.test_version_files import key_of
+from tests.admin.rest.adapters.pushed_versions import new_adapter
+from tests.admin.rest.tenants_and_keys import new_bearer
 from tests.admin.running_server import RunningServer
 
 pytestmark = pytest.mark.anyio
@@ -213,7 +213,7 @@ async def test_a_source_that_is_taken_again_counts_once_and_only_for_whom_it_is_
         pytest.param("", "invalid_source", id="empty"),
     ],
 )
-def test_nothing_else_may_be_named(admin_sources: AdapterSources, source: str, code: str) -> None:
+def test_a_source_that_is_not_allowed_is_refused(admin_sources: AdapterSources, source: str, code: str) -> None:
     with pytest.raises(UploadRefused) as refused:
         admin_sources.check(source)
     assert (refused.value.code, refused.value.param) == (code, "source")
@@ -221,7 +221,7 @@ def test_nothing_else_may_be_named(admin_sources: AdapterSources, source: str, c
 
 async def test_only_the_operator_may_name_a_source(http: httpx.AsyncClient) -> None:
     adapter_id = await new_adapter(http)
-    tenant = await key_of(http, "acme", ["tenant:admin"])
+    tenant = await new_bearer(http, "acme", ["tenant:admin"])
     url = f"/admin/v1/adapters/{adapter_id}/versions"
     for headers, body, expected in (
         (tenant, {"source": "s3://operator/adapters/one"}, (403, "insufficient_scope")),

@@ -17,21 +17,17 @@ from loramux.adapter_store.registry.records import UploadFile
 from loramux.admin.rest.adapters import version_files
 from loramux.admin.rest.services import MAX_DOWNLOADS, MAX_DOWNLOADS_EACH
 from loramux.admin.server import transfer_slots
-from tests.admin.rest.adapters.test_adapter_uploads import FILES, new_adapter, push
+from tests.admin.rest.adapters.pushed_versions import FILES, new_adapter, push
+from tests.admin.rest.tenants_and_keys import new_bearer
 
 pytestmark = pytest.mark.anyio
-
-
-async def key_of(http: httpx.AsyncClient, tenant: str, scopes: list[str] | None = None) -> dict[str, str]:
-    made = await http.post("/admin/v1/api_keys", json={"tenant": tenant, "scopes": scopes or ["tenant:read"]})
-    return {"authorization": f"Bearer {made.json()['secret']}"}
 
 
 async def test_the_uploaded_files_come_back(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
     adapter_id = await new_adapter(http)
     directory = make_adapter()
     await push(http, adapter_id, directory)
-    reader = await key_of(http, "acme")
+    reader = await new_bearer(http, "acme")
     for name in FILES:
         url = f"/admin/v1/adapters/{adapter_id}/versions/1/files/{name}"
         answer = await http.get(url, headers=reader)
@@ -53,7 +49,7 @@ async def test_what_cannot_be_had_says_why(
     rejected = await push(http, adapter_id, make_adapter(config={"use_dora": True}))
     base = f"/admin/v1/adapters/{adapter_id}/versions"
     await new_adapter(http, "globex", "other")
-    stranger = await key_of(http, "globex")
+    stranger = await new_bearer(http, "globex")
     admin_side.blobs.delete(config_key(version["id"]))
     for url, headers, expected in (
         (f"{base}/1/files/README.md", {}, (404, "file_not_found")),
@@ -65,7 +61,7 @@ async def test_what_cannot_be_had_says_why(
         (f"{base}/1/files/{FILES[1]}", stranger, (404, "adapter_not_found")),
         (f"{base}/1/report", stranger, (404, "adapter_not_found")),
         (f"{base}/1/files/{FILES[1]}", {"authorization": "Bearer nonsense"}, (401, "invalid_api_key")),
-        (f"{base}/1/files/{FILES[1]}", await key_of(http, "acme", ["adapters"]), (403, "insufficient_scope")),
+        (f"{base}/1/files/{FILES[1]}", await new_bearer(http, "acme", ["adapters"]), (403, "insufficient_scope")),
     ):
         answer = await http.get(url, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == expected, url

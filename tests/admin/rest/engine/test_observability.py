@@ -106,7 +106,9 @@ async def answer(stats: Stats) -> Stats:
     return stats
 
 
-async def test_the_engine_and_what_it_holds(http: httpx.AsyncClient, admin_side: Any) -> None:
+async def test_the_engines_figures_and_its_resident_adapters_are_shown(
+    http: httpx.AsyncClient, admin_side: Any
+) -> None:
     await admin_side.engine.load("d" * 64, 1.0)
     engine = (await http.get("/admin/v1/engine")).json()
     assert (engine["device"], engine["num_pages"], engine["num_adapter_pages"]) == ("cpu", 64, 1)

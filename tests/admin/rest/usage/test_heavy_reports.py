@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import anyio
 import httpx
 import pytest
-from starlette.types import Message
 
 from loramux.admin.console import live
 from loramux.admin.console.rest_calls import RestCalls
-from loramux.admin.rest import held_response
-from loramux.admin.rest.held_response import HeldResponse
 from loramux.admin.rest.services import MAX_CALLS_EACH, MAX_EXPORTS_EACH, MAX_REPORTS_EACH, NUM_REPORT_THREADS
 from loramux.admin.rest.usage.usage_query import SENT_AT_ONCE_BYTES
 from loramux.admin.server import transfer_slots
-from loramux.admin.server.transfer_slots import TransferSlots
-from loramux.platform.errors import RateLimited
 from tests.admin.admin_side import AdminSide
 from tests.admin.app_client import client_of
 from tests.adversary.many_end_users import add_end_users
@@ -153,58 +147,6 @@ async def test_the_console_gets_a_long_report_as_a_whole(http: httpx.AsyncClient
     page = await RestCalls(app, principal, {}).get("/usage", group_by="end_user")
     assert len(page["data"][0]["results"]) == 600
     assert services.export_slots.num_taken == 0
-
-
-async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_response, "STALLED_S", 0.05)
-    given_back = []
-
-    async def parts() -> AsyncIterator[bytes]:
-        while True:
-            yield b"x" * 1000
-
-    response = HeldResponse(parts(), lambda: given_back.append(True), {}, "text/csv")
-    sent: list[Message] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-        if len(sent) == 3:
-            await anyio.sleep_forever()
-
-    with anyio.fail_after(5):
-        await response({"type": "http", "extensions": {}}, anyio.sleep_forever, send)
-    assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 2]
-    assert given_back == [True]
-
-
-async def test_a_tenant_rests_for_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_slots, "MAX_REST_S", 3600.0)
-    monkeypatch.setattr(transfer_slots, "UNRESTED_S", 600.0)
-    resting = TransferSlots("reports", 2, 1, rest=1e9)
-    async with resting.held_slot("acme"):
-        await anyio.sleep(0.001)
-    with pytest.raises(RateLimited, match="as many reports as one tenant may have"):
-        await resting.acquire_slot("acme")
-    async with resting.held_slot("initech"):
-        assert resting.num_taken == 1, "the others have all slots"
-
-    unrested = TransferSlots("reports", 2, 1, rest=1.0)
-    for _ in range(3):
-        async with unrested.held_slot("acme"):
-            await anyio.sleep(0.001)
-
-
-async def test_a_slot_comes_back_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_slots, "MAX_REST_S", 0.02)
-    monkeypatch.setattr(transfer_slots, "UNRESTED_S", 0.0)
-    resting = TransferSlots("reports", 2, 1, rest=1e9)
-    for _ in range(3):
-        async with resting.held_slot("acme", is_patient=True):
-            await anyio.sleep(0.001)
-    with anyio.fail_after(10):
-        # It is forgotten when its last rest is over, so that tenants of long ago take no memory.
-        while resting._of_tenant:  # noqa: ASYNC110
-            await anyio.sleep(0.01)
 
 
 async def test_one_tenant_watches_few_pages(

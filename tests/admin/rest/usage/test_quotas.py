@@ -1,23 +1,19 @@
-"""Quotas over REST and on the command line: who is limited, what holds for whom, and what a request would meet."""
+"""Quotas over REST: who is limited, what holds for whom, and what a request would meet."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
-from loramux.admin.commands.quota_plot import bar
 from loramux.migrations.identifiers import new_id
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.records import ReservationRequest
 from loramux.platform.ledger.settlement import Settlement
-from tests.admin.command_line import printed_json
+from tests.admin.rest.tenants_and_keys import new_tenant
 
 pytestmark = pytest.mark.anyio
 PATH = "/admin/v1/quotas"
@@ -269,48 +265,32 @@ async def test_adapters_and_their_bytes_are_limited_where_they_are_added(http: h
     assert (await http.post(f"{path}/versions", json={"upload_id": upload["id"]})).status_code == 202
 
 
-def test_quotas_are_set_plotted_tried_and_lifted_from_the_command_line(loramux: Callable[..., Any]) -> None:
-    tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
-    key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
-    for arguments in (
-        ("--tenant", "acme", "--metric", "tokens_per_day", "--limit", "1000"),
-        ("--key", key["id"], "--metric", "requests_per_minute", "--limit", "5", "--burst", "9", "--mode", "soft"),
-        ("--platform", "--metric", "concurrent_requests", "--limit", "0", "--mode", "shadow"),
-    ):
-        assert loramux("quotas", "set", *arguments).exit_code == 0
-    whom = ("--tenant", "acme", "--key", key["id"])
-    plot = loramux("quotas", "effective", *whom).stdout
-    assert "concurrent_requests  platform (inherited)  shadow" in plot
-    assert f"tokens_per_day       tenant                hard    {'·' * 40}" in plot
-    rows = list(csv.DictReader(io.StringIO(loramux("quotas", "effective", *whom, "--csv").stdout)))
-    assert [(row["metric"], row["limit"], row["remaining"]) for row in rows] == [
-        ("concurrent_requests", "0", "0"),
-        ("requests_per_minute", "5", "9"),
-        ("tokens_per_day", "1000", "1000"),
-    ]
-    assert [limit["mode"] for limit in printed_json(loramux("quotas", "effective", *whom, "--json"))["data"]] == [
-        row["mode"] for row in rows
-    ]
-    fits = loramux("quotas", "check", *whom, "--prompt-tokens", "900", "--max-tokens", "100")
-    assert (fits.exit_code, "it would be admitted" in fits.stdout) == (0, True)
-    trial = ("--metric", "tokens_per_day", "--limit", "999", "--tenant", "acme")
-    beyond = loramux("quotas", "check", *trial, "--prompt-tokens", "900", "--max-tokens", "100")
-    assert (beyond.exit_code, "400 request_too_large" in beyond.stdout) == (1, True)
-    listed = list(csv.DictReader(io.StringIO(loramux("quotas", "list", "--csv").stdout)))
-    assert [(row["scope"], row["tenant_id"]) for row in listed] == [
-        ("platform", ""),
-        ("key", tenant["id"]),
-        ("tenant", tenant["id"]),
-    ]
-    for row in listed:
-        assert loramux("quotas", "delete", row["id"]).exit_code == 0
-    assert loramux("quotas", "effective", *whom).stdout == "nothing is limited\n"
+async def test_a_quota_is_set_changed_listed_and_lifted(http: httpx.AsyncClient) -> None:
+    await new_tenant(http, "acme")
+    body = {"tenant": "acme", "metric": "tokens_per_minute", "limit": 1000}
+    first = (await http.post("/admin/v1/quotas", json=body)).json()
+    assert (first["limit"], first["burst"]) == (1000, 1000)
+    changed = (await http.post("/admin/v1/quotas", json={**body, "limit": 50, "burst": 200})).json()
+    assert (changed["id"], changed["limit"], changed["burst"]) == (first["id"], 50, 200)
+    assert (await http.get("/admin/v1/quotas", params={"tenant": "acme"})).json()["data"] == [changed]
+    assert (await http.delete(f"/admin/v1/quotas/{first['id']}")).json()["deleted"] is True
+    assert (await http.delete(f"/admin/v1/quotas/{first['id']}")).status_code == 404
+    assert (await http.get("/admin/v1/quotas")).json()["data"] == []
 
 
 @pytest.mark.parametrize(
-    ("used", "reserved", "shown"),
-    [(0, 0, "·" * 40), (1, 0, "█" + "·" * 39), (500, 250, "█" * 20 + "▒" * 10 + "·" * 10), (999, 500, "█" * 40)],
-    ids=["nothing", "a little", "some", "too much"],
+    ("change", "param"),
+    [
+        pytest.param({"metric": "dollars"}, "metric", id="metric"),
+        pytest.param({"limit": -1}, "limit", id="negative"),
+        pytest.param({"limit": 2**80}, "limit", id="huge"),
+        pytest.param({"limit": 1.5}, "limit", id="fraction"),
+        pytest.param({"limit": True}, "limit", id="true"),
+        pytest.param({"burst": -5}, "burst", id="burst"),
+    ],
 )
-def test_a_bar_shows_what_is_used_and_reserved(used: int, reserved: int, shown: str) -> None:
-    assert bar({"used": used, "reserved": reserved, "burst": 1000}) == shown
+async def test_bad_quotas_are_refused(http: httpx.AsyncClient, change: dict[str, Any], param: str) -> None:
+    await new_tenant(http, "acme")
+    body = {"tenant": "acme", "metric": "requests_per_minute", "limit": 5, **change}
+    response = await http.post("/admin/v1/quotas", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)

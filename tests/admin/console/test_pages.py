@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import html
 import html.parser
@@ -13,7 +12,6 @@ from typing import Any
 from urllib.parse import quote_plus
 
 import anyio
-import httpx
 import msgspec
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -24,62 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loramux.admin.console.app import create_console
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.app_client import client_of
+from tests.admin.console.signed_in_browser import Browser, Stream, first_match
 from tests.admin.metered_requests import begin_request, settle_request
 
 pytestmark = pytest.mark.anyio
 HOSTILE = "'\"></code></td></script><x-nasty><b nasty=1 onnasty=1>{{7*7}}&lt;\x00\x1b[2J\u202e\u200b\r\n"
-
-
-class Browser:
-    """A signed-in browser without scripts: it follows no link that a test does not follow."""
-
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self.client = client
-        self._csrf = ""
-
-    async def sign_in(self, key: str) -> None:
-        page = await self.client.get("/console/login")
-        form = {"csrf": _found(r'name="csrf" value="([^"]+)"', page.text), "key": key}
-        assert (await self.client.post("/console/login", data=form)).status_code == 303
-        self._csrf = _found(r'name="csrf-token" content="([^"]+)"', (await self.get("/")).text)
-
-    async def get(self, path: str, status: int = 200) -> httpx.Response:
-        response = await self.client.get(f"/console{path}")
-        assert response.status_code == status, (path, response.status_code, response.text[-300:])
-        return response
-
-    async def post(self, path: str, **fields: Any) -> str:
-        """Send a form, go where it leads, and give what that page says on top."""
-        headers = {"referer": f"http://admin.example/console{fields.pop('referer', '/')}"}
-        data = {"csrf": self._csrf, **fields}
-        response = await self.client.post(f"/console{path}", data=data, headers=headers)
-        assert response.status_code == 303, (path, response.text[-300:])
-        page = await self.client.get(response.headers["location"])
-        notices = re.search(r'<div id="notices".*?>(.*?)</main>', page.text, re.DOTALL)
-        assert notices
-        return re.sub(r"\s+", " ", notices[1])
-
-    async def confirm(self, path: str, **choices: str) -> str:
-        """Open the page that says what an action will change, and do it with the form that is there."""
-        page = (await self.get(path)).text
-        for said in ("What changes", "Who notices", "To undo it", "Leave it"):
-            assert said in page, (path, said)
-        form = _found(r'(?s)<section.*(<form method="post".*?</form>)', page)
-        fields: dict[str, list[str]] = {}
-        for name, value in re.findall(r'name="([^"]+)" value="([^"]*)"', form):
-            fields.setdefault(name, []).append(html.unescape(value))
-        action = html.unescape(_found(r'action="/console([^"]+)"', form))
-        return await self.post(action, **{**fields, **choices}, referer=path)
-
-    async def send(self, method: str, path: str, content: bytes, kind: str = "application/json") -> httpx.Response:
-        headers = {"x-csrf-token": self._csrf, "content-type": kind}
-        return await self.client.request(method, f"/console{path}", content=content, headers=headers)
-
-
-def _found(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    assert found, pattern
-    return found[1]
 
 
 @pytest.fixture
@@ -187,10 +134,10 @@ async def test_a_key_is_shown_once(operator: Browser) -> None:
     said = await operator.post(
         "/keys", tenant="once", name="first", scope=["adapters"], days="2", referer="/keys?tenant=once"
     )
-    secret = _found(r"(sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]{43})", said)
+    secret = first_match(r"(sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]{43})", said)
     page = (await operator.get("/keys?tenant=once")).text
     assert secret not in page
-    key_id = _found(r"/console/keys/(key_[0-9a-f]{32})/revoke", page)
+    key_id = first_match(r"/console/keys/(key_[0-9a-f]{32})/revoke", page)
     assert "is revoked" in await operator.confirm(f"/keys/{key_id}/revoke")
 
 
@@ -198,7 +145,7 @@ async def test_the_second_of_two_editors_of_a_quota_is_told(operator: Browser) -
     await operator.post("/tenants", slug="edited")
     await operator.post("/quotas", tenant="edited", metric="tokens_per_minute", limit="1,000", referer="/quotas")
     page = (await operator.get("/quotas?tenant=edited")).text
-    fields = {name: _found(f'name="{name}" value="([^"]*)"', page) for name in ("quota_id", "seen")}
+    fields = {name: first_match(f'name="{name}" value="([^"]*)"', page) for name in ("quota_id", "seen")}
     change = {"tenant": "edited", "metric": "tokens_per_minute", "referer": "/quotas?tenant=edited", **fields}
     assert "is 2,000 from now on" in await operator.post("/quotas", **change, limit="2000")
     said = await operator.post("/quotas", **change, limit="3000")
@@ -218,7 +165,8 @@ async def test_an_adapter_is_uploaded_moved_and_rolled_back(
 ) -> None:
     await operator.post("/tenants", slug="maker")
     await operator.post("/adapters", tenant="maker", name="voice")
-    adapter_id = _found(r"/console/adapters/(ada_[0-9a-f]{32})", (await operator.get("/adapters?tenant=maker")).text)
+    listed = (await operator.get("/adapters?tenant=maker")).text
+    adapter_id = first_match(r"/console/adapters/(ada_[0-9a-f]{32})", listed)
     here = f"/adapters/{adapter_id}"
     for number in (1, 2):
         await _upload(operator, here, make_adapter(rank=number))
@@ -238,16 +186,16 @@ async def test_an_adapter_is_uploaded_moved_and_rolled_back(
     )
     page = (await operator.get(f"{here}/aliases/default/rollback")).text
     assert "v1 90 %" in re.sub(r"<[^>]+>", "", page)
-    fields = {name: _found(f'name="{name}" value="([^"]*)"', page) for name in ("seen", "revision")}
+    fields = {name: first_match(f'name="{name}" value="([^"]*)"', page) for name in ("seen", "revision")}
     assert "leads to version 1 again" in await operator.post(f"{here}/aliases/default/rollback", **fields)
     assert "somebody has moved" in await operator.post(f"{here}/aliases/default/rollback", **fields)
     assert "beta now leads to version 2" in await operator.confirm(f"{here}/move?alias=beta&version=2&weight_2=1")
     assert "beta still leads here" in (await operator.get(f"{here}/versions/2/archive")).text
     said = await operator.confirm(f"{here}/aliases/beta/delete")
-    again = html.unescape(_found(r'<a href="/console([^"]+)">Undo', said))
+    again = html.unescape(first_match(r'<a href="/console([^"]+)">Undo', said))
     assert "beta now leads to version 2" in await operator.confirm(again)
     page = (await operator.get(f"{here}/aliases/beta/delete")).text
-    seen = _found('name="seen" value="([^"]*)"', page)
+    seen = first_match('name="seen" value="([^"]*)"', page)
     assert "beta now leads" in await operator.confirm(f"{here}/move?alias=beta&version=1&weight_1=1")
     assert "somebody has moved" in await operator.post(f"{here}/aliases/beta/delete", seen=seen, referer=here)
     await operator.confirm(f"{here}/aliases/beta/delete")
@@ -272,11 +220,11 @@ async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, co
     assert "0 tokens so far" in (await operator.get(f"/requests/{running}/cancel")).text
     assert "is being cancelled" in await operator.confirm(f"/requests/{running}/cancel")
     page = (await operator.get("/quotas?tenant=asked")).text
-    quota = _found(r"/console(/quotas/qta_[0-9a-f]{32}/delete)", page)
+    quota = first_match(r"/console(/quotas/qta_[0-9a-f]{32}/delete)", page)
     assert "1.25 at most" in (await operator.get(quota)).text
     said = await operator.confirm(quota)
     assert "/quotas?tenant=asked" not in said
-    again = html.unescape(_found(r'<a href="/console([^"]+)">Undo', said))
+    again = html.unescape(first_match(r'<a href="/console([^"]+)">Undo', said))
     said = await operator.confirm(again)
     assert "is 1.25 from now on" in said
     assert "Set it again" not in said
@@ -285,7 +233,7 @@ async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, co
     assert '<a href="/console/tenants/asked/state">Undo' in said
     assert services.api_keys.authenticate(key.secret) is None
     assert "Changed asked" in await operator.confirm("/tenants/asked/state")
-    secret = _found(
+    secret = first_match(
         r"(sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]{43})", await operator.confirm(f"/keys/{key.key.id}/rotate", grace_s="0")
     )
     assert services.api_keys.authenticate(key.secret) is None
@@ -347,9 +295,9 @@ async def _voice(operator: Browser, make_adapter: Callable[..., Path]) -> str:
         await operator.post("/tenants", slug="maker")
         await operator.post("/adapters", tenant="maker", name="voice")
         page = await operator.get("/adapters?tenant=maker")
-        await _upload(operator, f"/adapters/{_found(listed, page.text)}", make_adapter())
-        await _until_ready(operator, f"/adapters/{_found(listed, page.text)}/versions/1")
-    return _found(listed, page.text)
+        await _upload(operator, f"/adapters/{first_match(listed, page.text)}", make_adapter())
+        await _until_ready(operator, f"/adapters/{first_match(listed, page.text)}/versions/1")
+    return first_match(listed, page.text)
 
 
 async def _upload(operator: Browser, here: str, directory: Path) -> None:
@@ -454,50 +402,3 @@ async def test_a_live_part_says_that_the_database_is_down_recovers_and_ends_with
         console_side.services.api_keys.revoke(key.key.id)
         await stream.until("event: signed-out")
     await client.aclose()
-
-
-class Stream:
-    """Reads a response of the app while it is being sent, as httpx's own transport cannot."""
-
-    def __init__(self, app: ASGIApp, client: httpx.AsyncClient, path: str) -> None:
-        cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in client.cookies.jar)
-        self._app = app
-        self._scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "GET",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [(b"host", b"admin.example"), (b"cookie", cookies.encode())],
-            "client": ("127.0.0.1", 1),
-            "server": ("admin.example", 80),
-        }
-        self._chunks: asyncio.Queue[bytes] = asyncio.Queue()
-        self._gone = asyncio.Event()
-
-    async def __aenter__(self) -> Stream:
-        async def receive() -> dict[str, Any]:
-            await self._gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            self._chunks.put_nowait(message.get("body", b""))
-
-        self._task = asyncio.create_task(self._app(self._scope, receive, send))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._gone.set()
-        await self._task
-
-    async def until(self, text: str) -> str:
-        """What came up to the chunk that has the text."""
-        read = ""
-        with anyio.fail_after(10):
-            while text not in read:
-                read += (await self._chunks.get()).decode()
-        return read

@@ -1,4 +1,4 @@
-// A certified OpenID provider (npm oidc-provider) on loopback for tests: node oidc_provider.js PORT CALLBACK_URL
+// A certified OpenID provider (npm oidc-provider) on loopback for tests: node real_provider.js PORT CALLBACK_URL
 // Its development pages take any name and password; the name before "+" is the person, the one after it the group.
 const { Provider } = require('oidc-provider');
 const [port, callback] = process.argv.slice(2);

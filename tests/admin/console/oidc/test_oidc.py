@@ -29,7 +29,7 @@ from loramux.admin.server.oidc_settings import OidcSettings, RoleRule, parse_rul
 from loramux.platform.accounts.tenants import TenantChanges
 from tests.admin.admin_side import AdminSide
 from tests.admin.app_client import CONSOLE_HOST, client_of
-from tests.admin.console.oidc_fake import FakeProvider, fake_provider, shared_secret
+from tests.admin.console.oidc.fake_provider import FakeProvider, fake_provider, shared_secret
 from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
@@ -410,7 +410,7 @@ async def test_a_provider_that_fails_midway_is_said(browser: httpx.AsyncClient, 
 
 
 @pytest.mark.parametrize("rule", ["ops", "=platform:admin", "ops=root", "ops=tenant:admin", "ops=platform:read@acme"])
-def test_rules_that_cannot_be(rule: str) -> None:
+def test_a_role_rule_that_cannot_hold_is_refused(rule: str) -> None:
     with pytest.raises(ValueError, match="is no role"):
         parse_rule(rule)
 
@@ -423,7 +423,7 @@ NODE_MODULES = os.environ.get("LORAMUX_TEST_OIDC", "")
 @pytest.fixture
 def real_provider() -> Iterator[str]:
     port = free_port()
-    script = Path(__file__).parent / "oidc_provider.js"
+    script = Path(__file__).parent / "real_provider.js"
     command = ["node", str(script), str(port), f"{CONSOLE_HOST}{CALLBACK}"]
     environment = {**os.environ, "NODE_PATH": str(Path(NODE_MODULES).absolute())}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

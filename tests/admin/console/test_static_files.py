@@ -45,7 +45,7 @@ async def test_static_files_are_served_without_a_session(browser: httpx.AsyncCli
 
 
 @pytest.mark.parametrize("path", ["../rendering.py", "..%2frendering.py", "vendor", "vendor/", "nothing.js", ""])
-async def test_nothing_else_is_served(browser: httpx.AsyncClient, path: str) -> None:
+async def test_no_other_file_is_served(browser: httpx.AsyncClient, path: str) -> None:
     response = await browser.get(httpx.URL(f"http://admin.example/console/static/{path}"))
     assert response.status_code in (303, 404)
 

@@ -22,20 +22,11 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.keys import KeyChanges
 from tests.admin.admin_side import ADMIN_KEY, AdminSide
 from tests.admin.app_client import client_of
+from tests.admin.console.signed_in_browser import login_token, sign_in
 from tests.admin.running_server import RunningServer
 
 pytestmark = pytest.mark.anyio
 SESSION = "loramux_console"
-
-
-async def login_token(browser: httpx.AsyncClient, path: str = "/console/login") -> str:
-    response = await browser.get(path)
-    return re.search(r'name="csrf" value="([^"]+)"', response.text)[1]  # type: ignore[index]
-
-
-async def sign_in(browser: httpx.AsyncClient, key: str = ADMIN_KEY, root: str = "", **fields: str) -> httpx.Response:
-    token = await login_token(browser, f"{root}/console/login")
-    return await browser.post(f"{root}/console/login", data={"csrf": token, "key": key, **fields})
 
 
 async def csrf_of(browser: httpx.AsyncClient) -> str:
@@ -83,7 +74,9 @@ async def test_a_key_that_only_infers_is_refused(browser: httpx.AsyncClient, con
         pytest.param("https://admin.example", f"__Host-{SESSION}", True, id="https"),
     ],
 )
-async def test_cookie_flags(console_app: ASGIApp, base_url: str, name: str, is_secure: bool) -> None:
+async def test_the_session_cookie_stays_with_its_host_and_with_tls(
+    console_app: ASGIApp, base_url: str, name: str, is_secure: bool
+) -> None:
     async with client_of(console_app, base_url) as browser:
         set_cookie = (await sign_in(browser)).headers.get_list("set-cookie")[0]
     flags = {part.strip().lower() for part in set_cookie.split(";")[1:]}
@@ -147,7 +140,7 @@ async def test_nobody_can_be_signed_in_by_another_site(browser: httpx.AsyncClien
 
 
 @pytest.mark.parametrize("path", ["/console/login", "/console/", "/console/nothing", "/console/static/console.js"])
-async def test_every_answer_has_the_headers(browser: httpx.AsyncClient, path: str) -> None:
+async def test_every_answer_forbids_foreign_scripts_frames_and_sniffing(browser: httpx.AsyncClient, path: str) -> None:
     headers = (await browser.get(path)).headers
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy

@@ -1,0 +1,42 @@
+"""A tenant rests for as long as its calls took, and its slots come back."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from loramux.admin.server import transfer_slots
+from loramux.admin.server.transfer_slots import TransferSlots
+from loramux.platform.errors import RateLimited
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_tenant_rests_for_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_slots, "MAX_REST_S", 3600.0)
+    monkeypatch.setattr(transfer_slots, "UNRESTED_S", 600.0)
+    resting = TransferSlots("reports", 2, 1, rest=1e9)
+    async with resting.held_slot("acme"):
+        await anyio.sleep(0.001)
+    with pytest.raises(RateLimited, match="as many reports as one tenant may have"):
+        await resting.acquire_slot("acme")
+    async with resting.held_slot("initech"):
+        assert resting.num_taken == 1, "the others have all slots"
+
+    unrested = TransferSlots("reports", 2, 1, rest=1.0)
+    for _ in range(3):
+        async with unrested.held_slot("acme"):
+            await anyio.sleep(0.001)
+
+
+async def test_a_slot_comes_back_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_slots, "MAX_REST_S", 0.02)
+    monkeypatch.setattr(transfer_slots, "UNRESTED_S", 0.0)
+    resting = TransferSlots("reports", 2, 1, rest=1e9)
+    for _ in range(3):
+        async with resting.held_slot("acme", is_patient=True):
+            await anyio.sleep(0.001)
+    with anyio.fail_after(10):
+        # It is forgotten when its last rest is over, so that tenants of long ago take no memory.
+        while resting._of_tenant:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
