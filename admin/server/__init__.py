@@ -1,1 +1,1 @@
-"""The serving process: settings, listeners, connections, logs, upkeep."""
+"""The serving process: settings, listeners, connections, slots, logs and the data directory."""

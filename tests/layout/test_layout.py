@@ -1,4 +1,4 @@
-"""The house rules that keep the namespace package importable from a checkout, an editable install and a wheel."""
+"""The house rules: a namespace package that is importable everywhere, and packages that a stranger finds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ FOLDERS = ("kernels", "migrations", "adapter_store", "engine", "platform", "admi
 
 def python_files(folder: str) -> list[Path]:
     return [path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
+
+
+def packages(folder: str) -> list[Path]:
+    """The directories of modules below a folder; migrations are scripts, whose names no import could say."""
+    modules = [path for path in python_files(folder) if path.stem.isidentifier()]
+    return sorted({path.parent.relative_to(ROOT) for path in modules} - {Path(folder)})
+
+
+PACKAGES = [package for folder in FOLDERS for package in packages(folder)]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -43,6 +52,48 @@ def test_tests_are_no_package() -> None:
 def test_no_file_is_named_like_a_standard_module(folder: str) -> None:
     named = {path.stem for path in python_files(folder)} & set(sys.stdlib_module_names)
     assert named <= {"__init__", "__main__"}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_no_package_is_named_like_a_standard_module(package: Path) -> None:
+    assert package.name not in sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_a_packages_init_is_a_docstring_and_nothing_else(package: Path) -> None:
+    module = ast.parse((ROOT / package / "__init__.py").read_text())
+    assert ast.get_docstring(module)
+    assert len(module.body) == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_each_package_has_a_line_in_the_readme_above_it(package: Path) -> None:
+    readme = next(folder / "README.md" for folder in package.parents if (ROOT / folder / "README.md").exists())
+    assert f"`{package.name}/`" in (ROOT / readme).read_text(), f"{readme} says nothing of {package.name}/"
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_nothing_imports_from_a_conftest(folder: str) -> None:
+    """What tests share is a module whose name says what is inside; a conftest holds fixtures."""
+    importing = []
+    for path in python_files(folder):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if any(name.rpartition(".")[2] == "conftest" for name in names):
+                importing.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert importing == []
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])
+def test_tests_lie_in_the_rooms_of_the_product(folder: str) -> None:
+    """Folders without tests hold support, and are named for what that is."""
+    rooms = {path.parent.relative_to(ROOT / "tests") for path in python_files(f"tests/{folder}") if is_test(path)}
+    assert [str(room) for room in sorted(rooms) if not (ROOT / room).is_dir()] == []
+
+
+def is_test(path: Path) -> bool:
+    return path.name.startswith("test_")
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
