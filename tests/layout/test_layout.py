@@ -69,7 +69,8 @@ def test_a_packages_init_is_a_docstring_and_nothing_else(package: Path) -> None:
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
 def test_each_package_has_a_line_in_the_readme_above_it(package: Path) -> None:
     readme = next(folder / "README.md" for folder in package.parents if (ROOT / folder / "README.md").exists())
-    assert f"`{package.name}/`" in (ROOT / readme).read_text(), f"{readme} says nothing of {package.name}/"
+    is_mentioned = f"`{package.name}/`" in (ROOT / readme).read_text()
+    assert is_mentioned, f"{readme} says nothing of {package.name}/"
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks"])
