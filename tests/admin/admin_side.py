@@ -46,9 +46,9 @@ from loramux.platform.generation.cold_loads import ColdLoads
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
-from loramux.platform.quotas.stock import AdapterLimits
 from loramux.platform.quotas.overview import QuotaOverview
 from loramux.platform.quotas.policies import QuotaPolicies
+from loramux.platform.quotas.stock import AdapterLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from tests.migrated import migrated_sqlite
 
