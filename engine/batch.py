@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
-from loramux.engine.logit_penalties import LogitEdits
+from loramux.engine.logit_penalties import LogitPenalties
 from loramux.engine.messages import SamplingParams
 from loramux.engine.sequence import Sequence
 from loramux.kernels.tables import AttentionBatch, Segments
@@ -21,13 +21,13 @@ from loramux.kernels.tables import AttentionBatch, Segments
 class SamplingRow(msgspec.Struct, frozen=True, gc=False):
     """What decides one token: the settings, the stream's seed, and how many tokens the sequence chose before.
 
-    `edits` are the sequence's, where its settings ask for any: see `logit_edits`.
+    `logit_penalties` are the sequence's, where its settings ask for any: see `logit_penalties`.
     """
 
     params: SamplingParams
     seed: int
     num_chosen: int
-    edits: LogitEdits | None = None
+    logit_penalties: LogitPenalties | None = None
 
     @property
     def is_short(self) -> bool:
@@ -184,7 +184,9 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
 
 def sampling_row(sequence: Sequence) -> SamplingRow:
     """What decides the next token of a sequence, fixed now: later steps may change the sequence."""
-    return SamplingRow(sequence.add.sampling, sequence.seed, sequence.num_tokens - sequence.num_prompt, sequence.edits)
+    return SamplingRow(
+        sequence.add.sampling, sequence.seed, sequence.num_tokens - sequence.num_prompt, sequence.logit_penalties
+    )
 
 
 def _running_sum(counts: array[int]) -> npt.NDArray[np.int32]:

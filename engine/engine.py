@@ -38,7 +38,7 @@ from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.scheduling.request_limits import EngineLimits, request_problem
 from loramux.engine.scheduling.scheduler import Scheduler
-from loramux.engine.scheduling.token_grants import Grants
+from loramux.engine.scheduling.token_grants import TokenGrants
 from loramux.engine.sequence import Sequence, SequenceState
 from loramux.engine.timers import Timers
 from loramux.engine.tracing.sequence_traces import SequenceTraces
@@ -97,7 +97,7 @@ class Engine:
         self._in_flight: SubmittedStep | None = None
         self._live = LiveSequences()
         self._timers = Timers(clock, self._live)
-        self._grants = Grants(limits.max_model_len, scheduler, adapters, self._timers, self._end_at_limit)
+        self._grants = TokenGrants(limits.max_model_len, scheduler, adapters, self._timers, self._end_at_limit)
         self._num_arrivals = 0
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
@@ -195,8 +195,8 @@ class Engine:
         started_s = self._clock()
         self._timers.fire()
         self._end_overdue()
-        demand = self._scheduler.take_turns()
-        self._calls.add_wanted(demand.turns)
+        demand = self._scheduler.order_waiting()
+        self._calls.add_wanted(demand.queue_positions)
         settled = self._adapters.poll(demand)
         if self._traces is not None:
             for entry in settled:
@@ -257,17 +257,17 @@ class Engine:
                 traces.committed(sequence)
             if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
                 ended.append((sequence, "stop"))
-                if sequence.untold:
-                    rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_untold())
+                if sequence.pending_output:
+                    rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
                     outputs[sequence.owner].append(rest)
                 continue
             logprobs = () if token.logprobs is None else (token.logprobs,)
             is_last = len(sequence.tokens) >= sequence.num_reserved
-            told: tuple[int, ...] = (token_id,)
+            emitted: tuple[int, ...] = (token_id,)
             if sequence.add.tokens_at_once > 1:
-                told = sequence.tell(token_id, is_urgent=is_last or bool(logprobs))
-            if told:
-                output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=told, logprobs=logprobs)
+                emitted = sequence.emit(token_id, is_urgent=is_last or bool(logprobs))
+            if emitted:
+                output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
                 outputs[sequence.owner].append(output)
             if is_last and not self._grants.pauses(sequence):
                 ended.append((sequence, "length"))
@@ -302,8 +302,8 @@ class Engine:
         self._live.remove(sequence)
         if self._traces is not None:
             self._traces.ended(sequence, reason, code)
-        if sequence.untold:
-            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_untold())
+        if sequence.pending_output:
+            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
             self._post(sequence.owner, StepOutput(outputs=(output,)))
         num_prompt = sequence.num_prompt if sequence.has_run else 0
         finished = Finished(
@@ -362,7 +362,7 @@ class Engine:
         """Refuse what makes the queue too long, from the share with most waiting for its weight."""
         queue = self._scheduler.queue
         while queue.num_waiting > 1 and queue.num_waiting_tokens > self._limits.max_waiting_tokens:
-            sequence = queue.most_dispensable()
+            sequence = queue.shed_candidate()
             if sequence is None:
                 return
             self._end(sequence, "error", "overloaded", "too many tokens wait already")
@@ -376,7 +376,7 @@ class Engine:
         for digest in sorted(digests):
             self._strikes.strike(digest)
             self._prefixes.purge(digest)
-            self._calls.turn_out(digest)
+            self._calls.evict_when_idle(digest)
         for sequence in self._scheduler.running:
             sequence.is_tainted |= sequence.add.digest in digests
 

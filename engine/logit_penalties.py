@@ -35,7 +35,7 @@ class TokenMarks:
         return torch.from_numpy(np.array(self._ids)), torch.from_numpy(np.array(self._marks))
 
 
-class LogitEdits:
+class LogitPenalties:
     """One sequence's bias and penalties; its identity is the sequence's.
 
     `tokens` is the sequence's own list, prompt first, which grows as tokens are committed. `bias_ids` int64 and
@@ -85,9 +85,9 @@ class LogitEdits:
         self._num_marked += 1
 
 
-def logit_edits(params: SamplingParams, tokens: list[int], num_prompt: int) -> LogitEdits | None:
-    """The edits that a sequence asks for; None, at no cost to any step, where it asks for none."""
-    return LogitEdits(params, tokens, num_prompt) if params.logit_bias or params.has_penalties else None
+def logit_penalties(params: SamplingParams, tokens: list[int], num_prompt: int) -> LogitPenalties | None:
+    """The bias and penalties that a sequence asks for; None, at no cost to any step, where it asks for none."""
+    return LogitPenalties(params, tokens, num_prompt) if params.logit_bias or params.has_penalties else None
 
 
 def penalised(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from loramux.engine.cached_page import CachedPage
-from loramux.engine.logit_penalties import LogitEdits, logit_edits
+from loramux.engine.logit_penalties import LogitPenalties, logit_penalties
 from loramux.engine.messages import Add
 
 
@@ -52,8 +52,8 @@ class Sequence:
     next_offer: int = 0
     """With so many tokens computed it may have filled a page that the prefix cache does not know."""
     tokens: list[int] = field(default_factory=list)
-    untold: list[int] = field(default_factory=list)
-    """Committed tokens that its gateway is told of later: see `Add.tokens_at_once`."""
+    pending_output: list[int] = field(default_factory=list)
+    """Committed tokens that are emitted to its gateway later: see `Add.tokens_at_once`."""
     num_in_flight: int = 0
     num_tokens: int = 0
     sample_index: int = -1
@@ -76,7 +76,7 @@ class Sequence:
     """It waits, at its limit, for a higher one."""
     row_place: tuple[int, int] = (-1, 0)
     """Its place in a step while running: slot and arrival, so that the rows of one adapter are side by side."""
-    edits: LogitEdits | None = None
+    logit_penalties: LogitPenalties | None = None
     """What its settings have done to the logits; None for most."""
     # Looked at several times a step for each sequence, so they are kept instead of computed.
     num_prompt: int = field(init=False)
@@ -87,7 +87,7 @@ class Sequence:
         self.tokens = list(self.add.prompt)
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.num_reserved = self.num_prompt + self.add.max_tokens
-        self.edits = logit_edits(self.add.sampling, self.tokens, self.num_prompt)
+        self.logit_penalties = logit_penalties(self.add.sampling, self.tokens, self.num_prompt)
 
     def change(self, add: Add) -> None:
         """Go on under another limit."""
@@ -108,17 +108,17 @@ class Sequence:
         else:
             self.tokens.append(token_id)
 
-    def tell(self, token_id: int, is_urgent: bool) -> tuple[int, ...]:
-        """The tokens to tell of now that this one is committed; none while more of them are waited for."""
-        self.untold.append(token_id)
-        if not is_urgent and self.num_completion > 1 and len(self.untold) < self.add.tokens_at_once:
+    def emit(self, token_id: int, is_urgent: bool) -> tuple[int, ...]:
+        """The tokens to emit now that this one is committed; none while more of them are waited for."""
+        self.pending_output.append(token_id)
+        if not is_urgent and self.num_completion > 1 and len(self.pending_output) < self.add.tokens_at_once:
             return ()
-        return self.take_untold()
+        return self.take_pending_output()
 
-    def take_untold(self) -> tuple[int, ...]:
-        told = tuple(self.untold)
-        self.untold.clear()
-        return told
+    def take_pending_output(self) -> tuple[int, ...]:
+        emitted = tuple(self.pending_output)
+        self.pending_output.clear()
+        return emitted
 
     @property
     def sequence_id(self) -> str:

@@ -16,7 +16,7 @@ from loramux.admin.server.connection_book import ConnectionBook
 from loramux.admin.server.forwarded_clients import ForwardedClients
 from loramux.admin.server.listeners import prepare_to_listen
 from loramux.admin.server.stop_signals import StopSignals
-from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.engine.server.gc_freeze import freeze_gc
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that computes may keep the interpreter's lock while the event loop waits for it, in seconds."""
@@ -97,7 +97,7 @@ async def serve_until_stopped(
 
     Requests that are not done after `drain_s`, or at a second signal, are ended by stopping the engine.
     """
-    keep_for_good()
+    freeze_gc()
     # By default the loop would wait ten times as long, at every step of a request.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     async with asyncio.TaskGroup() as group:

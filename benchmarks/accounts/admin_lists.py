@@ -45,7 +45,7 @@ from loramux.admin.app import create_admin_app
 from loramux.admin.doctor.self_check import SelfCheck
 from loramux.admin.rest.services import NUM_ADMIN_THREADS, AdminServices
 from loramux.admin.server.idempotency_keys import IdempotencyKeys
-from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -216,7 +216,7 @@ def main() -> None:
             filled = fill(database, world)
             add_keys_and_requests(database, filled)
             with open_services(database, world) as services:
-                keep_for_good()
+                freeze_gc()
                 results[kind] = asyncio.run(measure(services, filled, arguments.calls))
     shape = {"tenants": world.num_tenants, "adapters": world.num_adapters, "versions": world.num_versions}
     document = {

@@ -33,7 +33,7 @@ from benchmarks.accounts.databases import KINDS, open_database_at
 from benchmarks.gpu.bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from benchmarks.tables import open_console
-from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import quota_counters, reservations, usage_events
@@ -64,7 +64,7 @@ def main() -> None:
     arguments = _arguments()
     require_idle(arguments.allow_busy)
     # As every gateway does when it starts.
-    keep_for_good()
+    freeze_gc()
     cases = []
     for kind in KINDS:
         for num_tenants in (1, arguments.tenants):
@@ -186,7 +186,7 @@ def _gateway(
     url: str, accounts: Sequence[tuple[str, str]], mine: range, clients: int, arguments: argparse.Namespace
 ) -> Any:
     """One process of several, with clients of its own: it warms up, and begins when all have."""
-    keep_for_good()
+    freeze_gc()
     database = Database(url)
     admission = Admission(database)
     committer = GroupCommit(admission, num_threads=admission.num_writers)

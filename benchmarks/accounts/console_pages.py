@@ -29,7 +29,7 @@ from benchmarks.machine import add_allow_busy, busy_share, describe, require_idl
 from benchmarks.tables import open_console
 from loramux.admin.app import create_admin_app
 from loramux.admin.rest.services import AdminServices
-from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.engine.server.gc_freeze import freeze_gc
 
 TARGET_MS = 200.0
 SHARED_S = 10.5
@@ -115,7 +115,7 @@ def main() -> None:
             ):
                 if made.end_us < database.now_us():
                     raise SystemExit(f"the world in {arguments.folder} has grown old: remove it, and it is made anew")
-                keep_for_good()
+                freeze_gc()
                 figures = asyncio.run(measure(services, made, arguments.rounds, progress, kind))
                 results[kind] = {"busy_share": round(busy_share(), 2), "pages": figures}
     document = {

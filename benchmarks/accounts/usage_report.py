@@ -34,7 +34,7 @@ from benchmarks.accounts.usage_world import (
 from benchmarks.gpu.bench import CheckError
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.tables import open_console
-from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.model_spans import all_rollups_anew
@@ -105,7 +105,7 @@ def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, prog
     with database.read() as connection:
         num_rollups = int(connection.execute(select(func.count()).select_from(schema.usage_rollups)).scalar_one())
     _check(database, made)
-    keep_for_good()
+    freeze_gc()
 
     def timed(asked: dict[str, Callable[[], Any]], what: str) -> dict[str, dict[str, float]]:
         tracked = progress.track(asked.items(), description=f"{kind}: {what}")

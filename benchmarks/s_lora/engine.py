@@ -17,7 +17,7 @@ from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.config import EngineConfig
 from loramux.engine.engine import Outbound
 from loramux.engine.messages import Add, Stats, StatsRequest
-from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.engine.server.gc_freeze import freeze_gc
 
 PAGE_TOKENS = 16
 WAKE_S = 0.001
@@ -102,7 +102,7 @@ def open_engine(
     }
     assembled = assemble_engine(msgspec.convert(document, EngineConfig), wake.set)
     # As an engine's process does before it serves.
-    keep_for_good()
+    freeze_gc()
     try:
         yield OpenEngine(assembled, wake)
     finally:

@@ -11,7 +11,7 @@ from loramux.engine.messages import AdapterState, Load, Pin, Unload, is_duration
 from loramux.engine.pages.eviction import AFTER_ALL
 from loramux.engine.pages.prefix_cache import PrefixCache
 
-FIRST_CALL_TURN = AFTER_ALL // 2
+FIRST_CALL_POSITION = AFTER_ALL // 2
 """Calls wait behind all sequences, in the order in which they came."""
 
 
@@ -129,19 +129,19 @@ class AdapterCalls:
         return [digest for digest, pending in self._unloads.items() if any(one.due <= now for one in pending)]
 
     def add_wanted(self, wanted: dict[str, int]) -> None:
-        """Add the adapters that calls wait for, each with the turn of its first call."""
+        """Add the adapters that calls wait for, each with the queue position of its first call."""
         digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
         for place, digest in enumerate(digests):
             if not self.is_draining(digest):
-                wanted.setdefault(digest, FIRST_CALL_TURN + place)
+                wanted.setdefault(digest, FIRST_CALL_POSITION + place)
 
-    def turn_out(self, digest: str) -> None:
+    def evict_when_idle(self, digest: str) -> None:
         """Evict an adapter as soon as no sequence uses it; one that is pinned is loaded and pinned again."""
         entry = self._adapters.find(digest)
         if entry is not None and entry.is_pinned:
             self._adapters.unpin(digest)
             self._lost_pins[digest] = None
-        self._adapters.turn_out(digest)
+        self._adapters.evict_when_idle(digest)
 
     def settle(self, settled: list[AdapterEntry]) -> None:
         """Answer what has become possible or impossible; `settled` adapters became resident or failed just now."""
@@ -233,4 +233,4 @@ class AdapterCalls:
 
 def is_usable(entry: AdapterEntry) -> bool:
     """Whether sequences may begin to use this copy of the adapter."""
-    return entry.phase is AdapterPhase.RESIDENT and not entry.is_unwelcome
+    return entry.phase is AdapterPhase.RESIDENT and not entry.evict_when_idle

@@ -15,7 +15,7 @@ COPY_COST = 0.5
 """What copying one page of an adapter takes, beside computing one of K and V: a guess, for policies that ask."""
 
 NOT_SHORT = AFTER_ALL
-"""The turn of whoever is short of pages, where nobody is."""
+"""The queue position of the sequence that is short of pages, where none is."""
 
 
 class AdapterPhase(Enum):
@@ -41,7 +41,7 @@ class AdapterEntry:
     num_pages: int = 0
     num_users: int = 0
     """Running sequences, and a pin; the adapter cannot be evicted while there are any."""
-    is_unwelcome: bool = False
+    evict_when_idle: bool = False
     """It is evicted as soon as nobody uses it."""
     is_pinned: bool = False
     """One of its users is no sequence, and keeps it."""
@@ -63,7 +63,7 @@ class AdapterEntry:
 
     @property
     def is_waited_for(self) -> bool:
-        return self.pool.turn_of(self) < AFTER_ALL
+        return self.pool.position_of(self) < AFTER_ALL
 
     def evict(self) -> None:
         self.pool.forget(self)
@@ -73,14 +73,14 @@ class AdapterEntry:
 class Demand:
     """What sequences want of the pool before a step.
 
-    A turn is a sequence's place in the order of those that wait, from 0.
+    A queue position is a sequence's place in the order of those that wait, from 0.
     """
 
-    turns: dict[str, int] = field(default_factory=dict)
-    """The turn of the first sequence that waits for each adapter, in the order of the turns."""
-    short_turn: int = NOT_SHORT
-    """The turn of the first sequence that is short of pages: nobody whose turn comes later gets some."""
-    num_seats: int = AFTER_ALL
+    queue_positions: dict[str, int] = field(default_factory=dict)
+    """The position of the first sequence that waits for each adapter, in the order of the positions."""
+    short_position: int = NOT_SHORT
+    """The position of the first sequence that is short of pages: nobody at a later position gets some."""
+    num_free_sequence_slots: int = AFTER_ALL
     """So many sequences could begin in this step: only for their adapters must others give way that are waited for."""
     num_growing: int = 0
     """Pages that running sequences may soon need; adapters that come ahead of their turn leave these alone."""
@@ -117,9 +117,9 @@ class AdapterPool:
         self.num_loads = 0
         self.num_evictions = 0
 
-    def num_pages_wanted(self, turn: int) -> int:
-        """Pages that a fetched adapter waits for; a sequence whose turn comes later is not admitted into these."""
-        if not self._placing or self.turn_of(self._placing[0]) > turn:
+    def num_pages_wanted(self, position: int) -> int:
+        """Pages that a fetched adapter waits for; a sequence at a later position is not admitted into these."""
+        if not self._placing or self.position_of(self._placing[0]) > position:
             return 0
         return self._placing[0].num_pages
 
@@ -163,29 +163,29 @@ class AdapterPool:
         """Whether an adapter holds pages that nobody can evict until it is resident."""
         return any(entry.phase is AdapterPhase.COPYING for entry in self._entries.values())
 
-    def gives_way(self, entry: AdapterEntry, turn: int) -> bool:
-        """Whether the adapter's slot is wanted by one whose turn comes before `turn`: the one with fewest users."""
-        if not self._placing or self._free_slots or self.turn_of(self._placing[0]) >= turn:
+    def gives_way(self, entry: AdapterEntry, position: int) -> bool:
+        """Whether the adapter's slot is wanted by one before `position` in the queue: the one with fewest users."""
+        if not self._placing or self._free_slots or self.position_of(self._placing[0]) >= position:
             return False
         resident = (one for one in self._entries.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
         return entry is min(resident, key=lambda one: one.num_users, default=None)
 
-    def can_spare(self, num_pages: int, turn: int) -> bool:
-        """Whether one whose turn is `turn` may have pages, beside what a fetched adapter of an earlier turn wants."""
-        return self._reclaimer.can_make_room(num_pages + self.num_pages_wanted(turn), turn)
+    def can_spare(self, num_pages: int, position: int) -> bool:
+        """Whether one at `position` in the queue may have pages, beside what a fetched adapter before it wants."""
+        return self._reclaimer.can_make_room(num_pages + self.num_pages_wanted(position), position)
 
-    def num_pages_of_others(self, entry: AdapterEntry | None, turn: int) -> int:
-        """Evictable pages, for one whose turn is `turn`, that will be so no longer once it uses this adapter."""
-        if entry is None or entry.num_users or self.turn_of(entry) < turn:
+    def num_pages_of_others(self, entry: AdapterEntry | None, position: int) -> int:
+        """Evictable pages, for one at `position` in the queue, that will be so no longer once it uses this adapter."""
+        if entry is None or entry.num_users or self.position_of(entry) < position:
             return 0
         return entry.num_pages
 
     def poll(self, demand: Demand) -> list[AdapterEntry]:
         """Advance loading by what has happened; returns the adapters that became resident or failed.
 
-        Fetched adapters get room in the order of their turns, and take none from an adapter that an earlier sequence
-        waits for, so that the first always gets on. A failed adapter is forgotten, so that the next request tries
-        again, and so is one that nobody wants whose turn is near.
+        Fetched adapters get room in the order of their positions, and take none from an adapter that an earlier
+        sequence waits for, so that the first always gets on. A failed adapter is forgotten, so that the next request
+        tries again, and so is one that nobody wants whose position is near.
         """
         self._demand = demand
         settled: list[AdapterEntry] = []
@@ -237,30 +237,30 @@ class AdapterPool:
         self.forget(entry)
         return True
 
-    def turn_out(self, digest: str) -> None:
+    def evict_when_idle(self, digest: str) -> None:
         """Evict the adapter now or, while someone uses it, as soon as nobody does."""
         entry = self._entries.get(digest)
         if entry is None:
             return
-        entry.is_unwelcome = True
+        entry.evict_when_idle = True
         # Nobody takes this copy into use any more.
         self.on_residency(digest, False)
         if entry.phase is AdapterPhase.RESIDENT and entry.num_users == 0:
             self._reclaimer.policy.discard(entry)
             self.forget(entry)
 
-    def turn_of(self, entry: AdapterEntry) -> int:
-        """The turn of the first sequence that waits for the adapter; after all others where none does."""
-        return self._demand.turns.get(entry.digest, AFTER_ALL)
+    def position_of(self, entry: AdapterEntry) -> int:
+        """The position of the first sequence that waits for the adapter; after all others where none does."""
+        return self._demand.queue_positions.get(entry.digest, AFTER_ALL)
 
-    def num_pages_before(self, turn: int) -> int:
-        """Pages of idle adapters for which a sequence waits whose turn comes before `turn`."""
-        return sum(entry.num_pages for entry, _ in self._idle_and_wanted(before=turn))
+    def num_pages_before(self, position: int) -> int:
+        """Pages of idle adapters for which a sequence waits before `position` in the queue."""
+        return sum(entry.num_pages for entry, _ in self._idle_and_wanted(before=position))
 
-    def last_after(self, turn: int) -> Evictable | None:
-        """The idle adapter that is wanted last, if that is after `turn`."""
+    def last_after(self, position: int) -> Evictable | None:
+        """The idle adapter that is wanted last, if that is after `position`."""
         last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
-        return last[0] if last is not None and last[1] > turn else None
+        return last[0] if last is not None and last[1] > position else None
 
     def forget(self, entry: AdapterEntry) -> None:
         """Evict an adapter that the policy no longer holds."""
@@ -274,11 +274,11 @@ class AdapterPool:
     def _place(self) -> None:
         """Give room to fetched adapters in turn; the first that does not fit keeps those behind it waiting.
 
-        One that nobody waits for whose turn is near stays in host memory: here it would be evicted before it is used.
+        One that nobody at a near position waits for stays in host memory: here it would be evicted before it is used.
         """
-        for entry in [one for one in self._placing if one.digest not in self._demand.turns]:
+        for entry in [one for one in self._placing if one.digest not in self._demand.queue_positions]:
             self.unload(entry.digest)
-        self._placing.sort(key=self.turn_of)
+        self._placing.sort(key=self.position_of)
         while self._placing and self._find_room(self._placing[0]):
             entry = self._placing.pop(0)
             entry.slot = self._free_slots.pop()
@@ -287,31 +287,31 @@ class AdapterPool:
             self._loader.copy(entry.digest, entry.pages)
 
     def _find_room(self, entry: AdapterEntry) -> bool:
-        """Make a slot and pages free for a fetched adapter, if its turn allows it."""
-        turn, num_pages = self.turn_of(entry), entry.num_pages
-        if turn > self._demand.short_turn:
+        """Make a slot and pages free for a fetched adapter, if its queue position allows it."""
+        position, num_pages = self.position_of(entry), entry.num_pages
+        if position > self._demand.short_position:
             return False
-        if turn >= self._demand.num_seats:
+        if position >= self._demand.num_free_sequence_slots:
             # It comes ahead of its turn: who is waited for stays, and who runs can grow.
-            turn = AFTER_ALL
-            if not self._reclaimer.can_make_room(num_pages + self._demand.num_growing, turn):
+            position = AFTER_ALL
+            if not self._reclaimer.can_make_room(num_pages + self._demand.num_growing, position):
                 return False
-        has_slot = bool(self._free_slots) or self._reclaimer.evict_one(turn, slots_only=True)
-        return has_slot and self._reclaimer.make_room(num_pages, turn)
+        has_slot = bool(self._free_slots) or self._reclaimer.evict_one(position, slots_only=True)
+        return has_slot and self._reclaimer.make_room(num_pages, position)
 
     def _idle_and_wanted(self, before: int = AFTER_ALL) -> Iterator[tuple[AdapterEntry, int]]:
-        """Idle adapters that are waited for, with their turns, in the order of these; up to one turn."""
-        for digest, turn in self._demand.turns.items():
-            if turn >= before:
+        """Idle adapters that are waited for, with their queue positions, in the order of these; up to one position."""
+        for digest, position in self._demand.queue_positions.items():
+            if position >= before:
                 return
             entry = self._entries.get(digest)
             if entry is not None and entry.num_users == 0 and entry.phase is AdapterPhase.RESIDENT:
-                yield entry, turn
+                yield entry, position
 
     def _rest(self, entry: AdapterEntry) -> None:
         """Nobody uses the adapter any more, or yet."""
         entry.used_s = self._clock()
-        if entry.is_unwelcome:
+        if entry.evict_when_idle:
             self.forget(entry)
         else:
             self._reclaimer.policy.add(entry)

@@ -12,8 +12,8 @@ from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.backend import SampleTokens
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.execution.step_buffer import SamplingInputs
-from loramux.engine.execution.token_marks import DeviceMarks
-from loramux.engine.logit_penalties import LogitEdits, kept_finite, penalised
+from loramux.engine.execution.token_marks import DeviceTokenMarks
+from loramux.engine.logit_penalties import LogitPenalties, kept_finite, penalised
 from loramux.engine.messages import TokenLogprobs
 
 FORBIDDEN = -1e30
@@ -78,7 +78,7 @@ class DeviceSampler:
         self._sample_tokens = sample_tokens
         self._eos_token_ids = eos_token_ids
         self._chosen = torch.zeros(max_samples, dtype=torch.int32, device=accelerator.device)
-        self._marks = DeviceMarks(accelerator)
+        self._marks = DeviceTokenMarks(accelerator)
 
     def resolve(self, tokens: torch.Tensor) -> torch.Tensor:
         """Put the tokens that the step before chose in the place of negative entries; see `Batch.tokens`.
@@ -124,19 +124,19 @@ class DeviceSampler:
         self._marks.hold(samples, logits.shape[1])
         for has_penalties in (False, True):
             edited = [
-                (row, one.edits)
+                (row, one.logit_penalties)
                 for row, one in enumerate(samples)
-                if one.edits is not None and one.edits.has_penalties == has_penalties
+                if one.logit_penalties is not None and one.logit_penalties.has_penalties == has_penalties
             ]
             for start in range(0, len(edited), EDITED_AT_ONCE):
-                rows, edits = zip(*edited[start : start + EDITED_AT_ONCE], strict=True)
-                self._choose_rows(logits, rows, edits, inputs, chosen)
+                rows, penalties = zip(*edited[start : start + EDITED_AT_ONCE], strict=True)
+                self._choose_rows(logits, rows, penalties, inputs, chosen)
 
     def _choose_rows(
         self,
         logits: torch.Tensor,
         rows: Sequence[int],
-        edits: Sequence[LogitEdits],
+        penalties: Sequence[LogitPenalties],
         inputs: SamplingInputs,
         chosen: torch.Tensor,
     ) -> None:
@@ -144,12 +144,12 @@ class DeviceSampler:
         stage = self._accelerator.stage
         places = stage(torch.tensor(rows))
         model = logits[places].float()
-        changed = self._biased(model, edits)
+        changed = self._biased(model, penalties)
         slots = None
-        if edits[0].has_penalties:
-            slots = self._marks.slots(edits)
-            penalties = stage(torch.stack([one.penalties for one in edits], dim=1))
-            changed = penalised(changed, self._marks.rows(slots), *penalties)
+        if penalties[0].has_penalties:
+            slots = self._marks.slots(penalties)
+            factors = stage(torch.stack([one.penalties for one in penalties], dim=1))
+            changed = penalised(changed, self._marks.rows(slots), *factors)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
         self._sample_tokens(
             kept_finite(changed, model),
@@ -162,17 +162,17 @@ class DeviceSampler:
         )
         chosen[places] = token_ids
         if slots is not None:
-            self._marks.mark(edits, slots, token_ids)
+            self._marks.mark(penalties, slots, token_ids)
 
-    def _biased(self, logits: torch.Tensor, edits: Sequence[LogitEdits]) -> torch.Tensor:
+    def _biased(self, logits: torch.Tensor, penalties: Sequence[LogitPenalties]) -> torch.Tensor:
         """float32 `[num_rows, vocab_size]` with each row's bias added."""
-        counts = torch.tensor([len(one.bias) for one in edits])
+        counts = torch.tensor([len(one.bias) for one in penalties])
         if not counts.any():
             return logits
         stage = self._accelerator.stage
-        biased = stage(torch.repeat_interleave(counts)), stage(torch.cat([one.bias_ids for one in edits]))
+        biased = stage(torch.repeat_interleave(counts)), stage(torch.cat([one.bias_ids for one in penalties]))
         changed = logits.clone()
-        changed[biased] = logits[biased] + stage(torch.cat([one.bias for one in edits]))
+        changed[biased] = logits[biased] + stage(torch.cat([one.bias for one in penalties]))
         return changed
 
     def _logprobs(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
 from loramux.engine.execution.step_buffer import StepBuffer, StepLayout
 from loramux.engine.execution.step_shape import StepShape, step_shape
 from loramux.engine.layer_groups import LayerGroups
-from loramux.engine.logit_penalties import logit_edits
+from loramux.engine.logit_penalties import logit_penalties
 from loramux.engine.messages import GraphMemory, SamplingParams
 from loramux.engine.model.decoder import Decoder, HeadAdapters
 from loramux.kernels.dispatch import Kernels
@@ -104,7 +104,7 @@ class GraphExecutor:
                 # Rows with a bias or penalties are sampled from float32, which may be kernels of their own.
                 SamplingParams(top_k=5, logit_bias=((0, 1.0),)),
             ):
-                row = SamplingRow(params, 0, 0, logit_edits(params, [0], 1))
+                row = SamplingRow(params, 0, 0, logit_penalties(params, [0], 1))
                 samples = [row] * min(shape.num_sequences, self._max_sequences)
                 logits = self._decoder.logits(self._hidden[: len(samples)])
                 self._sampler.choose(logits, samples, layout.sampling).tokens()

@@ -71,8 +71,8 @@ def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: 
         token_ids[random_rows] = _draw(drawn, [samples[row] for row in random_rows])
     ids = token_ids.tolist()
     for one, token_id in zip(samples, ids, strict=True):
-        if one.edits is not None:
-            one.edits.note(token_id, one.num_chosen)
+        if one.logit_penalties is not None:
+            one.logit_penalties.note(token_id, one.num_chosen)
     logprobs = _logprobs(logits, ids, samples)
     return [
         SampledToken(token_id, logprobs.get(row)) if is_finite[row] else SampledToken(None)
@@ -92,11 +92,11 @@ def _changed(
     changed: dict[int, torch.Tensor] = {}
     for row, one in enumerate(samples):
         forbidden = one.forbidden(eos_token_ids)
-        if one.edits is None and not forbidden:
+        if one.logit_penalties is None and not forbidden:
             continue
         values = changed[row] = logits[row].clone()
-        if one.edits is not None:
-            one.edits.apply(values, one.num_chosen)
+        if one.logit_penalties is not None:
+            one.logit_penalties.apply(values, one.num_chosen)
         if forbidden:
             values[list(forbidden)] = -torch.inf
     return changed

@@ -9,7 +9,7 @@ import torch
 
 from loramux.engine.batch import SamplingRow
 from loramux.engine.device.accelerator import Accelerator
-from loramux.engine.logit_penalties import LogitEdits
+from loramux.engine.logit_penalties import LogitPenalties
 
 FIRST_SLOTS = 4
 """Sequences for which memory is taken at first; it doubles as more come."""
@@ -23,7 +23,7 @@ class _Held:
     num_marked: int
 
 
-class DeviceMarks:
+class DeviceTokenMarks:
     """Marks as in `TokenMarks`, over the whole vocabulary: int32 `[num_slots, vocab_size]`.
 
     A sequence's marks are built by the host once, and the step that chooses a token marks it here: when the next step
@@ -36,7 +36,7 @@ class DeviceMarks:
         self._accelerator = accelerator
         self._marks: torch.Tensor | None = None
         self._free: list[int] = []
-        self._held: dict[LogitEdits, _Held] = {}
+        self._held: dict[LogitPenalties, _Held] = {}
 
     @property
     def num_held(self) -> int:
@@ -44,38 +44,42 @@ class DeviceMarks:
 
     def hold(self, samples: Sequence[SamplingRow], vocab_size: int) -> None:
         """Have the marks of a step's sequences, and of no others."""
-        wanted = {one.edits: one.num_chosen for one in samples if one.edits is not None and one.edits.has_penalties}
+        wanted = {
+            one.logit_penalties: one.num_chosen
+            for one in samples
+            if one.logit_penalties is not None and one.logit_penalties.has_penalties
+        }
         if not wanted:
             self._marks, self._free, self._held = None, [], {}
             return
-        for edits in [edits for edits in self._held if edits not in wanted]:
-            self._free.append(self._held.pop(edits).slot)
-        for edits, num_chosen in wanted.items():
-            if edits not in self._held:
-                self._held[edits] = self._build(edits, num_chosen, vocab_size)
-            assert self._held[edits].num_marked == num_chosen, "a step chose a token without marking it"
+        for penalties in [penalties for penalties in self._held if penalties not in wanted]:
+            self._free.append(self._held.pop(penalties).slot)
+        for penalties, num_chosen in wanted.items():
+            if penalties not in self._held:
+                self._held[penalties] = self._build(penalties, num_chosen, vocab_size)
+            assert self._held[penalties].num_marked == num_chosen, "a step chose a token without marking it"
 
-    def slots(self, edits: Sequence[LogitEdits]) -> torch.Tensor:
+    def slots(self, penalties: Sequence[LogitPenalties]) -> torch.Tensor:
         """Where these sequences' marks are, int64 `[num_rows]`."""
-        return self._accelerator.stage(torch.tensor([self._held[one].slot for one in edits]))
+        return self._accelerator.stage(torch.tensor([self._held[one].slot for one in penalties]))
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Their marks, int32 `[num_rows, vocab_size]`."""
         assert self._marks is not None
         return self._marks[slots]
 
-    def mark(self, edits: Sequence[LogitEdits], slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def mark(self, penalties: Sequence[LogitPenalties], slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Mark what was just chosen, `[num_rows]`; a negative id is none, and its sequence ends."""
         assert self._marks is not None
         places = slots, token_ids.long().clamp(min=0)
         self._marks[places] = self._marks[places] + 2
-        for one in edits:
+        for one in penalties:
             self._held[one].num_marked += 1
 
-    def _build(self, edits: LogitEdits, num_chosen: int, vocab_size: int) -> _Held:
+    def _build(self, penalties: LogitPenalties, num_chosen: int, vocab_size: int) -> _Held:
         slot = self._take_slot(vocab_size)
         assert self._marks is not None
-        ids, marks = edits.marks(num_chosen).tensors()
+        ids, marks = penalties.marks(num_chosen).tensors()
         row = self._marks[slot]
         row.zero_()
         row[self._accelerator.stage(ids)] = self._accelerator.stage(marks)

@@ -10,7 +10,7 @@ from typing import Protocol
 from loramux.engine.pages.page_pool import PagePool
 
 AFTER_ALL = 1 << 62
-"""After the turns of all who wait."""
+"""A queue position after those of all who wait."""
 
 MAX_STALE = 1024
 """Entries of a heap that are out of date and may stay in it."""
@@ -39,7 +39,7 @@ class Evictable(Protocol):
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a sequence waits that will need it: it gives way only to whose turn comes earlier."""
+        """Whether a sequence waits that will need it: it gives way only to a sequence at an earlier queue position."""
         ...
 
     def evict(self) -> None:
@@ -170,22 +170,22 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "
 
 
 class WaitedFor(Protocol):
-    """Knows which idle items sequences wait for, and when the first of these has its turn."""
+    """Knows which idle items sequences wait for, and the queue position of the first of these."""
 
-    def num_pages_before(self, turn: int) -> int:
-        """Pages of the idle items that somebody waits for whose turn comes before `turn`."""
+    def num_pages_before(self, position: int) -> int:
+        """Pages of the idle items that a sequence waits for whose queue position is before `position`."""
         ...
 
-    def last_after(self, turn: int) -> Evictable | None:
-        """The idle item that is waited for longest, if that is by someone whose turn comes after `turn`."""
+    def last_after(self, position: int) -> Evictable | None:
+        """The idle item that is waited for longest, if that is by a sequence after `position` in the queue."""
         ...
 
 
 class Reclaimer:
     """Frees pages by evicting what nobody uses: what nobody waits for either, in the policy's order, then the rest.
 
-    What somebody waits for, though his turn comes later, would only have to be had again. So it gives way last, the
-    latest turn first.
+    What a sequence waits for, though at a later queue position, would only have to be had again. So it gives way last,
+    the latest position first.
     """
 
     def __init__(self, pages: PagePool, policy: EvictionPolicy) -> None:
@@ -194,28 +194,28 @@ class Reclaimer:
         self.waited_for: WaitedFor | None = None
         """Set by whoever knows."""
 
-    def can_make_room(self, num_pages: int, turn: int) -> bool:
-        """Whether `num_pages` are free or could be freed for one whose turn is `turn`."""
-        num_kept = 0 if self.waited_for is None else self.waited_for.num_pages_before(turn)
+    def can_make_room(self, num_pages: int, position: int) -> bool:
+        """Whether `num_pages` are free or could be freed for a sequence at queue position `position`."""
+        num_kept = 0 if self.waited_for is None else self.waited_for.num_pages_before(position)
         return self._pages.num_free + self.policy.num_pages - num_kept >= num_pages
 
-    def make_room(self, num_pages: int, turn: int) -> bool:
+    def make_room(self, num_pages: int, position: int) -> bool:
         """Evict until `num_pages` are free; False, and nothing evicted, when that cannot be."""
         if self._pages.can_alloc(num_pages):
             return True
-        if not self.can_make_room(num_pages, turn):
+        if not self.can_make_room(num_pages, position):
             return False
         while not self._pages.can_alloc(num_pages):
-            if not self.evict_one(turn):
+            if not self.evict_one(position):
                 return False
         return True
 
-    def evict_one(self, turn: int, slots_only: bool = False) -> bool:
-        """Evict the item that gives way first to one whose turn is `turn`; False where there is none."""
+    def evict_one(self, position: int, slots_only: bool = False) -> bool:
+        """Evict the item that gives way first to a sequence at queue position `position`; False where there is none."""
         item = self.policy.take(lambda one: not one.is_waited_for, slots_only)
         if item is None and self.waited_for is not None:
             # Only adapters are waited for: it has a slot.
-            item = self.waited_for.last_after(turn)
+            item = self.waited_for.last_after(position)
             if item is not None:
                 self.policy.discard(item)
         if item is None:

@@ -11,7 +11,7 @@ from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.sequence import Sequence, page_list
 
 RUNNING = -1
-"""The turn of sequences that run: before all that wait."""
+"""The queue position of sequences that run: before all that wait."""
 
 
 class KvPages:
@@ -56,13 +56,13 @@ class KvPages:
         """The most tokens that the whole pool holds beside pages for something else."""
         return (self._pages.num_pages - num_other_pages) * self._page_tokens
 
-    def grow(self, sequence: Sequence, num_tokens: int, turn: int = RUNNING) -> bool:
-        """Find pages for `num_tokens` more; False when there is no room for one whose turn is `turn`."""
+    def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
+        """Find pages for `num_tokens` more; False when there is no room for it at queue position `position`."""
         end = sequence.num_computed + num_tokens
         if end <= sequence.num_room:
             return True
         needed = -(-end // self._page_tokens) - len(sequence.pages)
-        if not self._reclaimer.make_room(needed, turn):
+        if not self._reclaimer.make_room(needed, position):
             return False
         sequence.pages.extend(self._pages.alloc(needed, PageOwner.KV))
         sequence.num_room += needed * self._page_tokens

@@ -19,7 +19,7 @@ MAX_ROUNDS = 64
 ROUNDS_A_SHARE = 4
 """Where many shares wait, that many admissions for each of them: taking turns alone takes one."""
 
-MAX_DEARNESS = 16
+MAX_COST_RATIO = 16
 """The most by which a share of dear requests has to wait longer than one whose requests cost as much as others'."""
 
 ROUNDS_A_LOOK = 8
@@ -44,9 +44,9 @@ class FairQueue:
     A share that has waited too long goes before everyone who has not. It has when both are true: there were
     K = max(MAX_ROUNDS, ROUNDS_A_SHARE * shares that wait) admissions of others, and these were charged ROUNDS_A_SHARE
     times what a fair order gives to all who wait until the share's next request, at its price, comes up. For dear
-    requests that may take more than K admissions, but never more than MAX_DEARNESS * K. Beyond its bound a share waits
-    for at most ROUNDS_A_LOOK admissions and one each of the shares that wait as long, once its adapter is resident and
-    its pages can be had.
+    requests that may take more than K admissions, but never more than MAX_COST_RATIO * K. Beyond its bound a share
+    waits for at most ROUNDS_A_LOOK admissions and one each of the shares that wait as long, once its adapter is resident
+    and its pages can be had.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class FairQueue:
         self._last_order = [sequence for _, sequence in sorted(ready + cold, key=_turn_of)]
         return self._last_order
 
-    def most_dispensable(self) -> Sequence | None:
+    def shed_candidate(self) -> Sequence | None:
         """Whom a full queue can best do without: of the share with most waiting for its weight, the newest that has
         never run."""
         waiting = [share for share in self._waiting if share.num_waiting_tokens]
@@ -251,7 +251,7 @@ class FairQueue:
                 # Those behind it came later.
                 break
             fair_wait = share.typical_price * self._waiting_weight / share.weight
-            if rounds >= MAX_DEARNESS * bound or self._charged - share.charged_before >= ROUNDS_A_SHARE * fair_wait:
+            if rounds >= MAX_COST_RATIO * bound or self._charged - share.charged_before >= ROUNDS_A_SHARE * fair_wait:
                 self._late[share] = None
                 self._changed[share] = None
 

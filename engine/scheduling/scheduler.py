@@ -71,18 +71,18 @@ class Scheduler:
         if sequence.add.digest is not None and self.queue.num_cold <= self._limits.look_ahead:
             self._adapters.prefetch(sequence.add.digest)
 
-    def take_turns(self) -> Demand:
+    def order_waiting(self) -> Demand:
         """Order the waiting sequences for the next `schedule`; returns what they want of the adapter pool."""
-        num_seats = self._num_seats()
+        num_free_slots = self._num_free_slots()
         # While nobody can begin, the order only says whose adapters come next.
-        self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=num_seats > 0)
-        turns: dict[str, int] = {}
-        for turn, sequence in enumerate(self._order):
-            if sequence.add.digest is not None and sequence.add.digest not in turns:
-                turns[sequence.add.digest] = turn
+        self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=num_free_slots > 0)
+        queue_positions: dict[str, int] = {}
+        for position, sequence in enumerate(self._order):
+            if sequence.add.digest is not None and sequence.add.digest not in queue_positions:
+                queue_positions[sequence.add.digest] = position
                 # Also brings back an adapter that was evicted while the sequence waited.
                 self._adapters.prefetch(sequence.add.digest)
-        return Demand(turns, self._short_turn(), num_seats, len(self.running))
+        return Demand(queue_positions, self._short_position(), num_free_slots, len(self.running))
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's sequences, those of one adapter side by side; empty when nothing can run."""
@@ -98,7 +98,7 @@ class Scheduler:
                 is_decoding = sequence.num_tokens - sequence.num_computed == 1
                 (decoding if is_decoding else prompts).append(sequence)
         max_sequences = self._limits.max_sequences
-        num_seats = max_sequences - len(decoding) - len(prompts)
+        num_free_slots = max_sequences - len(decoding) - len(prompts)
         max_rows = min(budget, max_sequences)
         running = SequenceState.RUNNING
         for sequence in decoding:
@@ -110,7 +110,7 @@ class Scheduler:
                 scheduled[sequence] = ScheduledSequence(sequence, 1)
         budget -= len(scheduled)
         # What prompts under way leave to those that could begin: a short one does not wait for a long one.
-        kept = budget // NEW_SHARE if self.queue.num_ready and num_seats else 0
+        kept = budget // NEW_SHARE if self.queue.num_ready and num_free_slots else 0
         for sequence in prompts:
             num_tokens = min(sequence.num_pending, budget - kept)
             if num_tokens == 0 or len(scheduled) == max_sequences:
@@ -122,7 +122,7 @@ class Scheduler:
         if self.num_preemptions == num_preemptions and not self._is_short:
             under_way = (scheduled[one] for one in prompts if one in scheduled)
             is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
-            for item in self._admit(budget, num_seats, is_midway):
+            for item in self._admit(budget, num_free_slots, is_midway):
                 scheduled[item.sequence] = item
                 budget -= item.num_tokens
             if is_midway:
@@ -195,21 +195,21 @@ class Scheduler:
     def _expendability(self, sequence: Sequence) -> tuple[float, ...]:
         return -sequence.add.priority, self.queue.served(sequence), sequence.arrival
 
-    def _num_seats(self) -> int:
-        # One that paused is not in the next steps; should it come back at a full house, it waits for a seat.
+    def _num_free_slots(self) -> int:
+        # One that paused is not in the next steps; should it come back at a full house, it waits for a free slot.
         return self._limits.max_sequences - sum([one.num_tokens < one.num_reserved for one in self.running])
 
-    def _short_turn(self) -> int:
+    def _short_position(self) -> int:
         if self._is_short:
             return RUNNING
-        turns = (turn for turn, sequence in enumerate(self._order) if sequence is self._short_of_pages)
-        return next(turns, NOT_SHORT)
+        positions = (position for position, sequence in enumerate(self._order) if sequence is self._short_of_pages)
+        return next(positions, NOT_SHORT)
 
-    def _admit(self, budget: int, num_seats: int, is_midway: bool) -> list[ScheduledSequence]:
+    def _admit(self, budget: int, num_free_slots: int, is_midway: bool) -> list[ScheduledSequence]:
         """Let waiting sequences run; while a prompt is midway, only those whose whole prompt finds room beside it."""
         admitted: list[ScheduledSequence] = []
-        for turn, sequence in enumerate(self._order):
-            if budget == 0 or num_seats == 0:
+        for position, sequence in enumerate(self._order):
+            if budget == 0 or num_free_slots == 0:
                 break
             # Preempted or paused while a step held it: its tokens are complete once that step is looked at.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.is_chosen_out:
@@ -217,9 +217,9 @@ class Scheduler:
             entry = None
             if sequence.add.digest is not None:
                 entry = self._adapters.find(sequence.add.digest)
-                if entry is None or entry.phase is not AdapterPhase.RESIDENT or entry.is_unwelcome:
+                if entry is None or entry.phase is not AdapterPhase.RESIDENT or entry.evict_when_idle:
                     continue
-                if self._adapters.gives_way(entry, turn):
+                if self._adapters.gives_way(entry, position):
                     continue
                 if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):
                     self._unfit.append(sequence)
@@ -227,30 +227,30 @@ class Scheduler:
             prefix = self._kv.find_prefix(sequence)
             if is_midway and sequence.num_tokens - self._kv.num_tokens_in(prefix) > budget:
                 continue
-            item = self._begin(sequence, entry, prefix, turn, budget)
+            item = self._begin(sequence, entry, prefix, position, budget)
             if item is None:
                 self._short_of_pages = sequence
                 break
             admitted.append(item)
             budget -= item.num_tokens
-            num_seats -= 1
+            num_free_slots -= 1
         return admitted
 
     def _begin(
-        self, sequence: Sequence, entry: AdapterEntry | None, prefix: list[CachedPage], turn: int, budget: int
+        self, sequence: Sequence, entry: AdapterEntry | None, prefix: list[CachedPage], position: int, budget: int
     ) -> ScheduledSequence | None:
         """Let a waiting sequence run with at most `budget` tokens; None, and nothing changed, without room."""
         num_pending = sequence.num_tokens - self._kv.num_tokens_in(prefix)
         num_tokens = min(num_pending, budget)
         # One that was preempted comes back only with room for all that it had: it must get further than before.
         num_held = num_pending if sequence.has_run else num_tokens
-        num_pages = self._kv.num_pages_to_begin(prefix, num_held) + self._adapters.num_pages_of_others(entry, turn)
-        if not self._adapters.can_spare(num_pages, turn):
+        num_pages = self._kv.num_pages_to_begin(prefix, num_held) + self._adapters.num_pages_of_others(entry, position)
+        if not self._adapters.can_spare(num_pages, position):
             return None
         if entry is not None:
             sequence.slot = self._adapters.acquire(entry)
         self._kv.attach(sequence, prefix)
-        has_room = self._kv.grow(sequence, num_held, turn)
+        has_room = self._kv.grow(sequence, num_held, position)
         assert has_room
         self.queue.admit(sequence, 0 if sequence.has_run else num_pending)
         sequence.state = SequenceState.RUNNING

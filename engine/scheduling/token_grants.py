@@ -12,7 +12,7 @@ from loramux.engine.sequence import Sequence
 from loramux.engine.timers import Timers
 
 
-class Grants:
+class TokenGrants:
     """Limits are raised as far as the context and the pool reach. `end` is called when a pause was in vain."""
 
     def __init__(

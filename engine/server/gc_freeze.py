@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-def keep_for_good() -> None:
+def freeze_gc() -> None:
     """Have the collector never again look at what is there now; for the moment before a process begins to serve.
 
     Modules, classes and routes are some 200,000 objects, which a full collection goes through in a tenth of a second

@@ -39,7 +39,7 @@ from loramux.engine.messages import (
     Unload,
 )
 from loramux.engine.server.gateway_link import GatewayLink
-from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.engine.server.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
     os.umask(previous)
     try:
         server = EngineServer(assembled, socket, wake_read, record, ended)
-        keep_for_good()
+        freeze_gc()
         server.serve()
     except Exception as error:
         _end_for_device(error, "the GPU failed", EXIT_DEVICE_FAILED)

@@ -58,14 +58,14 @@ _VOID = ir.VoidType()
 
 
 @functools.cache
-def has_tiles() -> bool:
+def has_amx() -> bool:
     """Whether this CPU multiplies tiles of bfloat16 and Linux grants them to this process, which it does for good."""
     if "amx-bf16" not in cpu_features() or platform.system() != "Linux":
         return False
     return bool(ctypes.CDLL(None).syscall(*TILE_PERMISSION) == 0)
 
 
-class TilePanels:
+class AmxPanels:
     """`y = x @ weightᵀ + bias` of a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

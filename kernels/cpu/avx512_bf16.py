@@ -53,7 +53,7 @@ _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
 
 
-class PairPanels:
+class Avx512Bf16Panels:
     """`y = x @ weightᵀ + bias` of a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

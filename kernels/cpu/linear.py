@@ -12,9 +12,9 @@ import torch
 from numba import prange
 from torch.nn import functional
 
-from loramux.kernels.cpu.amx import TilePanels, has_tiles
+from loramux.kernels.cpu.amx import AmxPanels, has_amx
 from loramux.kernels.cpu.arrays import array, rows_of
-from loramux.kernels.cpu.avx512_bf16 import PairPanels
+from loramux.kernels.cpu.avx512_bf16 import Avx512Bf16Panels
 from loramux.kernels.cpu.blocks import add_panels, begin_outputs
 from loramux.kernels.cpu.compiled import cpu_features, helper, kernel
 from loramux.kernels.cpu.vectors import PANEL
@@ -59,10 +59,10 @@ def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | Non
     oneDNN is left to CPUs of ARM: on those of x86 it is slower, or only imitates bfloat16.
     """
     if dtype == torch.bfloat16:
-        if has_tiles():
-            return TilePanels
+        if has_amx():
+            return AmxPanels
         if "avx512bf16" in cpu_features():
-            return PairPanels
+            return Avx512Bf16Panels
         has_onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if has_onednn and platform.machine().lower() not in ("x86_64", "amd64"):
             return OneDnnProduct

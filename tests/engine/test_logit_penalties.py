@@ -17,7 +17,7 @@ from loramux.engine.device.backend import SampleTokens
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
 from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample, uniforms_of
 from loramux.engine.execution.step_buffer import SamplingInputs
-from loramux.engine.logit_penalties import TokenMarks, logit_edits
+from loramux.engine.logit_penalties import TokenMarks, logit_penalties
 from loramux.engine.messages import Add, SamplingParams
 from loramux.kernels.reference.sampling import reference_sample_tokens
 from tests.engine.conftest import Simulation, simulate_engine
@@ -71,10 +71,10 @@ def test_a_row_is_edited_as_vllm_edits_it(
     )
     logits = TABLE[prompt[-1]].clone()
     expected = expected_logits(logits, params, prompt, output)
-    edits = logit_edits(params, [*prompt, *output], len(prompt))
-    assert (edits is None) == (params == SamplingParams())
-    if edits is not None:
-        edits.apply(logits, len(output))
+    penalties = logit_penalties(params, [*prompt, *output], len(prompt))
+    assert (penalties is None) == (params == SamplingParams())
+    if penalties is not None:
+        penalties.apply(logits, len(output))
     torch.testing.assert_close(logits, expected)
 
 
@@ -85,7 +85,7 @@ def test_a_bias_of_100_bans_and_selects() -> None:
         (SamplingParams(logit_bias=((3, -100.0),)), set(range(VOCAB_SIZE)) - {3}),
         (SamplingParams(logit_bias=((8, 100.0),)), {8}),
     ]:
-        rows = [SamplingRow(params, seed, 0, logit_edits(params, [1], 1)) for seed in range(300)]
+        rows = [SamplingRow(params, seed, 0, logit_penalties(params, [1], 1)) for seed in range(300)]
         assert {one.token_id for one in sample(logits.expand(300, -1), rows, ())} <= allowed
 
 
@@ -94,7 +94,7 @@ def test_neither_the_models_logits_nor_a_neighbour_are_touched() -> None:
     logits = TABLE[:3].clone()
     rows = [
         SamplingRow(SamplingParams(seed=1), 1, 0),
-        SamplingRow(params, 0, 2, logit_edits(params, [1, 5, 5], 1)),
+        SamplingRow(params, 0, 2, logit_penalties(params, [1, 5, 5], 1)),
         SamplingRow(SamplingParams(temperature=0.0), 0, 0),
     ]
     found = sample(logits, rows, ())
@@ -116,10 +116,10 @@ def test_a_token_is_looked_at_once_however_often_the_row_comes() -> None:
             return found
 
     tokens = CountedList(range(20))
-    edits = logit_edits(SamplingParams(presence_penalty=1.0), tokens, 20)
-    assert edits is not None
+    penalties = logit_penalties(SamplingParams(presence_penalty=1.0), tokens, 20)
+    assert penalties is not None
     for num_chosen in range(15):
-        edits.marks(num_chosen)
+        penalties.marks(num_chosen)
         tokens.append(7)
     assert tokens.num_read == 20 + 14
 
@@ -133,7 +133,7 @@ def test_marks_count_the_answer_and_remember_the_prompt() -> None:
 
 
 def test_settings_that_edit_nothing_make_no_edits() -> None:
-    assert logit_edits(SamplingParams(temperature=0.3, top_k=4, min_p=0.1, seed=1, min_tokens=4), [1, 2], 2) is None
+    assert logit_penalties(SamplingParams(temperature=0.3, top_k=4, min_p=0.1, seed=1, min_tokens=4), [1, 2], 2) is None
 
 
 # No token is missed while steps are in flight.
@@ -251,10 +251,10 @@ def test_a_sequence_that_a_step_leaves_out_loses_none_of_its_tokens() -> None:
     params, prompt = ASKED["frequency"], (3, 4, 5)
     device = DeviceTable(reference)
     tokens = list(prompt)
-    edits = logit_edits(params, tokens, len(prompt))
+    penalties = logit_penalties(params, tokens, len(prompt))
     committed: list[int] = []
     for step in range(40):
-        row = SamplingRow(params, 0, step, edits)
+        row = SamplingRow(params, 0, step, penalties)
         logits = TABLE[[committed[-1] if committed else prompt[-1]]].to(DEVICE)
         inputs = device.inputs([row])
         committed.extend(one.token_id or 0 for one in device.sampler.choose(logits, [row], inputs).tokens())

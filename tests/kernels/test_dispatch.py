@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.cpu import amx as cpu_tiles
+from loramux.kernels.cpu import amx, avx512_bf16
 from loramux.kernels.cpu import attention as cpu_attention
-from loramux.kernels.cpu import avx512_bf16 as cpu_pairs
 from loramux.kernels.cpu import fused as cpu_fused
 from loramux.kernels.cpu import gather as cpu_gather
 from loramux.kernels.cpu import kv as cpu_kv
@@ -37,7 +36,7 @@ from tests.kernels.gpu.interpreted import TRITON_MODULES
 
 COMPILED = (
     cpu_low_rank.low_rank, cpu_gather.gather, cpu_kv.write, cpu_attention.attend,
-    cpu_linear.multiply_panels, cpu_pairs.round_rows, cpu_pairs.multiply_pair_panels, cpu_tiles.multiply_tile_panels,
+    cpu_linear.multiply_panels, avx512_bf16.round_rows, avx512_bf16.multiply_pair_panels, amx.multiply_tile_panels,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
 )  # fmt: skip
 

@@ -101,7 +101,7 @@ class Loop:
         self._directory = directory
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(os, "_exit", self._end)
-        monkeypatch.setattr(process, "keep_for_good", lambda: None)
+        monkeypatch.setattr(process, "freeze_gc", lambda: None)
 
     def _end(self, code: int) -> None:
         self.codes.append(code)

@@ -15,8 +15,8 @@ from loramux.engine.execution import device_sampler
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.sampler import SampledToken, sample, uniforms_of
 from loramux.engine.execution.step_buffer import SamplingInputs
-from loramux.engine.execution.token_marks import DeviceMarks
-from loramux.engine.logit_penalties import logit_edits
+from loramux.engine.execution.token_marks import DeviceTokenMarks
+from loramux.engine.logit_penalties import logit_penalties
 from loramux.engine.messages import SamplingParams
 from tests.engine.device.gpu_backend import gpu_backend
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU
@@ -170,8 +170,8 @@ def edited_rows(params: list[SamplingParams], num_output: int) -> list[SamplingR
     rows = []
     for seed, one in enumerate(params):
         output = torch.randint(VOCAB_SIZE, (num_output,), generator=torch.Generator().manual_seed(seed)).tolist()
-        edits = logit_edits(one, [*PROMPT, *output], len(PROMPT))
-        rows.append(SamplingRow(one, seed, num_output, edits))
+        penalties = logit_penalties(one, [*PROMPT, *output], len(PROMPT))
+        rows.append(SamplingRow(one, seed, num_output, penalties))
     return rows
 
 
@@ -232,15 +232,15 @@ def test_no_setting_makes_a_row_pass_for_broken(sampler: DeviceSampler, repetiti
 
 
 def test_marks_follow_the_sequences_of_a_step() -> None:
-    marks = DeviceMarks(HostAccelerator())
+    marks = DeviceTokenMarks(HostAccelerator())
     rows = edited_rows([EDITED[0]] * 9, 3)
     # More than the first memory holds, some of which go again.
     for held in (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]):
         marks.hold(held, VOCAB_SIZE)
         assert marks.num_held == len(held)
-        edits = [one.edits for one in held if one.edits is not None]
-        found = marks.rows(marks.slots(edits))
-        for row, one in zip(found, edits, strict=True):
+        penalties = [one.logit_penalties for one in held if one.logit_penalties is not None]
+        found = marks.rows(marks.slots(penalties))
+        for row, one in zip(found, penalties, strict=True):
             expected = torch.zeros(VOCAB_SIZE, dtype=torch.int32)
             ids, values = one.marks(3).tensors()
             expected[ids] = values

@@ -23,7 +23,7 @@ from loramux.engine.execution import sampler as host_sampler
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.sampler import NUM_LIKELIEST, SampledToken, sample, used_temperature
 from loramux.engine.execution.step_buffer import SamplingInputs
-from loramux.engine.logit_penalties import LARGEST, logit_edits
+from loramux.engine.logit_penalties import LARGEST, logit_penalties
 from loramux.engine.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import sampling_problem
 from tests.engine.device.gpu_backend import gpu_backend
@@ -271,10 +271,10 @@ def test_edits_at_their_ends_are_those_of_the_definition(
     logits = make(kind, 0, 70)
     assert sampling_problem(params, len(logits)) is None
     expected = edited(logits.double().numpy(), params, prompt, answer)
-    edits = logit_edits(params, [*prompt, *answer], len(prompt))
+    penalties = logit_penalties(params, [*prompt, *answer], len(prompt))
     changed = logits.clone()
-    if edits is not None:
-        edits.apply(changed, len(answer))
+    if penalties is not None:
+        penalties.apply(changed, len(answer))
     assert torch.isfinite(changed).all()
     # Of the largest term, since terms may cancel.
     scale = np.abs(logits.double().numpy()).clip(min=100.0) * max(1, params.repetition_penalty)

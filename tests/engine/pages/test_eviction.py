@@ -21,14 +21,14 @@ class Thing:
     num_pages: int = 1
     cost: float = 1.0
     has_slot: bool = False
-    turn: int | None = None
+    position: int | None = None
     pages: PagePool | None = None
     held: list[int] = field(default_factory=list)
     is_gone: bool = False
 
     @property
     def is_waited_for(self) -> bool:
-        return self.turn is not None
+        return self.position is not None
 
     def evict(self) -> None:
         self.is_gone = True
@@ -107,22 +107,22 @@ class Waiters:
     def __init__(self, things: list[Thing]) -> None:
         self._things = things
 
-    def num_pages_before(self, turn: int) -> int:
-        return sum(thing.num_pages for thing, of in self._idle() if of < turn)
+    def num_pages_before(self, position: int) -> int:
+        return sum(thing.num_pages for thing, of in self._idle() if of < position)
 
-    def last_after(self, turn: int) -> Thing | None:
-        later = [(of, thing) for thing, of in self._idle() if of > turn]
+    def last_after(self, position: int) -> Thing | None:
+        later = [(of, thing) for thing, of in self._idle() if of > position]
         return max(later, key=lambda one: one[0])[1] if later else None
 
     def _idle(self) -> Iterator[tuple[Thing, int]]:
-        return ((thing, thing.turn) for thing in self._things if thing.turn is not None and not thing.is_gone)
+        return ((thing, thing.position) for thing in self._things if thing.position is not None and not thing.is_gone)
 
 
-def filled(policy: EvictionPolicy, turns: list[int | None]) -> tuple[Reclaimer, list[Thing]]:
-    """A pool of ten pages, two for each thing, with the turn of who waits for it."""
+def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaimer, list[Thing]]:
+    """A pool of ten pages, two for each thing, with the queue position of who waits for it."""
     pages, things = PagePool(10), []
-    for number, turn in enumerate(turns):
-        thing = Thing(str(number), num_pages=2, has_slot=True, turn=turn, pages=pages)
+    for number, position in enumerate(positions):
+        thing = Thing(str(number), num_pages=2, has_slot=True, position=position, pages=pages)
         thing.held = pages.alloc(2, PageOwner.ADAPTER)
         policy.add(thing)
         things.append(thing)
@@ -134,21 +134,21 @@ def filled(policy: EvictionPolicy, turns: list[int | None]) -> tuple[Reclaimer, 
 def test_what_somebody_waits_for_gives_way_last_the_latest_turn_first(policy: EvictionPolicy) -> None:
     """Or it would have to be had again at once, at the cost of the next that somebody waits for."""
     reclaimer, things = filled(policy, [1, 7, 6, None, None])
-    assert reclaimer.make_room(4, turn=5)
+    assert reclaimer.make_room(4, position=5)
     assert [thing.is_gone for thing in things] == [False, False, False, True, True]
-    assert reclaimer.make_room(6, turn=5)
+    assert reclaimer.make_room(6, position=5)
     assert [thing.is_gone for thing in things] == [False, True, False, True, True]
 
 
 def test_nobody_takes_what_is_waited_for_in_an_earlier_turn(policy: EvictionPolicy) -> None:
     reclaimer, things = filled(policy, [3, None, None, None, 5])
-    assert not reclaimer.can_make_room(9, turn=4)
-    assert not reclaimer.make_room(9, turn=4)
-    assert not reclaimer.make_room(11, turn=0)
+    assert not reclaimer.can_make_room(9, position=4)
+    assert not reclaimer.make_room(9, position=4)
+    assert not reclaimer.make_room(11, position=0)
     assert not any(thing.is_gone for thing in things)
-    assert reclaimer.make_room(8, turn=4)
+    assert reclaimer.make_room(8, position=4)
     assert [thing.is_gone for thing in things] == [False, True, True, True, True]
-    assert reclaimer.make_room(10, turn=2)
+    assert reclaimer.make_room(10, position=2)
 
 
 def test_a_slot_is_not_looked_for_among_prefixes(policy: EvictionPolicy) -> None:

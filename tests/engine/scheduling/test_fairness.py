@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.engine.messages import Add
-from loramux.engine.scheduling.fair_queue import MAX_DEARNESS, MAX_ROUNDS, ROUNDS_A_LOOK, FairQueue
+from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_A_LOOK, FairQueue
 from loramux.engine.scheduling.shares import Share, place
 from loramux.engine.sequence import Sequence
 from tests.engine.conftest import GREEDY, Simulate, Simulation, stats_of
@@ -113,7 +113,7 @@ def test_priorities_go_before_counters() -> None:
     assert [one.arrival for one in queue.order(6, 0)] == [5, 3, 4, 0, 1, 2]
 
 
-@pytest.mark.parametrize(("num_prompt", "bound"), [(1, MAX_ROUNDS), (5000, MAX_DEARNESS * MAX_ROUNDS)])
+@pytest.mark.parametrize(("num_prompt", "bound"), [(1, MAX_ROUNDS), (5000, MAX_COST_RATIO * MAX_ROUNDS)])
 def test_a_share_waits_for_a_bounded_number_of_rounds_whatever_others_do(num_prompt: int, bound: int) -> None:
     """K is MAX_ROUNDS admissions of others; what is much dearer than theirs may have to wait longer, up to a bound."""
     queue = FairQueue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from loramux.engine.server.gc_freeze import keep_for_good
+from loramux.engine.server.gc_freeze import freeze_gc
 
 
 class Node:
@@ -19,7 +19,7 @@ def test_what_is_there_is_left_alone_and_what_comes_is_collected() -> None:
     there = Node()
     is_there = weakref.ref(there)
     gone = weakref.ref(Node())
-    keep_for_good()
+    freeze_gc()
     try:
         assert gone() is None, "what was garbage before is not kept"
         assert gc.get_freeze_count() > 10_000

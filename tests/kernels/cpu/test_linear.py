@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from loramux.kernels.cpu import amx as cpu_tiles
-from loramux.kernels.cpu import avx512_bf16 as cpu_pairs
+from loramux.kernels.cpu import amx, avx512_bf16
 from loramux.kernels.cpu import linear as cpu_linear
-from loramux.kernels.cpu.amx import TILE, TILE_INPUTS, TILE_PERMISSION, TilePanels, has_tiles
-from loramux.kernels.cpu.avx512_bf16 import MAX_ROWS, PairPanels
+from loramux.kernels.cpu.amx import TILE, TILE_INPUTS, TILE_PERMISSION, AmxPanels, has_amx
+from loramux.kernels.cpu.avx512_bf16 import MAX_ROWS, Avx512Bf16Panels
 from loramux.kernels.cpu.compiled import cpu_features
 from loramux.kernels.cpu.linear import FloatPanels, OneDnnProduct, PackedLinear, product_of
 
 needs_pairs = pytest.mark.skipif("avx512bf16" not in cpu_features(), reason="this CPU has no AVX512_BF16")
-needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+needs_tiles = pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
 
 
 @pytest.mark.parametrize("num_rows", [*range(14), 16, 100], ids=lambda n: f"{n}-rows")
@@ -37,7 +36,7 @@ def test_equals_linear(out_features: int, in_features: int, has_bias: bool, num_
 
 
 @pytest.mark.parametrize(
-    "product", [pytest.param(PairPanels, marks=needs_pairs), pytest.param(TilePanels, marks=needs_tiles)]
+    "product", [pytest.param(Avx512Bf16Panels, marks=needs_pairs), pytest.param(AmxPanels, marks=needs_tiles)]
 )
 @pytest.mark.parametrize(
     "num_rows", [*range(2 * MAX_ROWS + 2), 31, 32, 33, 50, 64, 100, 300], ids=lambda n: f"{n}-rows"
@@ -50,15 +49,15 @@ def test_equals_linear(out_features: int, in_features: int, has_bias: bool, num_
         (63, 101),
         (1, 1),
         (512, 512),
-        (1000, cpu_pairs.BLOCK_INPUTS + 1),
-        (96, 2 * cpu_pairs.BLOCK_INPUTS),
+        (1000, avx512_bf16.BLOCK_INPUTS + 1),
+        (96, 2 * avx512_bf16.BLOCK_INPUTS),
         # Fewer panels than threads, and with many rows two chunks of inputs.
         (32, 2048),
     ],
     ids=["small", "odd", "one", "large", "odd-blocks", "blocks", "deep"],
 )
 def test_products_of_bfloat16_equal_linear(
-    out_features: int, in_features: int, has_bias: bool, num_rows: int, product: type[PairPanels | TilePanels]
+    out_features: int, in_features: int, has_bias: bool, num_rows: int, product: type[Avx512Bf16Panels | AmxPanels]
 ) -> None:
     weight = torch.randn(out_features, in_features).bfloat16()
     bias = torch.randn(out_features).bfloat16() if has_bias else None
@@ -75,16 +74,16 @@ def test_products_of_bfloat16_equal_linear(
     [
         pytest.param(FloatPanels, torch.float32, cpu_linear.BLOCK_INPUTS, id="float32"),
         pytest.param(FloatPanels, torch.bfloat16, cpu_linear.BLOCK_INPUTS, id="bfloat16"),
-        pytest.param(PairPanels, torch.bfloat16, cpu_pairs.BLOCK_INPUTS, id="pairs", marks=needs_pairs),
-        pytest.param(TilePanels, torch.bfloat16, cpu_tiles.BLOCK_STEPS * TILE_INPUTS, id="tiles", marks=needs_tiles),
+        pytest.param(Avx512Bf16Panels, torch.bfloat16, avx512_bf16.BLOCK_INPUTS, id="pairs", marks=needs_pairs),
+        pytest.param(AmxPanels, torch.bfloat16, amx.BLOCK_STEPS * TILE_INPUTS, id="tiles", marks=needs_tiles),
     ],
 )
 def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(
-    product: type[FloatPanels | PairPanels | TilePanels], dtype: torch.dtype, block_inputs: int, out_features: int
+    product: type[FloatPanels | Avx512Bf16Panels | AmxPanels], dtype: torch.dtype, block_inputs: int, out_features: int
 ) -> None:
     in_features = block_inputs + 50
     multiply = product(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features))
-    x = torch.randn(cpu_tiles.MAX_ROWS + TILE + 3, in_features)
+    x = torch.randn(amx.MAX_ROWS + TILE + 3, in_features)
     y = multiply(x)
     for begin in range(len(x)):
         for end in range(begin + 1, len(x) + 1):
@@ -108,8 +107,8 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     "product",
     [
         FloatPanels,
-        pytest.param(PairPanels, marks=needs_pairs),
-        pytest.param(TilePanels, marks=needs_tiles),
+        pytest.param(Avx512Bf16Panels, marks=needs_pairs),
+        pytest.param(AmxPanels, marks=needs_tiles),
         pytest.param(
             OneDnnProduct,
             marks=pytest.mark.skipif(
@@ -119,7 +118,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     ],
 )
 def test_a_bfloat16_weight_takes_and_gives_float32(
-    product: type[FloatPanels | PairPanels | TilePanels | OneDnnProduct], out_features: int
+    product: type[FloatPanels | Avx512Bf16Panels | AmxPanels | OneDnnProduct], out_features: int
 ) -> None:
     weight, bias = torch.randn(out_features, 128).bfloat16(), torch.randn(out_features).bfloat16()
     x = torch.randn(7, 128)
@@ -132,8 +131,8 @@ def test_a_bfloat16_weight_takes_and_gives_float32(
 @pytest.mark.parametrize(
     ("features", "machine", "has_onednn", "expected"),
     [
-        ({"avx512f", "avx512bf16", "amx-bf16"}, "x86_64", True, TilePanels),
-        ({"avx512f", "avx512bf16"}, "x86_64", True, PairPanels),
+        ({"avx512f", "avx512bf16", "amx-bf16"}, "x86_64", True, AmxPanels),
+        ({"avx512f", "avx512bf16"}, "x86_64", True, Avx512Bf16Panels),
         ({"avx512f"}, "x86_64", True, FloatPanels),
         ({"neon"}, "aarch64", True, OneDnnProduct),
         ({"neon"}, "aarch64", False, FloatPanels),
@@ -143,7 +142,7 @@ def test_each_cpu_multiplies_bfloat16_in_its_fastest_way(
     features: set[str], machine: str, has_onednn: bool, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_linear, "cpu_features", lambda: features)
-    monkeypatch.setattr(cpu_linear, "has_tiles", lambda: "amx-bf16" in features)
+    monkeypatch.setattr(cpu_linear, "has_amx", lambda: "amx-bf16" in features)
     monkeypatch.setattr(cpu_linear.platform, "machine", lambda: machine)
     monkeypatch.setattr(cpu_linear.torch.backends.mkldnn, "is_available", lambda: has_onednn)
     monkeypatch.setattr(cpu_linear.torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_onednn)
@@ -155,7 +154,7 @@ def test_each_cpu_multiplies_bfloat16_in_its_fastest_way(
 def test_the_bits_of_many_rows_are_those_of_each() -> None:
     """More rows than tiles hold, and more inputs than stay in the second cache."""
     x = torch.randn(300, 2048)
-    multiply = TilePanels(torch.randn(64, 2048).bfloat16(), torch.randn(64))
+    multiply = AmxPanels(torch.randn(64, 2048).bfloat16(), torch.randn(64))
     assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))
 
 
@@ -172,16 +171,16 @@ def test_the_bits_of_many_rows_are_those_of_each() -> None:
 def test_tiles_are_used_where_linux_allows_them(
     features: set[str], system: str, answer: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_tiles, "cpu_features", lambda: features)
-    monkeypatch.setattr(cpu_tiles.platform, "system", lambda: system)
+    monkeypatch.setattr(amx, "cpu_features", lambda: features)
+    monkeypatch.setattr(amx.platform, "system", lambda: system)
     asked: list[tuple[int, ...]] = []
 
     def syscall(*arguments: int) -> int:
         asked.append(arguments)
         return answer
 
-    monkeypatch.setattr(cpu_tiles.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
-    assert has_tiles.__wrapped__() is expected
+    monkeypatch.setattr(amx.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
+    assert has_amx.__wrapped__() is expected
     assert asked in ([], [TILE_PERMISSION])
     assert asked or not expected
 
