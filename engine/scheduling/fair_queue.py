@@ -45,8 +45,8 @@ class FairQueue:
     K = max(MAX_ROUNDS, ROUNDS_A_SHARE * shares that wait) admissions of others, and these were charged ROUNDS_A_SHARE
     times what a fair order gives to all who wait until the share's next request, at its price, comes up. For dear
     requests that may take more than K admissions, but never more than MAX_COST_RATIO * K. Beyond its bound a share
-    waits for at most ROUNDS_A_LOOK admissions and one each of the shares that wait as long, once its adapter is resident
-    and its pages can be had.
+    waits for at most ROUNDS_A_LOOK admissions and one each of the shares that wait as long, once its adapter is
+    resident and its pages can be had.
     """
 
     def __init__(self) -> None:
