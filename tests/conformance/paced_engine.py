@@ -22,7 +22,7 @@ from loramux.engine.messages import EngineReady, Finished
 from loramux.engine.model.model_files import model_sha256
 from loramux.engine.server.process import EngineServer
 from loramux.engine.server.step_record import StepRecord
-from tests.engine.conftest import simulate_engine
+from tests.engine.simulated_engine import simulate_engine
 
 STEP_S = 0.01
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from loramux.engine.messages import Abort, AdapterState, Load, SamplingParams, StatsRequest, Unload
-from tests.engine.conftest import GREEDY, VOCAB_SIZE, Simulate, Simulation
+from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulate, Simulation
 
 
 def stats(simulation: Simulation):  # type: ignore[no-untyped-def]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tests.engine.conftest import Simulate, stats_of
+from tests.engine.simulated_engine import Simulate, stats_of
 
 
 def test_a_prompt_counts_once_however_often_it_is_computed(simulate: Simulate) -> None:
@@ -29,7 +29,7 @@ def test_what_the_prefix_cache_spared_counts_as_cached_only(simulate: Simulate) 
     assert (stats.prompt_tokens, stats.cached_tokens, stats.recomputed_tokens) == (50 + 2, 48, 0)
 
 
-def test_what_sequences_wait_for(simulate: Simulate) -> None:
+def test_stats_say_what_sequences_wait_for(simulate: Simulate) -> None:
     simulation = simulate(num_pages=8, adapters={"a": 2})
     for i in range(6):
         simulation.add(f"s{i}", num_prompt=20, max_tokens=20)

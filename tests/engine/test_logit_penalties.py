@@ -20,8 +20,8 @@ from loramux.engine.execution.step_buffer import SamplingInputs
 from loramux.engine.logit_penalties import TokenMarks, logit_penalties
 from loramux.engine.messages import Add, SamplingParams
 from loramux.kernels.reference.sampling import reference_sample_tokens
-from tests.engine.conftest import Simulation, simulate_engine
 from tests.engine.device.gpu_backend import gpu_backend
+from tests.engine.simulated_engine import Simulation, simulate_engine
 from tests.kernels.gpu.interpreted import DEVICE
 
 VOCAB_SIZE = 40

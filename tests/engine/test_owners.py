@@ -17,7 +17,7 @@ from loramux.engine.messages import (
     StepOutput,
     Unload,
 )
-from tests.engine.conftest import Simulation
+from tests.engine.simulated_engine import Simulation
 
 FIRST, SECOND = b"first", b"second"
 

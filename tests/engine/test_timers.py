@@ -7,7 +7,7 @@ import math
 import pytest
 
 from loramux.engine.messages import AdapterState, Unload
-from tests.engine.conftest import Simulation
+from tests.engine.simulated_engine import Simulation
 
 NO_TIMES = [math.nan, math.inf, -math.inf, -1.0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.engine.messages import Abort, Finished, SamplingParams, StepOutput
-from tests.engine.conftest import GREEDY, Simulate, Simulation
+from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
 
 def told(simulation: Simulation) -> tuple[list[int], list[int], Finished]:

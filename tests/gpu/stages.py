@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 KERNEL_FILES = (
-    *(f"gpu/test_{name}.py" for name in ("attention", "fused", "lora", "sampling", "gpu")),
+    *(f"gpu/test_{name}.py" for name in ("attention", "fused", "lora", "sampling", "layer_step")),
     *(f"test_{name}.py" for name in ("attention", "fused", "lora", "outer")),
 )
 ENGINE_FILES = ("engine/execution/test_device_sampler.py", "conformance/test_gpu_engine.py")

@@ -63,7 +63,7 @@ def test_tests_on_a_gpu_import_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_all_stages_in_triton_s_interpreter(tmp_path: Path) -> None:
+def test_all_stages_pass_in_triton_s_interpreter(tmp_path: Path) -> None:
     done, results = rehearse(tmp_path, "--seconds", "3000")
     assert done.returncode in (0, 1), done.stderr
     # Numba alone is refused where it is asked for.

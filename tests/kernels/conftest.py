@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from loramux.kernels.dispatch import Kernels
-from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.tables import PoolViews
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
+from tests.kernels.implementations import CPU_KERNELS, cpu_kernels
 from tests.kernels.pools import AdapterPool, adapter_pool, poisoned_pool
 
 MAX_INTERPRETED = 6
@@ -48,18 +48,6 @@ def seeded() -> None:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """The pool's dtype."""
     return request.param
-
-
-CPU_KERNELS = ("reference", "cpu")
-
-
-def cpu_kernels(name: str) -> Callable[[PoolViews], Kernels]:
-    """The implementation of that name; numba is imported only where it is used."""
-    if name == "reference":
-        return ReferenceKernels
-    from loramux.kernels.cpu.kernels import CpuKernels
-
-    return CpuKernels
 
 
 @pytest.fixture(scope="session")

@@ -91,7 +91,7 @@ def test_equals_a_plain_softmax(
         pytest.param([300], [300], 40, id="several-windowed-tiles"),
     ],
 )
-def test_long_contexts(
+def test_long_contexts_equal_a_plain_softmax(
     contexts: list[int],
     num_queries: list[int],
     sliding_window: int | None,
@@ -103,7 +103,7 @@ def test_long_contexts(
     check_attention(contexts, num_queries, spec, dtype, make_kernels, make_poisoned_pool)
 
 
-def test_lists_of_pages_in_any_order(
+def test_pages_may_be_listed_in_any_order(
     dtype: torch.dtype, make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     spec = AttentionSpec(4, 2, 16, 0.25)

@@ -22,13 +22,13 @@ SHAPES = {"no-rows": (0, 64), "one-row": (1, 63), "odd": (7, 1000), "on-all-thre
 
 
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES.values(), ids=SHAPES.keys())
-def test_rms_norm(kernels: Any, num_rows: int, size: int) -> None:
+def test_rms_norm_equals_torch(kernels: Any, num_rows: int, size: int) -> None:
     x, weight = torch.randn(num_rows, size + 9)[:, 4 : size + 4] * 3, torch.randn(size)
     out = kernels.rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(out, functional.rms_norm(x, (size,), weight, 1e-5), rtol=1e-5, atol=1e-5)
 
 
-def test_rms_norm_of_heads_inside_wider_rows(kernels: Any) -> None:
+def test_rms_norm_of_heads_inside_wider_rows_equals_torch(kernels: Any) -> None:
     heads = torch.randn(5, 100)[:, 10:90].unflatten(1, (5, 16))
     weight = torch.randn(16)
     out = kernels.rms_norm(heads, weight, 1e-6)
@@ -55,7 +55,7 @@ def test_add_rms_norm_has_the_bits_of_both_steps(kernels: Any, num_rows: int, si
         pytest.param("gelu_and_mul", lambda x: functional.gelu(x, approximate="tanh"), id="gelu"),
     ],
 )
-def test_gates(
+def test_gated_activations_equal_torch(
     kernels: Any, name: str, activation: Callable[[torch.Tensor], torch.Tensor], num_rows: int, size: int
 ) -> None:
     gate_up = torch.randn(num_rows, 2 * size) * 8

@@ -20,7 +20,7 @@ from loramux.kernels.segments import SEGMENT_ROWS, build_segments, max_segments
         pytest.param([0, 1, 0, 1, 0], 2, [0, 2, 4, 1, 3], [0, 2, 3, 5], [0, 0, 1], id="split-within-slots"),
     ],
 )
-def test_groups_rows(
+def test_rows_are_grouped_by_adapter_in_order(
     slots: list[int], max_rows: int, rows: list[int], starts: list[int], segment_slots: list[int]
 ) -> None:
     segments = build_segments(np.array(slots, np.int32), max_rows)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from loramux.engine.messages import Abort, AdapterState, Add, Extend, Finished, Load, StepOutput, Unload
-from tests.engine.conftest import Simulation, simulate_engine, stats_of
+from tests.engine.simulated_engine import Simulation, simulate_engine, stats_of
 
 NUM_TURNS = int(os.environ.get("LORAMUX_SIMULATION_TURNS", "10000"))
 """Of the campaign."""

@@ -9,7 +9,7 @@ import pytest
 
 from loramux.engine.adapters.adapter_pool import AdapterPhase
 from loramux.engine.messages import Abort, Extend, Load, Pin, ResidentAdapter, Unload
-from tests.engine.conftest import Simulate, Simulation, stats_of
+from tests.engine.simulated_engine import Simulate, Simulation, stats_of
 
 OWNER = b"gateway"
 

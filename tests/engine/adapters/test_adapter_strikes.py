@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loramux.engine.adapters.adapter_strikes import MAX_STRIKES, MEMORY_S, AdapterStrikes
-from tests.engine.conftest import Clock, Simulation
+from tests.engine.simulated_engine import Clock, Simulation
 
 
 def test_strikes_are_forgotten_one_by_one() -> None:

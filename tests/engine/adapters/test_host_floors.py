@@ -9,7 +9,7 @@ import pytest
 from loramux.engine.adapters.host_floors import MAX_MEMBERS, HostFloors
 from loramux.engine.messages import Finished
 from tests.adapter_store.tiers.lettered_adapters import adapter, content, filled
-from tests.engine.conftest import Simulation
+from tests.engine.simulated_engine import Simulation
 
 TIER_BYTES = 100
 

@@ -19,9 +19,9 @@ from loramux.engine.device.device_faults import MAX_FAULT, device_fault
 from loramux.engine.server import process
 from loramux.engine.server.process import EXIT_DEVICE_FAILED
 from loramux.engine.server.step_record import StepRecord
-from tests.engine.conftest import simulate_engine
 from tests.engine.device.played_card import cuda_error, out_of_memory
-from tests.engine.server.test_process import READY, Fetcher
+from tests.engine.server.assembled_parts import READY, Fetcher
+from tests.engine.simulated_engine import simulate_engine
 
 KERNEL = "@triton.jit\ndef kernel(x):\n    y = tl.load(x)\n    return tl.dot(y, y)\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.engine.messages import Abort, SamplingParams
-from tests.engine.conftest import Simulation, simulate_engine
+from tests.engine.simulated_engine import Simulation, simulate_engine
 
 
 @pytest.fixture

@@ -21,7 +21,9 @@ from loramux.engine.execution.sampler import philox, uniforms
     ],
     ids=["zeros", "ones", "pi"],
 )
-def test_the_authors_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_philox_gives_its_authors_known_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     words = philox(np.array([counter] * 2, np.uint64).T, np.array([key] * 2, np.uint64).T)
     assert words.T.tolist() == [list(expected)] * 2
 

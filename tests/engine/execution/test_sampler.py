@@ -62,7 +62,7 @@ def test_the_distribution_is_the_one_asked_for(params: SamplingParams, expected:
 @pytest.mark.parametrize(
     ("temperature", "expected"), [(1.0, range(1)), (4.0, range(2000))], ids=["few", "more than are looked at first"]
 )
-def test_min_p_in_a_wide_vocabulary(temperature: float, expected: range) -> None:
+def test_min_p_leaves_out_the_unlikely_of_a_wide_vocabulary(temperature: float, expected: range) -> None:
     logits = torch.full((3000,), -9.0)
     # Beside the likeliest these weigh 0.37, and 0.78 at temperature 4.
     logits[:2000] = -1.0

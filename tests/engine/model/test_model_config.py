@@ -48,7 +48,7 @@ def load(tmp_path: Path, changes: dict[str, Any], generation: dict[str, Any] | N
     return ModelConfig.load(tmp_path)
 
 
-def test_llama(tmp_path: Path) -> None:
+def test_llama_is_read_as_its_config_says(tmp_path: Path) -> None:
     config = load(tmp_path, {})
     assert (config.head_dim, config.dtype, config.eos_token_ids) == (16, "bfloat16", (2,))
     assert [module.name for module in config.modules][:2] == ["self_attn.q_proj", "self_attn.k_proj"]
@@ -101,7 +101,7 @@ def test_phi_3_has_fused_linears(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
-def test_phi_3_longrope(tmp_path: Path, name: str) -> None:
+def test_longrope_scales_phi_3_beyond_its_original_context(tmp_path: Path, name: str) -> None:
     scaling = {**LONGROPE["rope_scaling"], "type": name}
     config = load(tmp_path, {**PHI3, **LONGROPE, "rope_scaling": scaling})
     (rope,) = set(config.layer_ropes)
@@ -133,7 +133,7 @@ def test_phi_3_turns_a_part_of_each_head(tmp_path: Path) -> None:
     ],
     ids=["nothing said", "theta alone", "transformers 5", "before transformers 5"],
 )
-def test_rope(tmp_path: Path, changes: dict[str, Any], expected: RopeConfig) -> None:
+def test_each_kind_of_rope_is_read(tmp_path: Path, changes: dict[str, Any], expected: RopeConfig) -> None:
     assert load(tmp_path, changes).layer_ropes == (expected,) * 4
 
 
@@ -183,7 +183,9 @@ def test_heads_that_are_not_said_are_those_of_transformers(
     ],
     ids=["mistral", "qwen2 without", "qwen2 from a layer on", "qwen3 by layer"],
 )
-def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+def test_each_layer_has_the_window_of_its_config(
+    tmp_path: Path, changes: dict[str, Any], expected: tuple[int | None, ...]
+) -> None:
     assert load(tmp_path, changes).layer_windows == expected
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from loramux.engine.pages.eviction import EvictionPolicy, GreedyDual, LeastRecentlyUsed, Reclaimer
 from loramux.engine.pages.page_pool import PageOwner, PagePool
-from tests.engine.conftest import Simulate, stats_of
+from tests.engine.simulated_engine import Simulate, stats_of
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import pytest
 
 from loramux.engine.messages import Abort, Add, Unload
 from loramux.engine.pages.page_pool import PageOwner
-from tests.engine.conftest import VOCAB_SIZE, Simulate, Simulation, stats_of
+from tests.engine.simulated_engine import VOCAB_SIZE, Simulate, Simulation, stats_of
 
 PAGE = 16
 OWNER = b"owner-a"

@@ -10,26 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.engine.messages import Add
 from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_A_LOOK, FairQueue
 from loramux.engine.scheduling.shares import Share, place
-from loramux.engine.sequence import Sequence
-from tests.engine.conftest import GREEDY, Simulate, Simulation, stats_of
-
-
-def waiting(queue: FairQueue, arrival: int, share: str = "", num_prompt: int = 10, **fields: object) -> Sequence:
-    add = Add(
-        sequence_id=str(arrival), prompt=(0,) * num_prompt, max_tokens=10, sampling=GREEDY, share_key=share, **fields
-    )
-    sequence = Sequence(add=add, owner=b"", arrival=arrival, seed=0)
-    queue.add(sequence)
-    return sequence
-
-
-def admit_next(queue: FairQueue) -> Sequence:
-    (sequence,) = queue.order(1, 0)
-    queue.admit(sequence, sequence.num_tokens)
-    return sequence
+from tests.engine.scheduling.waiting_sequences import admit_next, waiting
+from tests.engine.simulated_engine import Simulate, Simulation, stats_of
 
 
 def test_shares_take_turns_whoever_came_first() -> None:

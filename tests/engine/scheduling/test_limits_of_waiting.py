@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.engine.messages import Abort, AdapterState, Extend, Unload
-from tests.engine.conftest import Simulate, Simulation, stats_of
+from tests.engine.simulated_engine import Simulate, Simulation, stats_of
 
 
 def test_a_request_ends_at_its_deadline_and_pays_for_what_it_got(simulation: Simulation) -> None:

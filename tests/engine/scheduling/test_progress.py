@@ -9,8 +9,8 @@ import pytest
 
 from loramux.engine.messages import Abort
 from loramux.engine.scheduling.fair_queue import MAX_ROUNDS, FairQueue
-from tests.engine.conftest import Simulate, Simulation
-from tests.engine.scheduling.test_fairness import admit_next, waiting
+from tests.engine.scheduling.waiting_sequences import admit_next, waiting
+from tests.engine.simulated_engine import Simulate, Simulation
 
 
 def finishes(simulation: Simulation, max_steps: int = 3000) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.engine.messages import Extend
-from tests.engine.conftest import Simulate, stats_of
+from tests.engine.simulated_engine import Simulate, stats_of
 
 
 def test_an_extension_counts_while_a_preempted_sequences_adapter_is_away(simulate: Simulate) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ import zmq
 from loramux.engine.messages import (
     AdapterState,
     Credit,
-    EngineReady,
     Finished,
     FromEngine,
     Heartbeat,
@@ -30,9 +28,8 @@ from loramux.engine.messages import (
 )
 from loramux.engine.server.process import EngineServer
 from loramux.engine.server.step_record import StepRecord
-from tests.engine.conftest import Simulation, simulate_engine
-
-READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu", dtype="float32")
+from tests.engine.server.assembled_parts import READY, Fetcher
+from tests.engine.simulated_engine import Simulation, simulate_engine
 
 
 class Gateway:
@@ -62,34 +59,6 @@ class Gateway:
 @pytest.fixture
 def simulation() -> Simulation:
     return simulate_engine(adapters={"a": 2})
-
-
-class Fetcher:
-    """Looks take until the other end of a pipe says so; after that there is another pipe."""
-
-    def __init__(self) -> None:
-        self.looks: list[Callable[[], None]] = []
-        self._read, self.write = os.pipe()
-        self.num_pipes = 1
-
-    def fileno(self) -> int:
-        return self._read
-
-    def look(self, then: Callable[[], None]) -> None:
-        self.looks.append(then)
-
-    def attend(self) -> None:
-        if not select.select([self._read], [], [], 0)[0]:
-            return
-        self.close()
-        self._read, self.write = os.pipe()
-        self.num_pipes += 1
-        while self.looks:
-            self.looks.pop()()
-
-    def close(self) -> None:
-        os.close(self._read)
-        os.close(self.write)
 
 
 @pytest.fixture

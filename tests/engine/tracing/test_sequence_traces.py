@@ -16,7 +16,7 @@ from loramux.adapter_store.tiers.load_timelines import MAX_LOADS, LoadTimelines
 from loramux.engine.tracing.otel_spans import MAX_WAITING, OtelSpanSink
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 from loramux.engine.tracing.spans import SpanRecord
-from tests.engine.conftest import Simulate, Simulation
+from tests.engine.simulated_engine import Simulate, Simulation
 
 TRACE = "00-{}-00f067aa0ba902b7-01"
 FIRST, SECOND = TRACE.format("a" * 32), TRACE.format("b" * 32)

@@ -186,7 +186,7 @@ def test_tiles_are_used_where_linux_allows_them(
 
 
 @pytest.mark.parametrize("out_features", [64, 4096], ids=["small", "large"])
-def test_rows_of_a_wider_buffer(out_features: int) -> None:
+def test_rows_of_a_wider_buffer_equal_linear(out_features: int) -> None:
     weight, x = torch.randn(out_features, 48), torch.randn(5, 100)[:, 3:51]
     torch.testing.assert_close(PackedLinear(weight)(x), x @ weight.T, rtol=1e-4, atol=1e-4)
 

@@ -199,7 +199,7 @@ MASKS = {
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize(("sliding_window", "soft_cap"), MASKS.values(), ids=MASKS.keys())
-def test_heads_and_masks_of_a_mixed_batch(
+def test_heads_and_masks_of_a_mixed_batch_equal_plain_attention(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -214,7 +214,7 @@ def test_heads_and_masks_of_a_mixed_batch(
 
 @pytest.mark.parametrize(("contexts", "num_queries"), BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("sliding_window", [None, 20], ids=["whole", "window-20"])
-def test_batches(
+def test_every_kind_of_batch_equals_plain_attention(
     contexts: list[int],
     num_queries: list[int],
     sliding_window: int | None,
@@ -225,7 +225,7 @@ def test_batches(
     check_attention_of(contexts, num_queries, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
 
 
-def test_lists_of_pages_in_any_order(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+def test_pages_may_be_listed_in_any_order(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
     spec = AttentionSpec(4, 1, 16, 0.25)
     check_attention_of(*MIXED, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool, listed_backwards=True)
 
@@ -238,7 +238,7 @@ def test_lists_of_pages_in_any_order(device: torch.device, make_poisoned_pool: C
         pytest.param(torch.bfloat16, 1, 50, id="bfloat16-window-50"),
     ],
 )
-def test_the_chosen_plan_in_each_dtype(
+def test_the_chosen_plan_equals_plain_attention_in_each_dtype(
     dtype: torch.dtype,
     short_rows: int,
     sliding_window: int | None,
@@ -250,14 +250,16 @@ def test_the_chosen_plan_in_each_dtype(
     check_attention_of([190, 100, 3, 77], [1, 40, 3, 2], spec, dtype, plan, device, make_poisoned_pool)
 
 
-def test_splits_of_prefill(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+def test_a_split_prefill_equals_plain_attention(
+    device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
     assert SMALL_TILES.long is not None
     plan = AttentionPlan(None, replace(SMALL_TILES.long, num_splits=4))
     spec = AttentionSpec(4, 1, 24, 0.2)
     check_attention_of([130, 31], [15, 3], spec, torch.float32, plan, device, make_poisoned_pool)
 
 
-def test_more_sequences_than_one_pass_of_the_search(
+def test_more_sequences_than_one_pass_of_the_search_are_all_found(
     device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     contexts, num_queries = [1] * 254 + [20, 3, 30], [0] * 254 + [20, 3, 30]
@@ -530,7 +532,7 @@ def test_everything_compiles_for_a_hopper_gpu(model: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("sliding_window", "soft_cap"), [(None, None), (333, 30.0)], ids=["whole", "gemma"])
-def test_long_contexts_of_every_head_dim(
+def test_long_contexts_of_every_head_dim_equal_plain_attention(
     head_dim: int,
     dtype: torch.dtype,
     sliding_window: int | None,
@@ -548,14 +550,16 @@ def test_long_contexts_of_every_head_dim(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("first", range(1, 200, 20))
-def test_every_context_length(first: int, device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+def test_every_context_length_equals_plain_attention(
+    first: int, device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
+) -> None:
     spec = AttentionSpec(4, 2, 16, 0.25)
     contexts = list(range(first, first + 20))
     for num_queries in ([1] * 20, [min(n, 1 + i * 3) for i, n in enumerate(contexts)]):
         check_attention_of(contexts, num_queries, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
 
 
-def test_a_pool_over_4_gib(device: torch.device) -> None:
+def test_pages_past_4_gib_are_written_and_read(device: torch.device) -> None:
     """Page ids whose elements lie past 2^31, which 32-bit arithmetic would miss."""
     spec = AttentionSpec(4, 2, 128, 0.1)
     geometry = PageGeometry(32, 2, 128, 2, 2)

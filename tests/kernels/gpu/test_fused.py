@@ -46,7 +46,7 @@ def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 
 
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES.values(), ids=SHAPES.keys())
-def test_rms_norm(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm_equals_torch(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     x = (torch.randn(num_rows, size + 9) * 3).to(device, dtype)[:, 4 : size + 4]
     weight = torch.randn(size).to(device, dtype)
     out = rms_norm(x, weight, 1e-5)
@@ -57,7 +57,7 @@ def test_rms_norm(num_rows: int, size: int, dtype: torch.dtype, device: torch.de
 
 
 @pytest.mark.parametrize("size", [16, 72])
-def test_rms_norm_of_heads_inside_wider_rows(size: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm_of_heads_inside_wider_rows_equals_torch(size: int, dtype: torch.dtype, device: torch.device) -> None:
     heads = torch.randn(5, 7 * size + 20).to(device, dtype)[:, 10:-10].unflatten(1, (7, size))
     weight = torch.randn(size).to(device, dtype)
     assert_near(rms_norm(heads, weight, 1e-6), plain_norm(heads, weight, 1e-6))
@@ -81,7 +81,7 @@ def test_add_rms_norm_keeps_the_rounded_sum(num_rows: int, size: int, dtype: tor
         pytest.param(gelu_and_mul, lambda x: functional.gelu(x, approximate="tanh"), id="gelu"),
     ],
 )
-def test_gates(
+def test_gated_activations_equal_torch(
     gated: Callable[..., torch.Tensor],
     activation: Callable[[torch.Tensor], torch.Tensor],
     num_rows: int,
@@ -120,7 +120,9 @@ def test_a_row_that_is_not_finite_stays_so_alone(name: str, bad: float, device: 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("num_rows", "hidden", "inner"), [(64, 4096, 14336), (513, 2304, 9216)])
-def test_sizes_of_real_models(num_rows: int, hidden: int, inner: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_sizes_of_real_models_equal_torch(
+    num_rows: int, hidden: int, inner: int, dtype: torch.dtype, device: torch.device
+) -> None:
     x, weight = torch.randn(num_rows, hidden).to(device, dtype), torch.randn(hidden).to(device, dtype)
     assert_near(rms_norm(x, weight, 1e-5), plain_norm(x, weight, 1e-5))
     gate_up = torch.randn(num_rows, 2 * inner).to(device, dtype)

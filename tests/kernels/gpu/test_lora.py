@@ -215,7 +215,7 @@ def test_large_segments_equal_dense_matrices(
     ],
 )
 @pytest.mark.parametrize("num_segments", [5, 6], ids=["tiles", "single-rows"])
-def test_dtypes(
+def test_every_pair_of_dtypes_equals_dense_matrices(
     num_segments: int,
     pool_dtype: torch.dtype,
     x_dtype: torch.dtype,
@@ -229,7 +229,7 @@ def test_dtypes(
 
 @pytest.mark.parametrize("in_features", [63, 512], ids=lambda n: f"in-{n}")
 @pytest.mark.parametrize("num_planes", [1, 3, 7], ids=lambda n: f"planes-{n}")
-def test_any_number_of_planes(
+def test_any_number_of_planes_equals_dense_matrices(
     num_planes: int,
     in_features: int,
     shrink: Callable[..., None],
@@ -242,7 +242,7 @@ def test_any_number_of_planes(
 
 
 @pytest.mark.parametrize("batch", [BATCHES["mixed"], BATCHES["mixed-decode"]], ids=["mixed", "mixed-decode"])
-def test_overlapping_launches(
+def test_overlapping_launches_equal_dense_matrices(
     batch: tuple[list[int], int],
     triton_kernels: dict[str, ModuleType],
     shrink: Callable[..., None],
@@ -256,7 +256,7 @@ def test_overlapping_launches(
 
 
 @pytest.mark.parametrize("num_segments", [2, 3], ids=["tiles", "single-rows"])
-def test_the_largest_rank(
+def test_the_largest_rank_equals_dense_matrices(
     num_segments: int,
     shrink: Callable[..., None],
     expand: Callable[..., None],
@@ -505,7 +505,7 @@ def test_compiles_for_hopper(
 @pytest.mark.parametrize("out_features", [ONE, THREE], ids=["one", "three"])
 @pytest.mark.parametrize("in_features", [63, 128, 500, 512], ids=lambda n: f"in-{n}")
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-def test_campaign(
+def test_every_batch_and_width_equals_dense_matrices(
     batch: tuple[list[int], int],
     in_features: int,
     out_features: tuple[int, ...],
@@ -519,7 +519,7 @@ def test_campaign(
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a pool larger than the interpreter can walk")
-def test_a_pool_over_4_gib(
+def test_adapters_past_4_gib_are_read(
     shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
 ) -> None:
     """The same adapters behind 5 GiB of other pages."""

@@ -168,7 +168,7 @@ def test_keeps_and_draws_what_the_specification_does(vocab_size: int, settings: 
 
 
 @pytest.mark.parametrize("name", ["none", "top-k", "top-p-within-top-k"])
-def test_real_tiles(name: str, real_tiles: None) -> None:
+def test_real_tiles_keep_what_the_specification_does(name: str, real_tiles: None) -> None:
     check_kept(torch.randn(1025) * 3, RESTRICTIONS[name])
 
 
@@ -199,7 +199,7 @@ def test_passes_may_stop_at_a_token(top_k: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7])
-def test_mixed_rows(num_rows: int) -> None:
+def test_rows_with_different_settings_choose_as_specified(num_rows: int) -> None:
     rows = [GREEDY, *RESTRICTIONS.values()][:num_rows]
     logits = torch.randn(num_rows, 500) * 4
     uniform = torch.zeros(num_rows)
@@ -211,19 +211,19 @@ def test_mixed_rows(num_rows: int) -> None:
     assert run_kernel(logits, rows, uniform) == expected
 
 
-def test_no_rows() -> None:
+def test_no_rows_choose_no_token() -> None:
     assert run_kernel(torch.empty(0, 63), [], []) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_half_precision_has_ties(dtype: torch.dtype) -> None:
+def test_half_precision_with_its_ties_chooses_as_specified(dtype: torch.dtype) -> None:
     logits = (torch.randn(1000) * 3).to(dtype)
     check_kept(logits, Settings(top_k=20, top_p=0.95))
     check_kept(logits, RESTRICTIONS["none"], (0.1, 0.9))
     assert run_kernel(logits[None], [GREEDY], [0.0]) == [logits.float().argmax()]
 
 
-def test_rows_inside_wider_rows() -> None:
+def test_rows_inside_wider_rows_choose_as_specified() -> None:
     wide = torch.full((6, 307), torch.nan)
     wide[::2, 3:-4] = torch.randn(3, 300) * 3
     logits, rows = wide[::2, 3:-4], [GREEDY, RESTRICTIONS["none"], RESTRICTIONS["top-k-within-top-p"]]
@@ -252,7 +252,7 @@ def test_all_tokens_at_the_threshold_stay(settings: Settings, kept: set[int]) ->
 
 
 @pytest.mark.parametrize("token", [0, 131, 299])
-def test_one_likely_token(token: int) -> None:
+def test_one_likely_token_is_always_chosen(token: int) -> None:
     logits = torch.zeros(300)
     logits[token] = 60
     rows = [GREEDY, Settings(), Settings(), Settings(top_k=3, top_p=0.2), Settings(min_p=0.01)]
@@ -316,7 +316,7 @@ def test_rounding_leads_to_the_last_token_with_a_weight() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_the_largest_finite_logits() -> None:
+def test_the_largest_finite_logits_share_the_draw() -> None:
     """A distance that overflows is no error: such a token has no weight."""
     logits = torch.full((300,), -3.3e38)
     logits[[20, 280]] = 3.3e38
@@ -455,7 +455,7 @@ def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, mon
 @pytest.mark.campaign
 @pytest.mark.parametrize("spread", [0.3, 3.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("settings", RESTRICTIONS.values(), ids=RESTRICTIONS.keys())
-def test_a_real_vocabulary(settings: Settings, spread: float, real_tiles: None) -> None:
+def test_a_real_vocabulary_is_drawn_as_specified(settings: Settings, spread: float, real_tiles: None) -> None:
     logits = torch.randn(3, 128_256) * spread
     rows = [settings] * 3
     uniform = torch.rand(3)

@@ -1,0 +1,139 @@
+"""An engine over a simulated device, with what each of its sequences has produced."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from loramux.engine.adapters.adapter_pool import AdapterPool
+from loramux.engine.engine import Engine
+from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedLoader
+from loramux.engine.messages import AdapterState, Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
+from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.kv_pages import KvPages
+from loramux.engine.pages.page_pool import PagePool
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.request_limits import EngineLimits
+from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+
+VOCAB_SIZE = 1000
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Simulation:
+    """An engine, its parts, and what each sequence has produced."""
+
+    engine: Engine
+    pages: PagePool
+    adapters: AdapterPool
+    prefixes: PrefixCache
+    scheduler: Scheduler
+    executor: SimulatedExecutor
+    loader: SimulatedLoader
+    clock: Clock
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    finished: dict[str, Finished] = field(default_factory=dict)
+    answers: list[AdapterState] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        num_prompt: int = 5,
+        max_tokens: int = 4,
+        digest: str | None = None,
+        sampling: SamplingParams = GREEDY,
+        owner: bytes = b"gateway",
+        **fields: Any,
+    ) -> Add:
+        seed = sum(name.encode())
+        prompt = tuple((seed + position) % VOCAB_SIZE for position in range(num_prompt))
+        add = self.make_add(name, prompt, max_tokens, digest, sampling, **fields)
+        self.engine.add(owner, add)
+        return add
+
+    def make_add(
+        self,
+        name: str,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        digest: str | None = None,
+        sampling: SamplingParams = GREEDY,
+        **fields: Any,
+    ) -> Add:
+        return Add(sequence_id=name, prompt=prompt, max_tokens=max_tokens, sampling=sampling, digest=digest, **fields)
+
+    def step(self) -> bool:
+        ran = self.engine.step()
+        for outbound in self.engine.take_outbox():
+            match outbound.message:
+                case StepOutput(outputs=outputs):
+                    for output in outputs:
+                        assert output.sequence_id not in self.finished, "tokens after the end"
+                        self.tokens[output.sequence_id].extend(output.token_ids)
+                case Finished():
+                    self.finished[outbound.message.sequence_id] = outbound.message
+                case AdapterState():
+                    self.answers.append(outbound.message)
+        self.pages.check_integrity()
+        return ran
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+        else:
+            raise AssertionError("the engine did not come to rest")
+        self.step()
+        self.engine.check_integrity()
+
+    def expected(self, add: Add) -> list[int]:
+        return self.executor.generate(add.prompt, add.max_tokens, add.digest)
+
+
+def simulate_engine(
+    num_pages: int = 64,
+    num_slots: int = 8,
+    adapters: dict[str, int] | None = None,
+    max_batch_tokens: int = 64,
+    max_sequences: int = 16,
+    max_model_len: int = 512,
+    eos: tuple[int, ...] = (),
+    lookahead: bool = False,
+    **waiting: float,
+) -> Simulation:
+    pages = PagePool(num_pages)
+    loader = SimulatedLoader(adapters or {})
+    reclaimer = Reclaimer(pages, LeastRecentlyUsed())
+    prefixes = PrefixCache(pages, reclaimer.policy, 16)
+    pool = AdapterPool(pages, num_slots, loader, reclaimer)
+    kv = KvPages(pages, reclaimer, prefixes, 16)
+    scheduler = Scheduler(kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
+    executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, loader, eos)
+    limits = EngineLimits(VOCAB_SIZE, max_model_len, eos, 16, **waiting)
+    clock = Clock()
+    engine = Engine(limits, pages, pool, prefixes, scheduler, executor, random.Random(0), clock, lookahead)
+    return Simulation(engine, pages, pool, prefixes, scheduler, executor, loader, clock)
+
+
+def stats_of(simulation: Simulation) -> Stats:
+    return simulation.engine.stats(StatsRequest(call_id="s"))
+
+
+class Simulate(Protocol):
+    """Makes a simulation; arguments as for `simulate_engine`."""
+
+    def __call__(self, **arguments: Any) -> Simulation: ...
