@@ -12,7 +12,7 @@ from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec,
 
 
 class LoraKernels(Protocol):
-    """What adapters add to a batch; `reference.ReferenceKernels` specifies every method.
+    """What adapters add to a batch; `reference.lora.ReferenceLora` specifies every method.
 
     Activations `[T, ...]` are float32 on CPU and of the compute dtype on a GPU; their last axes are contiguous, their
     rows may be views of wider rows. On a GPU no method waits for the device or looks at what a tensor holds: a captured
@@ -84,7 +84,7 @@ class LoraKernels(Protocol):
 
 
 class Kernels(LoraKernels, Protocol):
-    """The mathematics of one device over one page pool; `reference.ReferenceKernels` specifies every method."""
+    """The mathematics of one device over one page pool; `reference.kernels.ReferenceKernels` specifies every method."""
 
     @property
     def outer(self) -> LoraKernels:

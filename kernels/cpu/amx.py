@@ -1,7 +1,7 @@
 """Products of bfloat16 with AMX: sixteen rows by sixteen outputs, thirty-two inputs in one instruction.
 
-The weight lies in the panels of `cpu_pairs`, whose 32 outputs are two tiles side by side. The sums of up to 32 rows and
-the outputs of a panel stay in four tiles while the inputs pass (Intel, "Architecture Instruction Set Extensions
+The weight lies in the panels of `avx512_bf16`, whose 32 outputs are two tiles side by side. The sums of up to 32 rows
+and the outputs of a panel stay in four tiles while the inputs pass (Intel, "Architecture Instruction Set Extensions
 Programming Reference", on AMX). The order of a sum does not depend on how many rows there are.
 """
 

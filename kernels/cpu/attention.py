@@ -1,4 +1,4 @@
-"""Attention on the CPU, straight from the pages that `cpu_kv` describes.
+"""Attention on the CPU, straight from the pages that `kv` describes.
 
 The heads that read one KV head, of a few query rows that follow each other, are a tile: each key and value that is
 loaded and widened serves all its rows. With K transposed in its page, the scores of sixteen tokens are sixteen lanes,

@@ -4,6 +4,12 @@ The sums of a block stay in registers while the loop runs, so that each weight t
 row of the block (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). Each sum has one
 order whatever the number of rows, so that the bits of a row do not depend on its neighbours.
 
+Memory is prefetched by hand: weights a block or two steps ahead where few rows share them, K and V a page ahead, and of
+an adapter what is read next for another rank, module or adapter. On two cores of a shared machine that made decoding
+over 600 tokens of context 1.9 times as fast. An adapter still arrives more slowly than a weight, since its share of a
+page in one layer is a short run: 32 KiB with 8 KV heads of 64. On two cores with AMX, which read memory sequentially at
+32 GB/s, such runs arrived at 12 GB/s, and at 23 GB/s when they were prefetched.
+
 Rows are float32 by address, as a tuple of them or as the first and a step; weights lie in a flat array of float32, or
 of the uint16 bits of bfloat16. Bounds are not checked.
 """

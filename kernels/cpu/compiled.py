@@ -1,4 +1,13 @@
-"""How the CPU's kernels are compiled by numba."""
+"""How the CPU's kernels are compiled by numba.
+
+numba compiles a kernel for each combination of argument types. `CpuKernels` refuses other dtypes and layouts, since
+they would compile in the middle of a step. `python -m loramux.kernels.cpu.warm` compiles everything beforehand, in
+about 65 s, and later processes load the result from `__pycache__`. Where neither that folder nor the home directory can
+be written, set `NUMBA_CACHE_DIR`.
+
+numba applies its fast-math flags to the code of intrinsics too, unless that code sets its own. A function whose order
+must hold, like `exponentials`, is therefore called from one that is `exact`; `emit_multiply_add` keeps it everywhere.
+"""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def expand_share(
     starts: Any,
     slots: Any,
 ) -> None:
-    """The tasks that begin in `[low, high)` of `expand_work`; the arguments are those of `cpu_low_rank.low_rank`."""
+    """The tasks that begin in `[low, high)` of `expand_work`; the arguments are those of `low_rank.low_rank`."""
     flat_pool = pool.reshape(-1)
     sums = np.empty(MAX_CHUNK, np.float32)
     # A visit runs once the next one is known, so that it can fetch it.

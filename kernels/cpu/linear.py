@@ -1,4 +1,9 @@
-"""A linear layer whose weight is laid out for the CPU."""
+"""A linear layer whose weight is laid out for the CPU.
+
+A bfloat16 weight is multiplied by `amx.py` where the CPU has AMX and Linux lets the process use it, by `avx512_bf16.py`
+where it has AVX512_BF16, and by oneDNN on an ARM CPU that multiplies bfloat16. Elsewhere this file multiplies it in the
+float32 of AVX2 or AVX-512, which reads two bytes per weight of bfloat16.
+"""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def shrink_share(
     starts: Any,
     slots: Any,
 ) -> None:
-    """The tasks that begin in `[low, high)` of `shrink_work`; the arguments are those of `cpu_low_rank.low_rank`."""
+    """The tasks that begin in `[low, high)` of `shrink_work`; the arguments are those of `low_rank.low_rank`."""
     flat_pool = pool.reshape(-1)
     # A visit runs once the next one is known, so that it can fetch it.
     zero: Any = np.int64(0)

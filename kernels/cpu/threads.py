@@ -1,4 +1,14 @@
-"""One pool of threads for torch and numba."""
+"""One pool of threads for torch and numba, which both use torch's libgomp.
+
+Start a process that runs these kernels with `OMP_WAIT_POLICY=passive` and `GOMP_SPINCOUNT=10000`: idle threads then
+spin for about 0.2 ms and sleep. Without the count they sleep at once, and waking them costs each of a step's dozens of
+parallel regions 0.1 ms. Without the policy they keep spinning, and where another program uses the cores, a region may
+wait for a time slice of the scheduler.
+
+Where numba finds no libgomp of the system, it falls back to slower threads: install `libgomp1`. GNU OpenMP does not
+survive a fork: a process that has run a kernel must not fork and run kernels in the child. `subprocess` and the `spawn`
+start method are fine.
+"""
 
 from __future__ import annotations
 

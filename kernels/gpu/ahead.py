@@ -3,6 +3,9 @@
 Triton compiles a program at its first launch, one after the other. Here launches are recorded instead of made, and the
 programs that they need are compiled into Triton's cache on disk, where the launches after that find them. A recorded
 launch has gone through all of Triton that names a program, so that both look under the same name.
+
+The cache is the folder that `TRITON_CACHE_DIR` names. No GPU is needed. The engine compiles ahead before its warm-up,
+and `tests/engine/execution/test_compile_ahead.py` compares the names.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The first launch reads all logits once, over the whole card, and leaves the largest of each group of 128. The second, a
 program a row, finds the greedy token from those alone. For a random choice it reads its row, which by then is in the
 L2, a few times more: most of what top_k and top_p could keep is bounded by the groups, and the rest is a search among
-candidates that fit the registers. `sampling.py` is the specification.
+candidates that fit the registers. `reference/sampling.py` is the specification.
 """
 
 from __future__ import annotations

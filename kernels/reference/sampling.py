@@ -1,4 +1,4 @@
-"""Choosing each row's next token in plain PyTorch: the specification of `sampling.py`, and the oracle of its tests."""
+"""Choosing each row's next token in plain PyTorch: the specification of `gpu/sampling.py` and its tests' oracle."""
 
 from __future__ import annotations
 

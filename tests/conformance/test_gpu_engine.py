@@ -24,6 +24,7 @@ from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.messages import Add, Finished, SamplingParams, StatsRequest, StepOutput
 from loramux.engine.model.model_config import ModelConfig
 from loramux.kernels.reference.kernels import ReferenceKernels
+from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS
 from loramux.kernels.tables import ModuleGroup, Segments
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
@@ -313,7 +314,7 @@ def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
     backend = plain_backend(HostAccelerator(), compiles=True)
     launched: set[tuple[str, int, int]] = set()
     for name in ("lora_gather", "lora_shrink", "lora_expand"):
-        monkeypatch.setattr(ReferenceKernels, name, noting(name, getattr(ReferenceKernels, name), launched))
+        monkeypatch.setattr(ReferenceLora, name, noting(name, getattr(ReferenceLora, name), launched))
     assembled = outer_subject.assemble(backend, max_batch_tokens=16, max_sequences=4)
     executor = assembled.engine._executor
     assert isinstance(executor, GraphExecutor)
@@ -333,7 +334,7 @@ def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
 def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int, int]]) -> Callable[..., None]:
     """The kernel, which also notes what its launch is compiled for: segments of the grid and width of the planes."""
 
-    def note(self: ReferenceKernels, *arguments: Any) -> None:
+    def note(self: ReferenceLora, *arguments: Any) -> None:
         (segments,) = (one for one in arguments if isinstance(one, Segments))
         launched.add((name, segments.num_segments, segments.max_rank))
         kernel(self, *arguments)

@@ -1,0 +1,64 @@
+"""Attention over paged K and V in plain PyTorch, and how the rows of a step are stored in their pages."""
+
+from __future__ import annotations
+
+import torch
+
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+
+
+def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch) -> None:
+    """Store K and V of row `t` at `batch.kv_slots[t]`, rounded to the pool's dtype (to nearest, ties to even).
+
+    `k` and `v` float32 `[T, num_kv_heads, head_dim]`. A row with a negative slot is not stored.
+    """
+    page_tokens = pool.geometry.page_tokens
+    keys, values = _kv_pages(pool, layer)
+    is_stored = batch.kv_slots >= 0
+    kv_slots = batch.kv_slots[is_stored]
+    page, place = kv_slots // page_tokens, kv_slots % page_tokens
+    keys[page, :, :, place] = k[is_stored].to(keys.dtype)
+    values[page, :, place, :] = v[is_stored].to(values.dtype)
+
+
+def paged_attention(
+    q: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch, spec: AttentionSpec, out: torch.Tensor
+) -> None:
+    """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
+
+    `q` and `out` float32 `[T, num_heads, head_dim]`; head `h` reads KV head `h // (num_heads // num_kv_heads)`.
+    The query at position `p` sees keys `[0, p]`, with a window `[max(0, p - sliding_window + 1), p]`.
+    A sequence without query rows is passed over, whatever else is said of it, and so are rows of no sequence.
+    `soft_cap(s) = cap * tanh(s / cap)`. Pool elements outside the contexts are never used, not even times zero.
+    """
+    keys, values = _kv_pages(pool, layer)
+    for i, length in enumerate(batch.seq_lens.tolist()):
+        begin, end = int(batch.cu_q[i]), int(batch.cu_q[i + 1])
+        if begin == end:
+            continue
+        first_page = int(batch.page_starts[i])
+        num_pages = -(-length // pool.geometry.page_tokens)
+        pages = batch.pages[first_page : first_page + num_pages].long()
+        k = keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].float()  # [num_kv_heads, length, head_dim]
+        v = values[pages].permute(1, 0, 2, 3).flatten(1, 2)[:, :length].float()
+        group_size = spec.num_heads // spec.num_kv_heads
+        scores = torch.einsum("thd,hsd->hts", q[begin:end], k.repeat_interleave(group_size, 0)) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        position = torch.arange(length - (end - begin), length)[:, None]
+        is_hidden = torch.arange(length) > position
+        if spec.sliding_window is not None:
+            is_hidden |= torch.arange(length) <= position - spec.sliding_window
+        weights = torch.softmax(scores.masked_fill(is_hidden, -torch.inf), -1)
+        out[begin:end] = torch.einsum("hts,hsd->thd", weights, v.repeat_interleave(group_size, 0))
+
+
+def _kv_pages(pool: PoolViews, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K as `[P, num_kv_heads, head_dim, page_tokens]` and V as `[P, num_kv_heads, page_tokens, head_dim]`."""
+    geometry = pool.geometry
+    half = geometry.kv_elements // 2
+    pages = pool.kv[:, layer]
+    return (
+        pages[:, :half].unflatten(1, (geometry.num_kv_heads, geometry.head_dim, geometry.page_tokens)),
+        pages[:, half:].unflatten(1, (geometry.num_kv_heads, geometry.page_tokens, geometry.head_dim)),
+    )

@@ -1,0 +1,42 @@
+"""Norms, rotary embedding and gates in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x²) + eps) * weight` over the last axis; `x` float32 `[..., n]`, `weight` float32 `[n]`."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`residual += x` in place, then `rms_norm` of that sum; `x` and `residual` float32 `[T, n]`."""
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate `(a, b)`, the halves of the first `2 * n` elements of each head, to `(a cos - b sin, b cos + a sin)`.
+
+    `q` float32 `[T, num_heads, head_dim]` and `k` float32 `[T, num_kv_heads, head_dim]` are changed in place;
+    `cos` and `sin` float32 `[T, n]`, `2 * n <= head_dim`.
+    """
+    n = cos.shape[1]
+    for heads in (q, k):
+        a, b = heads[..., :n].clone(), heads[..., n : 2 * n].clone()
+        heads[..., :n] = a * cos[:, None] - b * sin[:, None]
+        heads[..., n : 2 * n] = b * cos[:, None] + a * sin[:, None]
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gate * sigmoid(gate) * up` `[T, n]` of float32 `gate_up` `[T, 2 * n]`: gate, then up."""
+    gate, up = gate_up.chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` `[T, n]` of float32 `gate_up` `[T, 2 * n]`: gate, then up; gelu in its tanh form."""
+    gate, up = gate_up.chunk(2, -1)
+    return functional.gelu(gate, approximate="tanh") * up
