@@ -137,3 +137,12 @@ class Simulate(Protocol):
     """Makes a simulation; arguments as for `simulate_engine`."""
 
     def __call__(self, **arguments: Any) -> Simulation: ...
+
+
+def finishes(simulation: Simulation, max_steps: int = 3000) -> bool:
+    """Step until nothing is left to do; False where something is left after so many steps."""
+    for _ in range(max_steps):
+        if not simulation.engine.has_work:
+            return True
+        simulation.step()
+    return False

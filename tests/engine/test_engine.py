@@ -40,101 +40,6 @@ def test_the_simulation_notices_pages_that_are_mixed_up(simulation: Simulation) 
     assert [simulation.tokens[add.sequence_id] == simulation.expected(add) for add in adds] == [False, False, True]
 
 
-def test_sequences_of_one_adapter_are_adjacent(simulation: Simulation) -> None:
-    for i, digest in enumerate(["a", "b", "a", None, "b", "a"]):
-        simulation.add(f"s{i}", digest=digest, max_tokens=6)
-    simulation.run()
-    for batch in simulation.executor.batches:
-        seen = [slot for i, slot in enumerate(batch.slots) if i == 0 or slot != batch.slots[i - 1]]
-        assert len(seen) == len(set(seen))
-
-
-def test_a_long_prompt_is_cut_into_chunks_and_decode_goes_on(simulation: Simulation) -> None:
-    short = simulation.add("short", num_prompt=4, max_tokens=12)
-    simulation.step()
-    long = simulation.add("long", num_prompt=300, max_tokens=3)
-    received = len(simulation.tokens["short"])
-    for expected in range(received + 1, received + 5):
-        simulation.step()
-        assert len(simulation.tokens["short"]) == expected, "decode must not wait for the prompt"
-    simulation.run()
-    assert simulation.tokens["short"] == simulation.expected(short)
-    assert simulation.tokens["long"] == simulation.expected(long)
-    assert max(len(batch.tokens) for batch in simulation.executor.batches) <= 64
-
-
-def test_base_traffic_does_not_wait_for_a_loading_adapter(simulation: Simulation) -> None:
-    simulation.loader.is_holding = True
-    waiting = simulation.add("waiting", digest="a")
-    base = simulation.add("base")
-    for _ in range(8):
-        simulation.step()
-    assert simulation.tokens["base"] == simulation.expected(base)
-    assert "waiting" not in simulation.finished
-    simulation.loader.let_go()
-    simulation.run()
-    assert simulation.tokens["waiting"] == simulation.expected(waiting)
-
-
-def test_one_fetch_serves_all_who_wait(simulation: Simulation) -> None:
-    for i in range(6):
-        simulation.add(f"s{i}", digest="a")
-    simulation.run()
-    assert simulation.loader.num_fetches == 1
-
-
-def test_more_adapters_than_slots_all_run(simulate: Simulate, simulation: Simulation) -> None:
-    names = {f"adapter{i}": 1 + i % 3 for i in range(9)}
-    small = simulate(num_slots=2, adapters=names)
-    adds = [small.add(f"s{i}", digest=name) for i, name in enumerate(names)]
-    small.run()
-    for add in adds:
-        assert small.tokens[add.sequence_id] == small.expected(add)
-    assert stats(small).num_adapter_evictions == len(names) - 2
-
-
-def test_the_least_recently_used_idle_adapter_is_evicted(simulate: Simulate) -> None:
-    simulation = simulate(num_pages=8, adapters={"a": 2, "b": 2, "c": 2, "d": 3})
-    for digest in ("a", "b", "c", "a"):
-        simulation.add(f"first-{digest}-{len(simulation.finished)}", digest=digest, max_tokens=1)
-        simulation.run()
-    simulation.add("d", digest="d", max_tokens=1)
-    simulation.run()
-    assert [entry.digest for entry in simulation.adapters.entries()] == ["a", "c", "d"]
-
-
-def test_pages_of_idle_adapters_serve_kv(simulate: Simulate) -> None:
-    simulation = simulate(num_pages=10, adapters={"a": 5, "b": 4})
-    for digest in ("a", "b"):
-        simulation.add(digest, digest=digest, max_tokens=1)
-        simulation.run()
-    assert stats(simulation).num_adapter_pages == 9
-    add = simulation.add("base", num_prompt=60, max_tokens=20)
-    simulation.run()
-    assert simulation.tokens["base"] == simulation.expected(add)
-    assert stats(simulation).num_adapter_evictions == 1
-
-
-def test_preempted_sequences_are_computed_again_and_end_right(simulate: Simulate) -> None:
-    simulation = simulate(num_pages=12, adapters={"a": 2})
-    adds = [simulation.add(f"s{i}", num_prompt=20, max_tokens=60, digest="a" if i % 2 else None) for i in range(5)]
-    simulation.run()
-    for add in adds:
-        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
-        assert simulation.finished[add.sequence_id].completion_tokens == 60
-    assert stats(simulation).num_preemptions > 0
-
-
-def test_an_in_flight_adapter_is_never_evicted(simulate: Simulate) -> None:
-    simulation = simulate(num_pages=12, num_slots=2, adapters={"a": 3, "b": 3, "c": 3})
-    long = simulation.add("long", digest="a", max_tokens=40)
-    for i in range(10):
-        simulation.add(f"b{i}", digest="b", max_tokens=2)
-        simulation.add(f"c{i}", digest="c", max_tokens=2)
-    simulation.run()
-    assert simulation.tokens["long"] == simulation.expected(long)
-
-
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "digest", "code"),
     [
@@ -191,13 +96,6 @@ def test_a_biased_token_outside_the_vocabulary_never_reaches_a_kernel(
     simulation.run()
     assert simulation.finished["bad"].code == "invalid_request"
     assert simulation.tokens["good"] == simulation.expected(good)
-
-
-def test_a_failed_adapter_is_tried_again(simulation: Simulation) -> None:
-    for _ in range(2):
-        simulation.add("x", digest="missing")
-        simulation.run()
-    assert simulation.loader.num_fetches == 2
 
 
 def test_a_row_that_is_not_finite_ends_alone(simulation: Simulation) -> None:
@@ -307,40 +205,6 @@ def test_random_life_leaks_nothing(simulate: Simulate) -> None:
     counts = stats(simulation)
     assert counts.num_preemptions > 0
     assert counts.num_adapter_evictions > 0
-
-
-@pytest.mark.parametrize(
-    ("num_pages", "sizes", "num_requests"),
-    [(10, {"a": 6, "b": 6}, 2), (20, dict.fromkeys("abcde", 6), 10), (11, {"a": 9, "b": 2, "c": 9}, 6)],
-    ids=["two that exclude each other", "five of which three fit", "large and small"],
-)
-def test_adapters_that_do_not_fit_together_take_turns(
-    simulate: Simulate, num_pages: int, sizes: dict[str, int], num_requests: int
-) -> None:
-    simulation = simulate(num_pages=num_pages, adapters=sizes)
-    names = list(sizes)
-    adds = [simulation.add(f"s{i}", digest=names[i % len(names)], max_tokens=3) for i in range(num_requests)]
-    simulation.run(max_steps=500)
-    for add in adds:
-        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
-    # An adapter that found room may lose it once more to an older request's K and V, not again and again.
-    assert stats(simulation).num_adapter_loads <= 2 * num_requests
-
-
-def test_an_old_request_is_not_overtaken_for_ever(simulate: Simulate) -> None:
-    """A large adapter gets its pages although small requests keep coming."""
-    simulation = simulate(num_pages=12, adapters={"large": 10, "small": 1})
-    for i in range(4):
-        simulation.add(f"early{i}", digest="small", max_tokens=8)
-    simulation.step()
-    simulation.add("old", digest="large", max_tokens=2)
-    for i in range(100):
-        simulation.add(f"late{i}", digest="small", max_tokens=8)
-        simulation.step()
-        if "old" in simulation.finished:
-            break
-    assert simulation.finished["old"].reason == "length"
-    simulation.run()
 
 
 def test_a_load_that_loses_its_adapter_at_once_is_still_answered(simulate: Simulate) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from loramux.engine.pages.eviction import EvictionPolicy, GreedyDual, LeastRecentlyUsed, Reclaimer
 from loramux.engine.pages.page_pool import PageOwner, PagePool
-from tests.engine.simulated_engine import Simulate, stats_of
 
 
 @dataclass(eq=False)
@@ -196,24 +195,3 @@ def test_a_random_life_takes_each_item_once(policy: EvictionPolicy) -> None:
         taken = policy.take(anything)
         idle = [thing for thing in idle if thing is not taken]
     assert policy.take(anything) is None
-
-
-@pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
-def test_a_long_queue_loads_adapters_about_once_a_request(simulate: Simulate, shares: int) -> None:
-    """More wait for resident adapters than the order lists; those behind them must not have theirs loaded in vain."""
-    popular = [f"popular{number}" for number in range(5)]
-    rare = [f"rare{number}" for number in range(20)]
-    simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))
-    rng = random.Random(7)
-    adds = [
-        simulation.add(
-            str(number),
-            max_tokens=8,
-            digest=rng.choice(popular) if rng.random() < 0.7 else rng.choice(rare),
-            share_key=str(number % shares),
-        )
-        for number in range(100)
-    ]
-    simulation.run()
-    assert all(simulation.tokens[add.sequence_id] == simulation.expected(add) for add in adds)
-    assert stats_of(simulation).num_adapter_loads <= len(adds)

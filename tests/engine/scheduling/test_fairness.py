@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_A_LOOK, FairQueue
 from loramux.engine.scheduling.shares import Share, place
 from tests.engine.scheduling.waiting_sequences import admit_next, waiting
-from tests.engine.simulated_engine import Simulate, Simulation, stats_of
+from tests.engine.simulated_engine import Simulate, Simulation
 
 
 def test_shares_take_turns_whoever_came_first() -> None:
@@ -244,63 +244,6 @@ def test_sequences_are_ready_while_their_adapter_is_resident() -> None:
     for sequence in queue.sequences():
         queue.remove(sequence)
     assert (queue.num_waiting, queue.num_cold, queue.num_waiting_tokens) == (0, 0, 0)
-
-
-def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate) -> None:
-    names = {f"adapter{i}": 1 for i in range(100)}
-    simulation = simulate(num_slots=4, adapters=names, max_sequences=4)
-    simulation.loader.is_holding = True
-    for name in names:
-        simulation.add(name, digest=name)
-    base = simulation.add("base", max_tokens=3)
-    for _ in range(5):
-        simulation.step()
-    assert simulation.tokens["base"] == simulation.expected(base)
-    # No more are fetched ahead than may run next.
-    assert simulation.loader.num_fetches <= 5
-    simulation.loader.let_go()
-    simulation.run()
-    assert len(simulation.finished) == 101
-
-
-def test_the_victim_is_of_the_lowest_priority_then_of_the_share_that_was_served_most(simulate: Simulate) -> None:
-    simulation = simulate(num_pages=9, max_sequences=3)
-    simulation.add("greedy", num_prompt=60, max_tokens=60, share_key="greedy")
-    simulation.step()
-    simulation.add("modest", num_prompt=20, max_tokens=80, share_key="modest")
-    simulation.add("urgent", num_prompt=20, max_tokens=60, share_key="greedy", priority=1)
-    while stats_of(simulation).num_preemptions == 0:
-        simulation.step()
-    assert {one.sequence_id for one in simulation.scheduler.running} == {"modest", "urgent"}
-    simulation.run()
-    assert {one.reason for one in simulation.finished.values()} == {"length"}
-
-
-def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(simulate: Simulate) -> None:
-    simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=100)
-    simulation.add("long", num_prompt=1000)
-    simulation.step()
-    simulation.add("short", num_prompt=12)
-    for _ in range(3):
-        simulation.step()
-    assert simulation.tokens["short"]
-    assert not simulation.tokens["long"]
-    simulation.run()
-
-
-def test_rows_that_nobody_begins_with_go_to_the_prompt_under_way(simulate: Simulate) -> None:
-    """What waits is ready, but its pages are not to be had: the long prompt loses no row to it."""
-    simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
-    simulation.add("long", num_prompt=1000, max_tokens=2)
-    simulation.step()
-    for number in range(3):
-        simulation.add(f"waiting{number}", num_prompt=500, max_tokens=9, priority=-1)
-    steps = 1
-    while not simulation.tokens["long"]:
-        simulation.step()
-        steps += 1
-    assert steps <= 1000 // 64 + 3
-    simulation.run()
 
 
 def test_a_flood_costs_a_polite_share_little(simulate: Simulate) -> None:

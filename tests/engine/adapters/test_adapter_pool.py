@@ -1,0 +1,415 @@
+"""Adapters come into the pool, are used and pinned there, and leave it for others in the order of the queue."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from loramux.engine.adapters.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool, Demand
+from loramux.engine.execution.simulation import SimulatedLoader
+from loramux.engine.messages import Abort
+from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.page_pool import PageOwner, PagePool
+from tests.engine.simulated_engine import Clock, Simulate, Simulation, finishes, stats_of
+
+SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
+
+
+class Bench:
+    """A pool of eight pages over a loader that has everything in memory; `load` takes it through all phases."""
+
+    def __init__(self, num_slots: int = 3, sizes: dict[str, int] = SIZES) -> None:
+        self.pages = PagePool(8)
+        self.loader = SimulatedLoader(sizes)
+        self.clock = Clock()
+        self.pool = AdapterPool(
+            self.pages, num_slots, self.loader, Reclaimer(self.pages, LeastRecentlyUsed()), self.clock
+        )
+        self.residency: list[tuple[str, bool]] = []
+        self.pool.on_residency = lambda digest, is_resident: self.residency.append((digest, is_resident))
+
+    def ask(self, *digests: str, **demand: int) -> list[AdapterEntry]:
+        """One poll while sequences wait for these adapters, in this order."""
+        for digest in digests:
+            self.pool.prefetch(digest)
+        settled = self.pool.poll(Demand({digest: position for position, digest in enumerate(digests)}, **demand))
+        self.pages.check_integrity()
+        return settled
+
+    def load(self, *digests: str) -> list[AdapterEntry]:
+        """These adapters, resident and idle."""
+        self.ask(*digests)
+        self.ask(*digests)
+        self.ask()
+        return [self.entry(digest) for digest in digests]
+
+    def entry(self, digest: str) -> AdapterEntry:
+        entry = self.pool.find(digest)
+        assert entry is not None
+        return entry
+
+    @property
+    def phases(self) -> dict[str, AdapterPhase]:
+        return {entry.digest: entry.phase for entry in self.pool.entries()}
+
+
+# Loading
+
+
+def test_an_adapter_is_fetched_then_copied_then_resident() -> None:
+    bench = Bench()
+    entry = bench.pool.prefetch("a")
+    assert entry.phase is AdapterPhase.FETCHING
+    assert bench.ask("a") == []
+    assert (entry.phase, len(entry.pages), bench.pages.num_owned(PageOwner.ADAPTER)) == (AdapterPhase.COPYING, 2, 2)
+    assert bench.pool.is_copying
+    assert bench.ask("a") == [entry]
+    assert (entry.phase, bench.loader.digest_of_slot(entry.slot)) == (AdapterPhase.RESIDENT, "a")
+    assert not bench.pool.is_copying
+    assert (bench.pool.num_loads, bench.residency) == (1, [("a", True)])
+
+
+def test_an_adapter_that_is_known_is_not_fetched_again() -> None:
+    bench = Bench()
+    (entry,) = bench.load("a")
+    assert bench.pool.prefetch("a") is entry
+    assert bench.loader.num_fetches == 1
+
+
+def test_a_load_that_fails_says_why_and_is_forgotten() -> None:
+    bench = Bench()
+    (failed,) = bench.ask("missing")
+    assert (failed.phase, failed.failure) == (AdapterPhase.FAILED, "the store has no such adapter")
+    assert bench.pool.find("missing") is None
+    assert bench.pages.num_free == 8
+
+
+def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
+    bench = Bench()
+    bench.pool.prefetch("a")
+    bench.ask()
+    assert bench.phases == {}
+    assert bench.pages.num_free == 8
+
+
+@pytest.mark.parametrize(
+    ("size", "pinned", "room"),
+    [(9, (), "the whole page pool"), (7, ("a",), "what pinned adapters leave of the page pool")],
+    ids=["beyond the pool", "beyond what pins leave"],
+)
+def test_an_adapter_that_can_never_fit_is_refused(size: int, pinned: tuple[str, ...], room: str) -> None:
+    bench = Bench(sizes={"a": 2, "huge": size})
+    for entry in bench.load(*pinned):
+        bench.pool.pin(entry)
+    (failed,) = bench.ask("huge")
+    assert (failed.phase, failed.failure) == (AdapterPhase.FAILED, f"the adapter is larger than {room}")
+    assert list(bench.phases) == list(pinned)
+
+
+# Use
+
+
+def test_an_adapter_in_use_keeps_its_slot_and_pages() -> None:
+    bench = Bench(num_slots=1)
+    (used,) = bench.load("a")
+    assert bench.pool.acquire(used) == used.slot
+    for _ in range(3):
+        bench.ask("b")
+    assert bench.phases == {"a": AdapterPhase.RESIDENT, "b": AdapterPhase.PLACING}
+    bench.pool.release("a")
+    bench.ask("b")
+    assert bench.phases == {"b": AdapterPhase.COPYING}
+    assert (bench.pool.num_evictions, bench.residency) == (1, [("a", True), ("a", False)])
+
+
+def test_each_use_is_released_before_an_adapter_can_be_evicted() -> None:
+    bench = Bench(num_slots=1)
+    (entry,) = bench.load("a")
+    bench.pool.acquire(entry)
+    bench.pool.acquire(entry)
+    bench.pool.release("a")
+    assert not bench.pool.unload("a")
+    bench.pool.release("a")
+    assert bench.pool.unload("a")
+    with pytest.raises(KeyError):
+        bench.pool.release("a")
+
+
+def test_a_use_is_released_only_once() -> None:
+    bench = Bench()
+    bench.load("a")
+    with pytest.raises(AssertionError):
+        bench.pool.release("a")
+
+
+def test_an_adapter_is_used_only_while_it_is_resident() -> None:
+    bench = Bench()
+    entry = bench.pool.prefetch("a")
+    with pytest.raises(AssertionError):
+        bench.pool.acquire(entry)
+
+
+def test_an_adapter_is_idle_since_its_last_use() -> None:
+    bench = Bench()
+    (entry,) = bench.load("a")
+    bench.pool.acquire(entry)
+    bench.clock.now = 5.0
+    assert bench.pool.idle_s(entry) == 0.0
+    bench.pool.release("a")
+    bench.clock.now = 8.0
+    assert bench.pool.idle_s(entry) == 3.0
+
+
+# Who gives way
+
+
+def test_adapters_that_nobody_waits_for_are_evicted_first() -> None:
+    bench = Bench(num_slots=2)
+    bench.load("b", "a")
+    bench.ask("c", "b")
+    assert set(bench.phases) == {"b", "c"}, "a was used last, but b is waited for"
+
+
+def test_an_adapter_takes_the_room_of_a_later_position_and_of_no_earlier_one() -> None:
+    bench = Bench(num_slots=1)
+    bench.load("a")
+    bench.ask("a", "b")
+    bench.ask("a", "b")
+    assert bench.phases == {"a": AdapterPhase.RESIDENT, "b": AdapterPhase.PLACING}
+    bench.ask("b", "a")
+    assert bench.phases["b"] is AdapterPhase.COPYING
+
+
+def test_the_first_that_finds_no_room_keeps_later_ones_waiting() -> None:
+    bench = Bench()
+    bench.pool.acquire(*bench.load("a"))
+    bench.ask("a", "large", "b")
+    assert bench.phases == {"a": AdapterPhase.RESIDENT, "large": AdapterPhase.PLACING, "b": AdapterPhase.PLACING}
+    assert [bench.pool.num_pages_wanted(position) for position in (0, 1, 2)] == [0, 7, 7]
+    assert [bench.pool.can_spare(1, position) for position in (0, 1, 2)] == [True, False, False]
+
+
+@pytest.mark.parametrize(("short_position", "is_placed"), [(0, False), (1, True)])
+def test_no_adapter_takes_pages_that_an_earlier_sequence_is_short_of(short_position: int, is_placed: bool) -> None:
+    bench = Bench()
+    bench.ask("missing", "a", short_position=short_position)
+    assert (bench.entry("a").phase is AdapterPhase.COPYING) == is_placed
+
+
+@pytest.mark.parametrize(("num_growing", "is_placed"), [(6, True), (7, False)])
+def test_an_adapter_ahead_of_its_turn_leaves_room_for_what_runs(num_growing: int, is_placed: bool) -> None:
+    bench = Bench()
+    bench.ask("a", num_free_sequence_slots=0, num_growing=num_growing)
+    assert (bench.entry("a").phase is AdapterPhase.COPYING) == is_placed
+
+
+# Adapters that leave
+
+
+def test_an_idle_adapter_is_unloaded_at_once() -> None:
+    bench = Bench()
+    bench.load("a")
+    assert bench.pool.unload("a")
+    assert bench.pool.unload("a"), "one that is not there is gone already"
+    assert (bench.pages.num_free, bench.residency[-1]) == (8, ("a", False))
+
+
+@pytest.mark.parametrize("num_polls", [0, 1], ids=["fetching", "placing"])
+def test_an_adapter_on_its_way_is_given_up(num_polls: int) -> None:
+    bench = Bench(num_slots=1)
+    bench.pool.acquire(*bench.load("a"))
+    bench.pool.prefetch("b")
+    for _ in range(num_polls):
+        bench.ask("b")
+    assert bench.phases["b"] is [AdapterPhase.FETCHING, AdapterPhase.PLACING][num_polls]
+    assert bench.pool.unload("b")
+    bench.ask()
+    assert bench.phases == {"a": AdapterPhase.RESIDENT}
+
+
+def test_an_adapter_that_is_being_copied_is_not_unloaded() -> None:
+    bench = Bench()
+    bench.ask("a")
+    assert not bench.pool.unload("a")
+    assert bench.ask("a") == [bench.entry("a")]
+
+
+def test_an_adapter_to_be_evicted_when_idle_goes_with_its_last_use() -> None:
+    bench = Bench()
+    used, _ = bench.load("a", "b")
+    bench.pool.acquire(used)
+    for digest in ("a", "b", "unknown"):
+        bench.pool.evict_when_idle(digest)
+    assert list(bench.phases) == ["a"], "b was idle"
+    assert ("a", False) in bench.residency, "no other sequence begins with it"
+    bench.pool.release("a")
+    assert bench.phases == {}
+    assert bench.pages.num_free == 8
+
+
+# Pins
+
+
+def test_a_pinned_adapter_stays_until_it_is_unpinned() -> None:
+    bench = Bench(num_slots=1)
+    (pinned,) = bench.load("a")
+    bench.pool.pin(pinned)
+    assert bench.pool.num_pinned_pages == 2
+    for _ in range(3):
+        bench.ask("b")
+    assert bench.phases["b"] is AdapterPhase.PLACING
+    bench.pool.unpin("a")
+    bench.ask("b")
+    assert (bench.phases, bench.pool.num_pinned_pages) == ({"b": AdapterPhase.COPYING}, 0)
+
+
+def test_a_sequence_never_has_pinned_pages_and_counts_its_own_adapter_once() -> None:
+    bench = Bench()
+    bench.pool.pin(bench.load("a")[0])
+    assert bench.pool.num_pages_beside(None, 0) == 2
+    assert bench.pool.num_pages_beside("b", 3) == 5
+    assert bench.pool.num_pages_beside("a", 2) == 2
+
+
+# In an engine
+
+
+def test_one_fetch_serves_all_who_wait(simulation: Simulation) -> None:
+    for i in range(6):
+        simulation.add(f"s{i}", digest="a")
+    simulation.run()
+    assert simulation.loader.num_fetches == 1
+
+
+def test_more_adapters_than_slots_all_run(simulate: Simulate, simulation: Simulation) -> None:
+    names = {f"adapter{i}": 1 + i % 3 for i in range(9)}
+    small = simulate(num_slots=2, adapters=names)
+    adds = [small.add(f"s{i}", digest=name) for i, name in enumerate(names)]
+    small.run()
+    for add in adds:
+        assert small.tokens[add.sequence_id] == small.expected(add)
+    assert stats_of(small).num_adapter_evictions == len(names) - 2
+
+
+def test_the_least_recently_used_idle_adapter_is_evicted(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=8, adapters={"a": 2, "b": 2, "c": 2, "d": 3})
+    for digest in ("a", "b", "c", "a"):
+        simulation.add(f"first-{digest}-{len(simulation.finished)}", digest=digest, max_tokens=1)
+        simulation.run()
+    simulation.add("d", digest="d", max_tokens=1)
+    simulation.run()
+    assert [entry.digest for entry in simulation.adapters.entries()] == ["a", "c", "d"]
+
+
+def test_an_in_flight_adapter_is_never_evicted(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=12, num_slots=2, adapters={"a": 3, "b": 3, "c": 3})
+    long = simulation.add("long", digest="a", max_tokens=40)
+    for i in range(10):
+        simulation.add(f"b{i}", digest="b", max_tokens=2)
+        simulation.add(f"c{i}", digest="c", max_tokens=2)
+    simulation.run()
+    assert simulation.tokens["long"] == simulation.expected(long)
+
+
+def test_a_failed_adapter_is_tried_again(simulation: Simulation) -> None:
+    for _ in range(2):
+        simulation.add("x", digest="missing")
+        simulation.run()
+    assert simulation.loader.num_fetches == 2
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "sizes", "num_requests"),
+    [(10, {"a": 6, "b": 6}, 2), (20, dict.fromkeys("abcde", 6), 10), (11, {"a": 9, "b": 2, "c": 9}, 6)],
+    ids=["two that exclude each other", "five of which three fit", "large and small"],
+)
+def test_adapters_that_do_not_fit_together_take_turns(
+    simulate: Simulate, num_pages: int, sizes: dict[str, int], num_requests: int
+) -> None:
+    simulation = simulate(num_pages=num_pages, adapters=sizes)
+    names = list(sizes)
+    adds = [simulation.add(f"s{i}", digest=names[i % len(names)], max_tokens=3) for i in range(num_requests)]
+    simulation.run(max_steps=500)
+    for add in adds:
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
+    # An adapter that found room may lose it once more to an older request's K and V, not again and again.
+    assert stats_of(simulation).num_adapter_loads <= 2 * num_requests
+
+
+def test_an_old_request_is_not_overtaken_for_ever(simulate: Simulate) -> None:
+    """A large adapter gets its pages although small requests keep coming."""
+    simulation = simulate(num_pages=12, adapters={"large": 10, "small": 1})
+    for i in range(4):
+        simulation.add(f"early{i}", digest="small", max_tokens=8)
+    simulation.step()
+    simulation.add("old", digest="large", max_tokens=2)
+    for i in range(100):
+        simulation.add(f"late{i}", digest="small", max_tokens=8)
+        simulation.step()
+        if "old" in simulation.finished:
+            break
+    assert simulation.finished["old"].reason == "length"
+    simulation.run()
+
+
+def test_adapters_of_later_turns_take_no_pages_from_the_first(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=8, max_batch_tokens=128, adapters={"b": 2, "c": 2})
+    simulation.add("b", digest="b", max_tokens=2)
+    simulation.step()
+    head = simulation.add("head", num_prompt=110, max_tokens=2, priority=1)
+    simulation.add("c", digest="c", max_tokens=2)
+    assert finishes(simulation, 100)
+    assert simulation.tokens["head"] == simulation.expected(head)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_an_adapter_without_a_slot_is_not_kept_out_by_streams_for_others(simulate: Simulate, num_slots: int) -> None:
+    names = [f"stream{i}" for i in range(num_slots)]
+    simulation = simulate(num_pages=200, num_slots=num_slots, adapters={**dict.fromkeys(names, 1), "late": 1})
+    for turn in range(400):
+        for name in names:
+            if turn % 4 == 0:
+                simulation.add(f"{name}-{turn}", digest=name, max_tokens=8, share_key="streams")
+        if turn == 10:
+            simulation.add("late", digest="late", max_tokens=2, share_key="late")
+        simulation.step()
+        if "late" in simulation.finished:
+            break
+    assert simulation.finished["late"].reason == "length"
+
+
+def test_adapters_that_nobody_wants_any_more_are_let_go(simulate: Simulate) -> None:
+    names = {f"a{i}": 2 for i in range(50)}
+    simulation = simulate(num_pages=70, num_slots=1, adapters={**names, "busy": 1})
+    simulation.add("busy", num_prompt=5, max_tokens=400, digest="busy")
+    simulation.step()
+    simulation.step()
+    for name in names:
+        simulation.add(name, digest=name)
+        simulation.step()
+        simulation.engine.abort(b"gateway", Abort(sequence_id=name))
+    simulation.step()
+    assert [entry.digest for entry in simulation.adapters.entries()] == ["busy"]
+    simulation.run()
+
+
+@pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
+def test_a_long_queue_loads_adapters_about_once_a_request(simulate: Simulate, shares: int) -> None:
+    """More wait for resident adapters than the order lists; those behind them must not have theirs loaded in vain."""
+    popular = [f"popular{number}" for number in range(5)]
+    rare = [f"rare{number}" for number in range(20)]
+    simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))
+    rng = random.Random(7)
+    adds = [
+        simulation.add(
+            str(number),
+            max_tokens=8,
+            digest=rng.choice(popular) if rng.random() < 0.7 else rng.choice(rare),
+            share_key=str(number % shares),
+        )
+        for number in range(100)
+    ]
+    simulation.run()
+    assert all(simulation.tokens[add.sequence_id] == simulation.expected(add) for add in adds)
+    assert stats_of(simulation).num_adapter_loads <= len(adds)

@@ -1,0 +1,176 @@
+"""Sequences grow by pages, begin with prefixes that others filled, and give back what they held."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.engine.messages import Add
+from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.kv_pages import KvPages
+from loramux.engine.pages.page_pool import PageOwner, PagePool
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.sequence import Sequence
+from tests.engine.simulated_engine import GREEDY, Simulate, stats_of
+
+PAGE_TOKENS = 4
+OWNER = b"owner"
+TOKENS = tuple(range(100, 120))
+
+
+class Bench:
+    """Pages of sequences over a small pool; `compute` stands for the steps that fill them."""
+
+    def __init__(self, num_pages: int = 8) -> None:
+        self.pages = PagePool(num_pages)
+        reclaimer = Reclaimer(self.pages, LeastRecentlyUsed())
+        self.cache = PrefixCache(self.pages, reclaimer.policy, PAGE_TOKENS)
+        self.kv = KvPages(self.pages, reclaimer, self.cache, PAGE_TOKENS)
+
+    def sequence(self, num_prompt: int, isolation_key: bytes = OWNER) -> Sequence:
+        add = Add(
+            sequence_id="s", prompt=TOKENS[:num_prompt], max_tokens=4, sampling=GREEDY, isolation_key=isolation_key
+        )
+        return Sequence(add=add, owner=b"gateway", arrival=0, seed=0)
+
+    def compute(self, sequence: Sequence, num_tokens: int) -> None:
+        assert self.kv.grow(sequence, num_tokens)
+        sequence.num_computed += num_tokens
+        self.kv.offer(sequence)
+
+    def begin(self, num_prompt: int, isolation_key: bytes = OWNER) -> Sequence:
+        """A sequence that has computed its prompt, behind what the cache had of it."""
+        sequence = self.sequence(num_prompt, isolation_key)
+        self.kv.attach(sequence, self.kv.find_prefix(sequence))
+        self.compute(sequence, num_prompt - sequence.num_computed)
+        return sequence
+
+
+@pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 1), (4, 1), (5, 2), (12, 3)])
+def test_a_sequence_grows_by_as_few_pages_as_hold_its_tokens(num_tokens: int, num_pages: int) -> None:
+    bench = Bench()
+    sequence = bench.sequence(20)
+    assert bench.kv.grow(sequence, num_tokens)
+    assert (len(sequence.pages), sequence.num_room) == (num_pages, num_pages * PAGE_TOKENS)
+    assert bench.pages.num_owned(PageOwner.KV) == num_pages
+
+
+def test_room_on_the_last_page_is_used_before_another_is_taken() -> None:
+    bench = Bench(num_pages=2)
+    sequence = bench.begin(5)
+    for _ in range(3):
+        bench.compute(sequence, 1)
+    assert (len(sequence.pages), bench.pages.num_free) == (2, 0)
+    assert not bench.kv.grow(sequence, 1)
+
+
+def test_growth_that_does_not_fit_takes_nothing() -> None:
+    bench = Bench(num_pages=3)
+    bench.begin(8)
+    refused = bench.sequence(8, b"another")
+    assert not bench.kv.grow(refused, 8)
+    assert (len(refused.pages), refused.num_room, bench.pages.num_free) == (0, 0, 1)
+
+
+def test_growth_evicts_prefixes_that_nobody_uses() -> None:
+    bench = Bench(num_pages=3)
+    bench.kv.detach(bench.begin(8))
+    assert (len(bench.cache), bench.pages.num_free) == (2, 1)
+    assert bench.kv.grow(bench.sequence(12, b"another"), 12)
+    assert (len(bench.cache), bench.cache.num_evictions, bench.pages.num_free) == (0, 2, 0)
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
+    bench = Bench(num_pages=3)
+    bench.kv.detach(bench.begin(12))
+    assert bench.kv.grow(bench.sequence(4, b"another"), 4)
+    assert [cached.page for cached in bench.kv.find_prefix(bench.sequence(13))] == [0, 1]
+
+
+def test_a_sequence_that_leaves_gives_back_all_but_what_the_cache_keeps() -> None:
+    bench = Bench()
+    sequence = bench.begin(10)
+    assert bench.pages.num_free == 5
+    bench.kv.detach(sequence)
+    assert (len(sequence.pages), sequence.num_computed, sequence.num_room) == (0, 0, 0)
+    # The third page was not full: nobody could begin with it.
+    assert (bench.pages.num_free, bench.cache.num_idle) == (6, 2)
+    bench.pages.check_integrity()
+
+
+def test_a_sequence_begins_with_the_pages_that_another_filled() -> None:
+    bench = Bench()
+    first = bench.begin(10)
+    second = bench.sequence(11)
+    bench.kv.attach(second, bench.kv.find_prefix(second))
+    assert list(second.pages) == list(first.pages[:2])
+    assert second.num_computed == second.num_room == 8
+    bench.kv.detach(first)
+    assert all(cached.num_users == 1 for cached in bench.kv.find_prefix(second)), "one of two users is gone"
+    bench.pages.check_integrity()
+
+
+@pytest.mark.parametrize(("num_prompt", "num_pages"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_a_prefix_leaves_at_least_one_token_to_compute(num_prompt: int, num_pages: int) -> None:
+    bench = Bench()
+    bench.begin(12)
+    prefix = bench.kv.find_prefix(bench.sequence(num_prompt))
+    assert len(prefix) == num_pages
+    assert bench.kv.num_tokens_in(prefix) == num_pages * PAGE_TOKENS < num_prompt
+
+
+@pytest.mark.parametrize("isolation_key", [b"another", b""], ids=["another owner", "no key"])
+def test_a_prefix_is_found_by_its_owner_alone(isolation_key: bytes) -> None:
+    bench = Bench()
+    bench.begin(12)
+    assert bench.kv.find_prefix(bench.sequence(12, isolation_key)) == []
+
+
+def test_pages_are_offered_once_they_are_full() -> None:
+    bench = Bench()
+    sequence = bench.sequence(9)
+    for num_tokens, num_offered in [(3, 0), (1, 1), (3, 1), (1, 2)]:
+        bench.compute(sequence, num_tokens)
+        assert len(bench.cache) == num_offered
+
+
+def test_a_sequence_that_may_be_broken_offers_nothing() -> None:
+    bench = Bench()
+    sequence = bench.sequence(12)
+    sequence.is_tainted = True
+    bench.compute(sequence, 12)
+    assert len(bench.cache) == 0
+
+
+def test_what_a_broken_sequence_has_offered_is_found_no_more() -> None:
+    bench = Bench()
+    sequence = bench.begin(12)
+    bench.kv.disown(sequence)
+    assert bench.kv.find_prefix(bench.sequence(12)) == []
+    bench.kv.detach(sequence)
+    assert bench.pages.num_free == 8
+
+
+def test_a_prefix_that_nobody_uses_counts_as_pages_taken_from_others() -> None:
+    """They are evictable until the sequence begins with them."""
+    bench = Bench()
+    first = bench.begin(8)
+    prefix = bench.kv.find_prefix(bench.sequence(12))
+    assert bench.kv.num_pages_to_begin(prefix, 4) == 1
+    bench.kv.detach(first)
+    assert bench.kv.num_pages_to_begin(prefix, 4) == 3
+
+
+def test_the_most_tokens_are_those_of_the_pool_beside_other_pages() -> None:
+    assert [Bench(num_pages=8).kv.max_tokens(num_other_pages) for num_other_pages in (0, 3, 8)] == [32, 20, 0]
+
+
+def test_pages_of_idle_adapters_serve_kv(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=10, adapters={"a": 5, "b": 4})
+    for digest in ("a", "b"):
+        simulation.add(digest, digest=digest, max_tokens=1)
+        simulation.run()
+    assert stats_of(simulation).num_adapter_pages == 9
+    add = simulation.add("base", num_prompt=60, max_tokens=20)
+    simulation.run()
+    assert simulation.tokens["base"] == simulation.expected(add)
+    assert stats_of(simulation).num_adapter_evictions == 1

@@ -1,0 +1,342 @@
+"""What each step runs: decode rows, chunks of prompts within the budget, new sequences, and who is preempted."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool
+from loramux.engine.execution.simulation import SimulatedLoader
+from loramux.engine.messages import Add
+from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.kv_pages import KvPages
+from loramux.engine.pages.page_pool import PagePool
+from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from loramux.engine.sequence import Sequence, SequenceState
+from tests.engine.simulated_engine import GREEDY, Simulate, Simulation, finishes, stats_of
+
+PAGE_TOKENS = 4
+
+
+class Bench:
+    """A scheduler over real pages and adapters; each step is over as soon as it is scheduled, and always chooses 7."""
+
+    def __init__(
+        self,
+        num_pages: int = 64,
+        max_batch_tokens: int = 16,
+        max_sequences: int = 4,
+        sizes: dict[str, int] | None = None,
+    ) -> None:
+        self.pages = PagePool(num_pages)
+        reclaimer = Reclaimer(self.pages, LeastRecentlyUsed())
+        self.loader = SimulatedLoader(sizes or {})
+        self.adapters = AdapterPool(self.pages, 4, self.loader, reclaimer)
+        kv = KvPages(self.pages, reclaimer, PrefixCache(self.pages, reclaimer.policy, PAGE_TOKENS), PAGE_TOKENS)
+        limits = SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences)
+        self.scheduler = Scheduler(kv, self.adapters, limits)
+        self._arrivals = itertools.count()
+
+    def add(self, name: str, num_prompt: int = 3, max_tokens: int = 50, **fields: object) -> Sequence:
+        add = Add(sequence_id=name, prompt=(1,) * num_prompt, max_tokens=max_tokens, sampling=GREEDY, **fields)
+        sequence = Sequence(add=add, owner=b"gateway", arrival=next(self._arrivals), seed=0)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> dict[str, int]:
+        """The rows of each sequence in the next step, in the step's order."""
+        self.adapters.poll(self.scheduler.order_waiting())
+        scheduled = self.scheduler.schedule()
+        self.scheduler.advance(scheduled)
+        for sequence in [item.sequence for item in scheduled]:
+            if sequence.num_computed == sequence.num_tokens:
+                sequence.choose(0)
+                sequence.commit(7)
+                self.scheduler.queue.charge_outputs([sequence])
+            sequence.has_run = True
+            if sequence.is_chosen_out:
+                self.scheduler.finish(sequence)
+        self.pages.check_integrity()
+        return {item.sequence.sequence_id: item.num_tokens for item in scheduled}
+
+    @property
+    def running(self) -> set[str]:
+        return {sequence.sequence_id for sequence in self.scheduler.running}
+
+
+# The token budget
+
+
+def test_decode_rows_come_before_prompts_and_prompts_fill_the_budget() -> None:
+    bench = Bench(max_batch_tokens=16)
+    bench.add("short")
+    assert bench.step() == {"short": 3}
+    bench.add("long", num_prompt=40)
+    steps = [bench.step() for _ in range(4)]
+    assert [step["short"] for step in steps] == [1, 1, 1, 1]
+    assert [step["long"] for step in steps] == [15, 15, 10, 1]
+
+
+def test_prompts_under_way_keep_a_quarter_for_prompts_that_fit_into_it() -> None:
+    bench = Bench(max_batch_tokens=16)
+    bench.add("long", num_prompt=100)
+    assert bench.step() == {"long": 16}
+    bench.add("short", num_prompt=3)
+    assert bench.step() == {"long": 13, "short": 3}
+    bench.add("larger", num_prompt=5)
+    assert bench.step() == {"long": 15, "short": 1}, "rows that nobody begins with go back"
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    bench = Bench(max_sequences=2)
+    for name in ("first", "second", "third"):
+        bench.add(name, max_tokens=2)
+    assert bench.step().keys() == bench.step().keys() == {"first", "second"}
+    assert bench.step().keys() == {"third"}
+
+
+def test_a_sequence_that_reaches_its_limit_gives_back_all_it_held() -> None:
+    bench = Bench(sizes={"a": 2})
+    sequence = bench.add("s", num_prompt=9, max_tokens=2, digest="a")
+    while sequence.state is not SequenceState.FINISHED:
+        bench.step()
+    assert (bench.running, bench.scheduler.has_work) == (set(), False)
+    assert bench.pages.num_free == 64 - 2
+    assert bench.adapters.unload("a"), "its adapter is idle"
+
+
+# Adapters
+
+
+def test_rows_of_one_adapter_are_side_by_side() -> None:
+    bench = Bench(max_sequences=5, sizes={"a": 1, "b": 1})
+    for name, digest in [("1", "a"), ("2", "b"), ("3", None), ("4", "a"), ("5", "b")]:
+        bench.add(name, digest=digest)
+    for _ in range(3):
+        order = list(bench.step())
+    assert len(order) == 5
+    assert abs(order.index("1") - order.index("4")) == abs(order.index("2") - order.index("5")) == 1
+
+
+def test_a_sequence_whose_adapter_loads_is_passed_over() -> None:
+    bench = Bench(sizes={"a": 1})
+    bench.loader.hold()
+    bench.add("cold", digest="a", priority=9)
+    bench.add("base")
+    assert bench.step() == {"base": 3}
+    bench.loader.let_go()
+    for _ in range(2):
+        bench.step()
+    assert bench.running == {"cold", "base"}
+
+
+def test_a_sequence_that_never_fits_beside_its_adapter_is_handed_out_once() -> None:
+    bench = Bench(num_pages=4, sizes={"a": 2})
+    sequence = bench.add("s", num_prompt=5, max_tokens=4, digest="a")
+    for _ in range(3):
+        assert bench.step() == {}
+    assert set(bench.scheduler.take_unfit()) == {sequence}
+    assert bench.scheduler.take_unfit() == []
+    assert bench.scheduler.max_tokens(num_adapter_pages=2) == 8
+
+
+def test_the_demand_names_adapters_in_the_order_of_the_queue() -> None:
+    bench = Bench(max_sequences=3, sizes={"a": 1, "b": 1})
+    bench.loader.hold()
+    bench.add("running")
+    bench.step()
+    for name, digest, priority in [("1", "a", 0), ("2", "b", 1), ("3", "a", 2), ("4", None, 3)]:
+        bench.add(name, digest=digest, priority=priority)
+    demand = bench.scheduler.order_waiting()
+    assert list(demand.queue_positions.items()) == [("a", 1), ("b", 2)]
+    assert (demand.num_free_sequence_slots, demand.num_growing, demand.short_position) == (2, 1, NOT_SHORT)
+
+
+# Preemption
+
+
+def begin_all(bench: Bench, *sequences: Sequence) -> None:
+    """Run them until each has filled its first page and needs a second one next."""
+    for _ in range(2):
+        bench.step()
+    assert [len(sequence.pages) for sequence in sequences] == [1] * len(sequences)
+
+
+@pytest.mark.parametrize(
+    ("priorities", "victim"), [((0, 0, 0), "c"), ((-1, 0, 0), "a"), ((0, -1, 1), "b")], ids=["youngest", "a", "b"]
+)
+def test_the_victim_is_the_youngest_of_the_lowest_priority(priorities: tuple[int, ...], victim: str) -> None:
+    bench = Bench(num_pages=4)
+    begin_all(bench, *(bench.add(name, priority=priority) for name, priority in zip("abc", priorities, strict=True)))
+    bench.step()
+    assert bench.scheduler.num_preemptions == 1
+    assert bench.running == set("abc") - {victim}
+
+
+def test_among_equals_the_victim_is_of_the_share_that_was_served_most() -> None:
+    bench = Bench(num_pages=6)
+    shares = {"1": "greedy", "2": "greedy", "3": "x", "4": "y"}
+    begin_all(bench, *(bench.add(name, share_key=share) for name, share in shares.items()))
+    bench.step()
+    assert bench.scheduler.num_preemptions == 1
+    assert bench.running == {"1", "3", "4"}
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    """The victim, or one that waits, would take the pages straight back."""
+    bench = Bench(num_pages=4)
+    bench.add("a")
+    victim = bench.add("victim", num_prompt=11, priority=-1)
+    for _ in range(2):
+        bench.step()
+    bench.add("waiting", num_prompt=2)
+    assert bench.step() == {"a": 1}
+    assert (victim.state, len(victim.pages), victim.num_computed) == (SequenceState.WAITING, 0, 0)
+    assert bench.step() == {"a": 1, "waiting": 2}
+
+
+def test_a_victim_comes_back_with_room_for_all_it_had_and_computes_it_again() -> None:
+    bench = Bench(num_pages=4)
+    bench.add("a", max_tokens=6)
+    victim = bench.add("victim", num_prompt=11, priority=-1)
+    for _ in range(3):
+        bench.step()
+    assert victim.num_tokens == 13
+    while bench.scheduler.running:
+        assert "victim" not in bench.step(), "its four pages are not free"
+    assert bench.step() == {"victim": 13}
+    assert bench.step() == {"victim": 1}
+
+
+def test_nobody_is_preempted_while_pages_of_a_copy_are_about_to_be_evictable() -> None:
+    bench = Bench(num_pages=3, sizes={"a": 1})
+    begin_all(bench, bench.add("x"), bench.add("y"))
+    bench.add("waiting", digest="a")
+    bench.loader.hold()
+    assert bench.step() == {}, "both need a page, and the last one is being copied to"
+    assert bench.scheduler.is_short_of_pages
+    assert bench.running == {"x", "y"}
+    bench.loader.let_go()
+    assert bench.step() == {"x": 1}, "the idle adapter gave its page up"
+
+
+# In an engine
+
+
+def test_sequences_of_one_adapter_are_adjacent(simulation: Simulation) -> None:
+    for i, digest in enumerate(["a", "b", "a", None, "b", "a"]):
+        simulation.add(f"s{i}", digest=digest, max_tokens=6)
+    simulation.run()
+    for batch in simulation.executor.batches:
+        seen = [slot for i, slot in enumerate(batch.slots) if i == 0 or slot != batch.slots[i - 1]]
+        assert len(seen) == len(set(seen))
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_decode_goes_on(simulation: Simulation) -> None:
+    short = simulation.add("short", num_prompt=4, max_tokens=12)
+    simulation.step()
+    long = simulation.add("long", num_prompt=300, max_tokens=3)
+    received = len(simulation.tokens["short"])
+    for expected in range(received + 1, received + 5):
+        simulation.step()
+        assert len(simulation.tokens["short"]) == expected, "decode must not wait for the prompt"
+    simulation.run()
+    assert simulation.tokens["short"] == simulation.expected(short)
+    assert simulation.tokens["long"] == simulation.expected(long)
+    assert max(len(batch.tokens) for batch in simulation.executor.batches) <= 64
+
+
+def test_base_traffic_does_not_wait_for_a_loading_adapter(simulation: Simulation) -> None:
+    simulation.loader.is_holding = True
+    waiting = simulation.add("waiting", digest="a")
+    base = simulation.add("base")
+    for _ in range(8):
+        simulation.step()
+    assert simulation.tokens["base"] == simulation.expected(base)
+    assert "waiting" not in simulation.finished
+    simulation.loader.let_go()
+    simulation.run()
+    assert simulation.tokens["waiting"] == simulation.expected(waiting)
+
+
+def test_preempted_sequences_are_computed_again_and_end_right(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=12, adapters={"a": 2})
+    adds = [simulation.add(f"s{i}", num_prompt=20, max_tokens=60, digest="a" if i % 2 else None) for i in range(5)]
+    simulation.run()
+    for add in adds:
+        assert simulation.tokens[add.sequence_id] == simulation.expected(add)
+        assert simulation.finished[add.sequence_id].completion_tokens == 60
+    assert stats_of(simulation).num_preemptions > 0
+
+
+def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate) -> None:
+    names = {f"adapter{i}": 1 for i in range(100)}
+    simulation = simulate(num_slots=4, adapters=names, max_sequences=4)
+    simulation.loader.is_holding = True
+    for name in names:
+        simulation.add(name, digest=name)
+    base = simulation.add("base", max_tokens=3)
+    for _ in range(5):
+        simulation.step()
+    assert simulation.tokens["base"] == simulation.expected(base)
+    # No more are fetched ahead than may run next.
+    assert simulation.loader.num_fetches <= 5
+    simulation.loader.let_go()
+    simulation.run()
+    assert len(simulation.finished) == 101
+
+
+def test_the_victim_is_of_the_lowest_priority_then_of_the_share_that_was_served_most(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=9, max_sequences=3)
+    simulation.add("greedy", num_prompt=60, max_tokens=60, share_key="greedy")
+    simulation.step()
+    simulation.add("modest", num_prompt=20, max_tokens=80, share_key="modest")
+    simulation.add("urgent", num_prompt=20, max_tokens=60, share_key="greedy", priority=1)
+    while stats_of(simulation).num_preemptions == 0:
+        simulation.step()
+    assert {one.sequence_id for one in simulation.scheduler.running} == {"modest", "urgent"}
+    simulation.run()
+    assert {one.reason for one in simulation.finished.values()} == {"length"}
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(simulate: Simulate) -> None:
+    simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=100)
+    simulation.add("long", num_prompt=1000)
+    simulation.step()
+    simulation.add("short", num_prompt=12)
+    for _ in range(3):
+        simulation.step()
+    assert simulation.tokens["short"]
+    assert not simulation.tokens["long"]
+    simulation.run()
+
+
+def test_rows_that_nobody_begins_with_go_to_the_prompt_under_way(simulate: Simulate) -> None:
+    """What waits is ready, but its pages are not to be had: the long prompt loses no row to it."""
+    simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
+    simulation.add("long", num_prompt=1000, max_tokens=2)
+    simulation.step()
+    for number in range(3):
+        simulation.add(f"waiting{number}", num_prompt=500, max_tokens=9, priority=-1)
+    steps = 1
+    while not simulation.tokens["long"]:
+        simulation.step()
+        steps += 1
+    assert steps <= 1000 // 64 + 3
+    simulation.run()
+
+
+def test_a_prompt_that_is_cut_into_chunks_gets_on_beside_adapters_that_come(simulate: Simulate) -> None:
+    for num_pages, num_prompt, num_adapters, size, budget in itertools.product(
+        (10, 12), (120, 150), (2, 4), (1, 3), (16, 32)
+    ):
+        names = {f"a{i}": size for i in range(num_adapters)}
+        simulation = simulate(num_pages=num_pages, max_batch_tokens=budget, adapters=names)
+        long = simulation.add("long", num_prompt=num_prompt, max_tokens=4)
+        for name in names:
+            simulation.add(name, digest=name, max_tokens=2)
+            simulation.step()
+        assert finishes(simulation, 300)
+        assert simulation.tokens["long"] == simulation.expected(long)
