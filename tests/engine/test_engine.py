@@ -6,12 +6,8 @@ import random
 
 import pytest
 
-from loramux.engine.messages import Abort, AdapterState, Load, SamplingParams, StatsRequest, Unload
-from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulate, Simulation
-
-
-def stats(simulation: Simulation):  # type: ignore[no-untyped-def]
-    return simulation.engine.stats(StatsRequest(call_id="s"))
+from loramux.engine.messages import Abort, AdapterState, Load, SamplingParams, Unload
+from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulate, Simulation, stats_of
 
 
 def test_one_sequence_runs_to_its_limit(simulation: Simulation) -> None:
@@ -27,8 +23,8 @@ def test_a_batch_mixes_adapters_and_base(simulation: Simulation) -> None:
     simulation.run()
     for add in adds:
         assert simulation.tokens[add.sequence_id] == simulation.expected(add)
-    assert stats(simulation).max_adapters_in_step == 3
-    assert stats(simulation).mixed_steps >= 1
+    assert stats_of(simulation).max_adapters_in_step == 3
+    assert stats_of(simulation).mixed_steps >= 1
 
 
 def test_the_simulation_notices_pages_that_are_mixed_up(simulation: Simulation) -> None:
@@ -153,7 +149,7 @@ def test_unload_waits_for_the_last_user(simulation: Simulation) -> None:
         messages = [one.message for one in simulation.engine.take_outbox()]
         answers += [one for one in messages if isinstance(one, AdapterState)]
     assert [(one.call_id, one.state) for one in answers] == [("u", "absent")]
-    assert stats(simulation).num_adapter_pages == 0
+    assert stats_of(simulation).num_adapter_pages == 0
 
 
 def test_load_is_answered_once_resident(simulation: Simulation) -> None:
@@ -202,7 +198,7 @@ def test_random_life_leaks_nothing(simulate: Simulate) -> None:
         assert received == expected[: len(received)]
         if simulation.finished[name].reason == "length":
             assert received == expected
-    counts = stats(simulation)
+    counts = stats_of(simulation)
     assert counts.num_preemptions > 0
     assert counts.num_adapter_evictions > 0
 

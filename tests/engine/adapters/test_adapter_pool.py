@@ -181,6 +181,13 @@ def test_an_adapter_takes_the_room_of_a_later_position_and_of_no_earlier_one() -
     assert bench.phases["b"] is AdapterPhase.COPYING
 
 
+def test_fetched_adapters_get_room_in_the_order_of_the_queue() -> None:
+    bench = Bench(num_slots=1)
+    bench.pool.prefetch("b")
+    bench.ask("a", "b")
+    assert bench.phases == {"b": AdapterPhase.PLACING, "a": AdapterPhase.COPYING}
+
+
 def test_the_first_that_finds_no_room_keeps_later_ones_waiting() -> None:
     bench = Bench()
     bench.pool.acquire(*bench.load("a"))

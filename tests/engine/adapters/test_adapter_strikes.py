@@ -45,3 +45,17 @@ def test_an_adapter_is_served_again_once_its_strikes_are_forgotten(simulation: S
     simulation.run()
     assert simulation.finished["refused"].code == "adapter_quarantined"
     assert simulation.tokens["served"] == simulation.expected(add)
+
+
+def test_a_step_with_many_broken_rows_of_one_adapter_is_one_strike(simulation: Simulation) -> None:
+    for i in range(4):
+        simulation.add(f"s{i}", digest="a", max_tokens=20)
+    for _ in range(3):
+        simulation.step()
+    simulation.executor.not_finite_for.add("a")
+    simulation.step()
+    simulation.step()
+    simulation.executor.not_finite_for.clear()
+    later = simulation.add("later", digest="a", max_tokens=3)
+    simulation.run()
+    assert simulation.tokens["later"] == simulation.expected(later)

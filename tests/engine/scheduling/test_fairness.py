@@ -10,10 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loramux.engine.messages import Add
 from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_A_LOOK, FairQueue
 from loramux.engine.scheduling.shares import Share, place
-from tests.engine.scheduling.waiting_sequences import admit_next, waiting
-from tests.engine.simulated_engine import Simulate, Simulation
+from loramux.engine.sequence import Sequence
+from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
+
+
+def waiting(queue: FairQueue, arrival: int, share: str = "", num_prompt: int = 10, **fields: object) -> Sequence:
+    add = Add(
+        sequence_id=str(arrival), prompt=(0,) * num_prompt, max_tokens=10, sampling=GREEDY, share_key=share, **fields
+    )
+    sequence = Sequence(add=add, owner=b"", arrival=arrival, seed=0)
+    queue.add(sequence)
+    return sequence
+
+
+def admit_next(queue: FairQueue) -> Sequence:
+    (sequence,) = queue.order(1, 0)
+    queue.admit(sequence, sequence.num_tokens)
+    return sequence
 
 
 def test_shares_take_turns_whoever_came_first() -> None:
@@ -288,3 +304,30 @@ def test_counters_do_not_depend_on_the_order_of_equal_work(simulate: Simulate) -
     queue = simulation.scheduler.queue
     served = {share.key: share.served for share in queue._idle.values()}
     assert served["x"] == pytest.approx(served["y"], abs=40)
+
+
+def test_who_comes_to_an_idle_engine_owes_as_little_as_who_left_it(simulate: Simulate) -> None:
+    simulation = simulate(num_pages=400, max_sequences=4)
+    for i in range(30):
+        simulation.add(f"old{i}", num_prompt=60, max_tokens=40, share_key="old")
+    simulation.run()
+    for i in range(60):
+        simulation.add(f"new{i}", num_prompt=10, max_tokens=10, share_key="new")
+    simulation.step()
+    for i in range(10):
+        simulation.add(f"again{i}", num_prompt=10, max_tokens=10, share_key="old")
+    simulation.finished.clear()
+    simulation.run()
+    ends = list(simulation.finished)
+    assert max(ends.index(f"again{i}") for i in range(10)) < 40
+
+
+def test_weights_hold_however_many_shares_wait() -> None:
+    queue, arrival = FairQueue(), 0
+    num_shares = 2 * MAX_ROUNDS
+    for _ in range(60):
+        for share in range(num_shares):
+            waiting(queue, arrival, str(share), weight=5 if share == 0 else 1)
+            arrival += 1
+    served = Counter(admit_next(queue).add.share_key for _ in range(10 * num_shares))
+    assert 3 * served["1"] <= served["0"] <= 7 * served["1"]
