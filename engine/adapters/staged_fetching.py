@@ -13,7 +13,9 @@ from loramux.engine.adapters.adapter_fetching import Outcome
 class StagedFetcher:
     """Takes adapters from host memory where they are there, else has the staging process put them there.
 
-    No thread of this process works for it. `wake` is called where there is an outcome that nothing else tells of.
+    No thread of this process works for it: a thread takes the interpreter's lock after each of its system calls, an S3
+    client for milliseconds at a time, and a step that finds the lock taken sleeps until it is woken, which takes a
+    tenth of a millisecond. `wake` is called where there is an outcome that nothing else tells of.
     """
 
     def __init__(self, staging: StagingProcess, host: HostStore, num_at_once: int, wake: Callable[[], None]) -> None:
