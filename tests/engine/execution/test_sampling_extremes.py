@@ -276,8 +276,9 @@ def test_edits_at_their_ends_are_those_of_the_definition(
     if penalties is not None:
         penalties.apply(changed, len(answer))
     assert torch.isfinite(changed).all()
-    # Of the largest term, since terms may cancel.
-    scale = np.abs(logits.double().numpy()).clip(min=100.0) * max(1, params.repetition_penalty)
+    # Of the largest term, since terms may cancel. A repetition penalty multiplies some logits and divides others.
+    penalty = params.repetition_penalty
+    scale = np.abs(logits.double().numpy()).clip(min=100.0) * max(1, penalty, 1 / penalty)
     assert (np.abs(changed.double().numpy() - expected) <= 1e-6 * scale).all()
 
 
