@@ -64,7 +64,7 @@ def architecture_picture() -> str:
         x += width + MARGIN
         bottom = max(bottom, y)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {x:g} {bottom:g}" role="img">'
-    title = "<title>The packages of loramux: each imports only those below it and the folders to its right</title>"
+    title = "<title>The packages of loramux: each imports what is below it, and folders further to the right</title>"
     return "\n".join([head, title, f"<style>{STYLE}</style>", *drawn, "</svg>", ""])
 
 
