@@ -2,6 +2,14 @@
 
 boto3's timeouts are for one operation on a socket. A server that sends a byte every four seconds never trips them, so
 each attempt also has a timer that shuts its connections down.
+
+botocore has no public way to its connections: its events hand out the request before it is sent and the answer once its
+head is complete. So two of its private names are used, in `connect` alone:
+
+- `BaseClient._endpoint`, the way from a client to its HTTP session;
+- `URLLib3Session._pool_classes_by_scheme`, from which the session makes its connections, through proxies too.
+
+`test_s3_connections.py` fails when botocore changes either, or what they mean.
 """
 
 from __future__ import annotations
@@ -10,6 +18,7 @@ import os
 import socket
 import threading
 from contextlib import suppress
+from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +58,8 @@ def connect(limits: S3Limits) -> S3Client:
             response_checksum_validation="when_required",
         ),
     )
-    _watch_connections(client)
+    private: Any = client
+    private._endpoint.http_session._pool_classes_by_scheme.update(http=_HttpPool, https=_HttpsPool)
     return client
 
 
@@ -74,14 +84,14 @@ class AttemptTimer:
                 _shut_down(connection)
 
     def __enter__(self) -> AttemptTimer:
-        _current.timer = self
+        _current_timer.set(self)
         self._timer.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _current.timer = None
+        _current_timer.set(None)
         self._timer.cancel()
         with self._lock:
             # The connections may be another attempt's from here on.
@@ -95,13 +105,8 @@ class AttemptTimer:
                     _shut_down(connection)
 
 
-class _Current(threading.local):
-    """The timer of the attempt that this thread makes: boto3 hands nothing through to its connections."""
-
-    timer: AttemptTimer | None = None
-
-
-_current = _Current()
+_current_timer: ContextVar[AttemptTimer | None] = ContextVar("_current_timer", default=None)
+"""The timer of the attempt that this thread makes: boto3 hands nothing through to its connections."""
 
 
 def _shut_down(connection: Any) -> None:
@@ -124,8 +129,9 @@ class _Timed:
         return super().request(*args, **kwargs)  # type: ignore[misc]
 
     def _tell(self) -> None:
-        if _current.timer is not None:
-            _current.timer.use(self)
+        timer = _current_timer.get()
+        if timer is not None:
+            timer.use(self)
 
 
 class _HttpConnection(_Timed, AWSHTTPConnection):  # type: ignore[misc]
@@ -142,8 +148,3 @@ class _HttpPool(AWSHTTPConnectionPool):
 
 class _HttpsPool(AWSHTTPSConnectionPool):
     ConnectionCls = _HttpsConnection
-
-
-def _watch_connections(client: Any) -> None:
-    # botocore has no public way to its connections. Should these names change, this fails at start, not in service.
-    client._endpoint.http_session._pool_classes_by_scheme.update(http=_HttpPool, https=_HttpsPool)
