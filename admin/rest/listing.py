@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar, overload
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_type_hints, overload
 
 from fastapi import Query
 from typing_extensions import TypedDict
@@ -18,9 +20,6 @@ Document = dict[str, Any]
 
 IDENTIFIER = r"^[a-z]{3}_[0-9a-f]{32}$"
 
-Limit = Annotated[int, Query(ge=1, le=100, description="Items on a page.")]
-After = Annotated[str | None, Query(pattern=IDENTIFIER, description="Continue behind this identifier.")]
-Before = Annotated[str | None, Query(pattern=IDENTIFIER, description="The page just ahead of this identifier.")]
 TenantParam = Annotated[str | None, Query(max_length=64, description="Only this tenant, by identifier or slug.")]
 
 
@@ -40,6 +39,39 @@ class ListDocument(TypedDict, Generic[D]):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class Paging(NamedTuple):
+    """Which page of a list is asked for."""
+
+    limit: Annotated[int, Query(ge=1, le=100, description="Items on a page.")] = 20
+    after: Annotated[str | None, Query(pattern=IDENTIFIER, description="Continue behind this identifier.")] = None
+    before: Annotated[str | None, Query(pattern=IDENTIFIER, description="The page just ahead of this identifier.")] = (
+        None
+    )
+
+
+_PAGING = [
+    Parameter(name, Parameter.KEYWORD_ONLY, default=Paging._field_defaults[name], annotation=kind)
+    for name, kind in get_type_hints(Paging, include_extras=True).items()
+]
+
+
+def paged(route: Callable[..., Awaitable[D]]) -> Callable[..., Awaitable[D]]:
+    """Give a list route `limit`, `after` and `before` at the end of its query; the route takes them as `paging`.
+
+    A dependency would change which wrong parameter of several a refusal names: FastAPI checks those of dependencies
+    ahead of the route's own.
+    """
+
+    @wraps(route)
+    async def listed(*, limit: int, after: str | None, before: str | None, **others: Any) -> D:
+        return await route(**others, paging=Paging(limit, after, before))
+
+    given = signature(route)
+    others = [parameter for name, parameter in given.parameters.items() if name != "paging"]
+    vars(listed)["__signature__"] = given.replace(parameters=[*others, *_PAGING])
+    return listed
 
 
 def list_document(page: Page[T], describe: Callable[[T], D]) -> ListDocument[D]:
@@ -75,3 +107,8 @@ def seconds(time_us: int | None) -> int | None: ...
 def seconds(time_us: int | None) -> int | None:
     """Times leave as whole seconds since 1970, as in the OpenAI API."""
     return None if time_us is None else time_us // 1_000_000
+
+
+def micros(time_s: int | None) -> int | None:
+    """Times come as they leave, in whole seconds since 1970."""
+    return None if time_s is None else time_s * 1_000_000

@@ -11,13 +11,12 @@ from loramux.admin.rest.access import Caller, Reader, Services, Writer, find_ten
 from loramux.admin.rest.bodies import KeyPatch, NewKey, Rotation, read_json, read_optional_json
 from loramux.admin.rest.etags import IfMatch, tagged
 from loramux.admin.rest.listing import (
-    After,
-    Before,
-    Limit,
     ListDocument,
+    Paging,
     TenantParam,
     check_identifier,
     list_document,
+    paged,
     seconds,
 )
 from loramux.admin.rest.services import AdminServices
@@ -74,20 +73,16 @@ async def create_key(request: Request, response: Response, services: Services, c
 
 
 @router.get("")
+@paged
 async def list_keys(
-    services: Services,
-    caller: Reader,
-    tenant: TenantParam = None,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
+    services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[KeyDocument]:
     """List a tenant's keys, or the platform's own where no tenant is named; revoked ones too.
 
     A key that is limited to adapters sees itself alone.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.api_keys.list, tenant_id, limit, after, before, caller.key_ids)
+    page = await services.call(services.api_keys.list, tenant_id, *paging, caller.key_ids)
     return list_document(page, describe_key)
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from typing_extensions import TypedDict
 
 from loramux.admin.rest.access import Auditor, Services, tenant_filter
-from loramux.admin.rest.listing import After, Before, Limit, ListDocument, TenantParam, list_document, seconds
+from loramux.admin.rest.listing import ListDocument, Paging, TenantParam, list_document, micros, paged, seconds
 from loramux.platform.accounts.audit_log import AuditEntry, AuditFilter
 
 router = APIRouter(prefix="/audit_log", tags=["audit_log"])
@@ -33,9 +33,11 @@ class AuditDocument(TypedDict):
 
 
 @router.get("")
+@paged
 async def list_audit_log(
     services: Services,
     caller: Auditor,
+    paging: Paging,
     tenant: TenantParam = None,
     actor: Annotated[str | None, Query(max_length=40, pattern=Printable, description="A key's identifier.")] = None,
     action: Annotated[
@@ -46,9 +48,6 @@ async def list_audit_log(
     ] = None,
     start: Time = None,
     end: Time = None,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
 ) -> ListDocument[AuditDocument]:
     """List changes, newest first; a tenant's key sees the changes to its tenant's things.
 
@@ -59,12 +58,10 @@ async def list_audit_log(
         actor=actor,
         action=action,
         target=target,
-        start_us=None if start is None else start * 1_000_000,
-        end_us=None if end is None else end * 1_000_000,
+        start_us=micros(start),
+        end_us=micros(end),
     )
-    return list_document(
-        await services.call(services.audit_log.list, caller.principal, wanted, limit, after, before), _describe
-    )
+    return list_document(await services.call(services.audit_log.list, caller.principal, wanted, *paging), _describe)
 
 
 def _describe(entry: AuditEntry) -> AuditDocument:

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from loramux.admin.rest.access import PlatformAdmin, Reader, Services, Writer, find_tenant
 from loramux.admin.rest.bodies import NewTenant, TenantPatch, read_json
 from loramux.admin.rest.etags import IfMatch, tagged
-from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds
+from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds
 from loramux.migrations.paging import Page
 from loramux.platform.accounts.tenants import Tenant, TenantChanges
 from loramux.platform.errors import NotFound, PermissionDenied
@@ -50,14 +50,13 @@ async def create_tenant(
 
 
 @router.get("")
-async def list_tenants(
-    services: Services, caller: Reader, limit: Limit = 20, after: After = None, before: Before = None
-) -> ListDocument[TenantDocument]:
+@paged
+async def list_tenants(services: Services, caller: Reader, paging: Paging) -> ListDocument[TenantDocument]:
     """List the tenants that the caller may see, newest first."""
     own = caller.principal.tenant_id
     if own is not None:
         return list_document(Page((await find_tenant(services, caller, own),), False), describe_tenant)
-    return list_document(await services.call(services.tenants.list, limit, after, before), describe_tenant)
+    return list_document(await services.call(services.tenants.list, *paging), describe_tenant)
 
 
 @router.get("/{id_or_slug}")

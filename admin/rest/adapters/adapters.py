@@ -12,15 +12,7 @@ from loramux.adapter_store.registry.records import Adapter, Alias, AliasTarget
 from loramux.admin.rest.access import Caller, Developer, Reader, Services, Writer, find_tenant, tenant_filter
 from loramux.admin.rest.adapters.warm_and_drain import drain
 from loramux.admin.rest.bodies import NewAdapter, read_json
-from loramux.admin.rest.listing import (
-    After,
-    Before,
-    Limit,
-    ListDocument,
-    TenantParam,
-    list_document,
-    seconds,
-)
+from loramux.admin.rest.listing import ListDocument, Paging, TenantParam, list_document, paged, seconds
 from loramux.admin.rest.services import AdminServices
 from loramux.migrations.paging import Page
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
@@ -67,20 +59,19 @@ async def create_adapter(request: Request, services: Services, caller: Developer
 
 
 @router.get("")
+@paged
 async def list_adapters(
     services: Services,
     caller: Reader,
+    paging: Paging,
     tenant: TenantParam = None,
     name: Annotated[str | None, Query(max_length=63, description="Needs tenant.")] = None,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
 ) -> ListDocument[AdapterDocument]:
     """List adapters with the versions that their aliases name."""
     tenant_id = await tenant_filter(services, caller, tenant)
     if name is None:
         only = caller.principal.adapter_ids
-        page = await services.call(services.registry.list_adapters, tenant_id, limit, after, before, only)
+        page = await services.call(services.registry.list_adapters, tenant_id, *paging, only)
     elif tenant_id is None:
         raise InvalidRequest("a name is looked up within one tenant: give tenant as well", param="tenant")
     else:

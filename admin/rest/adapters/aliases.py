@@ -13,7 +13,7 @@ from loramux.admin.rest.access import Caller, Developer, Reader, Services, Write
 from loramux.admin.rest.adapters.adapters import TargetDocument, describe_targets, find_adapter
 from loramux.admin.rest.adapters.warm_and_drain import warm
 from loramux.admin.rest.bodies import AliasTargets, Rollback, read_json, read_optional_json
-from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds, whole_list
+from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds, whole_list
 from loramux.platform.errors import InvalidRequest, PermissionDenied
 from loramux.platform.openai_api.openapi import errors, takes
 
@@ -120,18 +120,13 @@ async def roll_back(
 
 
 @router.get("/{name}/history")
+@paged
 async def list_history(
-    adapter_id: str,
-    name: str,
-    services: Services,
-    caller: Reader,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
+    adapter_id: str, name: str, services: Services, caller: Reader, paging: Paging
 ) -> ListDocument[AliasChangeDocument]:
     """What the alias has named, newest first, and which key moved it."""
     adapter = await find_adapter(services, caller, adapter_id)
-    page = await services.call(services.aliases.history, adapter.id, name, limit, after, before)
+    page = await services.call(services.aliases.history, adapter.id, name, *paging)
     return list_document(page, _describe_change)
 
 

@@ -9,15 +9,7 @@ from typing_extensions import TypedDict
 
 from loramux.adapter_store.ingest.jobs import UNFINISHED, IngestJob, JobState
 from loramux.admin.rest.access import Reader, Services, tenant_filter
-from loramux.admin.rest.listing import (
-    After,
-    Before,
-    Limit,
-    ListDocument,
-    TenantParam,
-    list_document,
-    seconds,
-)
+from loramux.admin.rest.listing import ListDocument, Paging, TenantParam, list_document, paged, seconds
 from loramux.platform.errors import NotFound
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
@@ -43,19 +35,18 @@ class JobDocument(TypedDict):
 
 
 @router.get("")
+@paged
 async def list_jobs(
     services: Services,
     caller: Reader,
+    paging: Paging,
     tenant: TenantParam = None,
     state: Annotated[JobState | None, Query(description="By default the jobs that are not finished.")] = None,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
 ) -> ListDocument[JobDocument]:
     """List validation jobs, newest first."""
     tenant_id = await tenant_filter(services, caller, tenant)
     states = UNFINISHED if state is None else (state,)
-    page = await services.call(services.jobs.list, tenant_id, states, limit, after, before, caller.adapter_ids)
+    page = await services.call(services.jobs.list, tenant_id, states, *paging, caller.adapter_ids)
     return list_document(page, describe_job)
 
 

@@ -19,7 +19,7 @@ from loramux.admin.rest.access import Developer, Reader, Services
 from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.bodies import NewUpload, read_json
 from loramux.admin.rest.idempotency import keep_answer_until
-from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds
+from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound
 from loramux.platform.openai_api.openapi import errors, takes, takes_bytes
@@ -103,17 +103,13 @@ async def put_file(
 
 
 @router.get("")
+@paged
 async def list_uploads(
-    adapter_id: str,
-    services: Services,
-    caller: Reader,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
+    adapter_id: str, services: Services, caller: Reader, paging: Paging
 ) -> ListDocument[UploadDocument]:
     """List an adapter's open uploads."""
     adapter = await find_adapter(services, caller, adapter_id)
-    page = await services.call(services.ingest.list_open_uploads, adapter.id, limit, after, before)
+    page = await services.call(services.ingest.list_open_uploads, adapter.id, *paging)
     return list_document(page, lambda upload: _describe_upload(upload, {}))
 
 

@@ -14,7 +14,7 @@ from loramux.admin.rest.adapters.adapters import find_adapter
 from loramux.admin.rest.adapters.uploads import find_upload
 from loramux.admin.rest.adapters.warm_and_drain import drain
 from loramux.admin.rest.bodies import NewVersion, read_json
-from loramux.admin.rest.listing import After, Before, Limit, ListDocument, list_document, seconds
+from loramux.admin.rest.listing import ListDocument, Paging, list_document, paged, seconds
 from loramux.admin.rest.services import AdminServices
 from loramux.platform.errors import InvalidRequest, NotFound, PermissionDenied
 from loramux.platform.openai_api.openapi import errors, takes
@@ -74,17 +74,13 @@ async def create_version(adapter_id: str, request: Request, services: Services, 
 
 
 @router.get("")
+@paged
 async def list_versions(
-    adapter_id: str,
-    services: Services,
-    caller: Reader,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
+    adapter_id: str, services: Services, caller: Reader, paging: Paging
 ) -> ListDocument[VersionDocument]:
     """List an adapter's versions."""
     adapter = await find_adapter(services, caller, adapter_id)
-    page = await services.call(services.registry.list_versions, adapter.id, limit, after, before)
+    page = await services.call(services.registry.list_versions, adapter.id, *paging)
     return list_document(page, describe_version)
 
 

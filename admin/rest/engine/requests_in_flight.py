@@ -9,13 +9,12 @@ from typing_extensions import TypedDict
 
 from loramux.admin.rest.access import Caller, Reader, Services, Writer, tenant_filter
 from loramux.admin.rest.listing import (
-    After,
-    Before,
-    Limit,
     ListDocument,
+    Paging,
     TenantParam,
     check_identifier,
     list_document,
+    paged,
     seconds,
 )
 from loramux.admin.rest.services import AdminServices
@@ -44,17 +43,13 @@ class RequestDocument(TypedDict):
 
 
 @router.get("")
+@paged
 async def list_requests(
-    services: Services,
-    caller: Reader,
-    tenant: TenantParam = None,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
+    services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[RequestDocument]:
     """List the requests in flight, newest first."""
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.requests.list, tenant_id, limit, after, before, caller.adapter_ids)
+    page = await services.call(services.requests.list, tenant_id, *paging, caller.adapter_ids)
     live, now_us = services.live.progress(), services.database.now_us()
     return list_document(page, lambda found: _describe(found, live.get(found.id), now_us))
 

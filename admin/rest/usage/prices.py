@@ -10,14 +10,14 @@ from typing_extensions import TypedDict
 from loramux.admin.rest.access import Caller, PlatformAdmin, Reader, Services, find_tenant, tenant_filter
 from loramux.admin.rest.bodies import NewPrice, read_json
 from loramux.admin.rest.listing import (
-    After,
-    Before,
     DeletedDocument,
-    Limit,
     ListDocument,
+    Paging,
     TenantParam,
     check_identifier,
     list_document,
+    micros,
+    paged,
     seconds,
 )
 from loramux.platform.errors import NotFound
@@ -59,23 +59,19 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
         cached_nanos=body.cached,
         completion_nanos=body.completion,
         currency=body.currency,
-        effective_us=None if body.effective_at is None else body.effective_at * 1_000_000,
+        effective_us=micros(body.effective_at),
     )
     return _describe(price)
 
 
 @router.get("")
+@paged
 async def list_prices(
-    services: Services,
-    caller: Reader,
-    tenant: TenantParam = None,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
+    services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[PriceDocument]:
     """List prices, those announced last first: for a tenant, its own and the list's."""
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.prices.list, tenant_id, limit, after, before, caller.adapter_ids)
+    page = await services.call(services.prices.list, tenant_id, *paging, caller.adapter_ids)
     return list_document(page, _describe)
 
 

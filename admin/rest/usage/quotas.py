@@ -11,14 +11,13 @@ from loramux.admin.rest.access import Caller, PlatformAdmin, Reader, Services, f
 from loramux.admin.rest.bodies import QuotaChange, QuotaLimit, QuotaQuestion, QuotaSubject, read_json
 from loramux.admin.rest.etags import IfMatch, tagged
 from loramux.admin.rest.listing import (
-    After,
-    Before,
     DeletedDocument,
-    Limit,
     ListDocument,
+    Paging,
     TenantParam,
     check_identifier,
     list_document,
+    paged,
     seconds,
     whole_list,
 )
@@ -139,20 +138,16 @@ async def put_quota(
 
 
 @router.get("")
+@paged
 async def list_quotas(
-    services: Services,
-    caller: Reader,
-    tenant: TenantParam = None,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
+    services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[QuotaDocument]:
     """List limits: a tenant's with those of its keys and adapters, or all and the platform's.
 
     A key that is limited to adapters sees its own limits and theirs.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
-    page = await services.call(services.quotas.list, tenant_id, limit, after, before, caller.subject_ids)
+    page = await services.call(services.quotas.list, tenant_id, *paging, caller.subject_ids)
     return list_document(page, describe_quota)
 
 

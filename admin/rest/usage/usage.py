@@ -9,7 +9,16 @@ from fastapi import APIRouter, Query, Response
 
 from loramux.admin.rest.access import Reader, Services, tenant_filter
 from loramux.admin.rest.held_response import HeldResponse
-from loramux.admin.rest.listing import After, Before, Document, Limit, ListDocument, TenantParam, list_document, seconds
+from loramux.admin.rest.listing import (
+    Document,
+    ListDocument,
+    Paging,
+    TenantParam,
+    list_document,
+    micros,
+    paged,
+    seconds,
+)
 from loramux.admin.rest.usage.usage_documents import UsageEventDocument, UsagePage
 from loramux.admin.rest.usage.usage_query import (
     DEFAULT_RANGE_US,
@@ -48,23 +57,15 @@ async def get_usage(services: Services, caller: Reader, wanted: Report) -> Respo
 
 
 @router.get("/events")
+@paged
 async def list_events(
-    services: Services,
-    caller: Reader,
-    tenant: TenantParam = None,
-    start: Time = None,
-    end: Time = None,
-    limit: Limit = 20,
-    after: After = None,
-    before: Before = None,
+    services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None, start: Time = None, end: Time = None
 ) -> ListDocument[UsageEventDocument]:
     """Settled requests, one by one."""
     tenant_id = await tenant_filter(services, caller, tenant)
-    start_us = None if start is None else start * 1_000_000
-    end_us = None if end is None else end * 1_000_000
 
     def read() -> Page[UsageEvent]:
-        return services.ledger.events(tenant_id, limit, after, before, start_us, end_us, caller.adapter_ids)
+        return services.ledger.events(tenant_id, *paging, micros(start), micros(end), caller.adapter_ids)
 
     caller.release_call_slot()
     page = await services.report(caller.principal, read)

@@ -42,3 +42,10 @@ async def test_a_list_refuses_what_is_no_page(http: httpx.AsyncClient, params: d
     response = await http.get("/admin/v1/tenants", params=params)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == next(iter(params))
+
+
+async def test_of_several_wrong_parameters_the_first_is_named(http: httpx.AsyncClient) -> None:
+    response = await http.get("/admin/v1/jobs", params={"limit": "0", "state": "bad", "after": "x"})
+    assert response.json()["error"]["param"] == "state"
+    response = await http.get("/admin/v1/jobs", params={"after": "x", "limit": "0"})
+    assert response.json()["error"]["param"] == "limit"
