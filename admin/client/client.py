@@ -78,6 +78,11 @@ class AdminClient:
     def close(self) -> None:
         self._http.close()
 
+    @staticmethod
+    def path(*parts: str) -> str:
+        """A path of names and identifiers, each one segment of it."""
+        return "/".join(quote(part, safe="") for part in parts)
+
     def get(self, path: str, **params: object) -> Document:
         return self._document(self._send("GET", path, params=_given(params)))
 
@@ -146,6 +151,10 @@ class AdminClient:
                 return
             after = page["last_id"]
 
+    def whole_list(self, path: str, **params: object) -> Document:
+        """Every item of a list in one document."""
+        return {"object": "list", "data": list(self.items(path, **params))}
+
     def is_alive(self) -> bool:
         """Whether the server answers at all; it needs no key for this."""
         try:
@@ -184,11 +193,6 @@ class AdminClient:
         if not isinstance(document, dict):
             raise ServerUnreachable(f"{self._base_url} is no admin listener of loramux: it did not answer with JSON")
         return document
-
-
-def path_part(value: str) -> str:
-    """A name or identifier as one segment of a path."""
-    return quote(value, safe="")
 
 
 def _given(params: Mapping[str, object]) -> dict[str, Any]:

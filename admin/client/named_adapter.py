@@ -22,8 +22,9 @@ class NamedAdapter:
     def path(self) -> str:
         return f"adapters/{self.document['id']}"
 
-    def version_path(self, number: int) -> str:
-        return f"{self.path}/versions/{number}"
+    def version_path(self, number: int | None = None) -> str:
+        """The path of a version, by default of the one that was named."""
+        return f"{self.path}/versions/{self.version if number is None else number}"
 
 
 def find_named(client: AdminClient, name: str, *, needs_version: bool = False) -> NamedAdapter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loramux.admin.commands.options import AsJson, VersionedModel
-from loramux.admin.commands.output import connected, print_json
+from loramux.admin.commands.output import connected_to, tell
 
 
 def pin(model: VersionedModel, as_json: AsJson = False) -> None:
@@ -22,15 +22,8 @@ def preload(model: VersionedModel, as_json: AsJson = False) -> None:
 
 
 def _place(model: str, verb: str, as_json: bool) -> None:
-    from loramux.admin.client.named_adapter import find_named
-
-    with connected(as_json) as client:
-        named = find_named(client, model, needs_version=True)
-        assert named.version is not None
-        placement = client.post(f"{named.version_path(named.version)}/{verb}", {})
-    if as_json:
-        print_json(placement)
-        return
+    with connected_to(model, as_json, needs_version=True) as (client, named):
+        placement = client.post(f"{named.version_path()}/{verb}", {})
     pages = f" on {placement['num_pages']} pages" if placement["num_pages"] is not None else ""
     pinned = ", pinned" if placement["pinned"] else ""
-    print(f"{model} is {placement['state']}{pages}{pinned}")
+    tell(placement, f"{model} is {placement['state']}{pages}{pinned}", as_json)

@@ -8,7 +8,7 @@ import typer
 
 from loramux.admin.commands.adapter_views import shown_targets
 from loramux.admin.commands.options import Alias, AsJson, Model, NoWarm, VersionedModel
-from loramux.admin.commands.output import connected, fail, print_json
+from loramux.admin.commands.output import connected_to, fail, tell
 from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
@@ -27,13 +27,11 @@ def promote(
     as_json: AsJson = False,
 ) -> None:
     """Point an alias at a version, or give it a part of the alias's requests; running requests finish as they began."""
-    from loramux.admin.client.client import AdminError, path_part
-    from loramux.admin.client.named_adapter import find_named
+    from loramux.admin.client.client import AdminError
 
-    with connected(as_json) as client:
-        named = find_named(client, model, needs_version=True)
+    with connected_to(model, as_json, needs_version=True) as (client, named):
         assert named.version is not None
-        path = f"{named.path}/aliases/{path_part(alias)}"
+        path = f"{named.path}/{client.path('aliases', alias)}"
         targets = [{"version": named.version, "weight": FULL_SHARE}]
         if percent < FULL_SHARE:
             try:
@@ -57,14 +55,9 @@ def rollback(
     as_json: AsJson = False,
 ) -> None:
     """Let an alias name again what it named before; the next rollback undoes it."""
-    from loramux.admin.client.client import path_part
-    from loramux.admin.client.named_adapter import find_named
-
-    with connected(as_json) as client:
-        named = find_named(client, model)
-        changed = client.post(
-            f"{named.path}/aliases/{path_part(alias)}/rollback", {"revision": revision, "warm": not no_warm}
-        )
+    with connected_to(model, as_json) as (client, named):
+        path = f"{named.path}/{client.path('aliases', alias, 'rollback')}"
+        changed = client.post(path, {"revision": revision, "warm": not no_warm})
     _tell(named.document, changed, as_json)
 
 
@@ -89,28 +82,16 @@ def restore(model: VersionedModel, as_json: AsJson = False) -> None:
 
 
 def _switch(model: str, verb: str, as_json: bool) -> None:
-    from loramux.admin.client.named_adapter import find_named
-
-    with connected(as_json) as client:
-        named = find_named(client, model)
+    with connected_to(model, as_json) as (client, named):
         answer = client.post(f"{named.path}/{verb}", {})
-    if as_json:
-        print_json(answer)
-    else:
-        print(f"{answer['model']} is {answer['state']}{_draining(answer)}")
+    tell(answer, f"{answer['model']} is {answer['state']}{_draining(answer)}", as_json)
 
 
 def _move_version(model: str, verb: str, as_json: bool) -> None:
-    from loramux.admin.client.named_adapter import find_named
-
-    with connected(as_json) as client:
-        named = find_named(client, model, needs_version=True)
-        assert named.version is not None
-        answer = client.post(f"{named.version_path(named.version)}/{verb}", {})
-    if as_json:
-        print_json(answer)
-    else:
-        print(f"{named.document['model']}@{answer['number']} is {answer['state']}{_draining(answer)}")
+    with connected_to(model, as_json, needs_version=True) as (client, named):
+        answer = client.post(f"{named.version_path()}/{verb}", {})
+    name = f"{named.document['model']}@{answer['number']}"
+    tell(answer, f"{name} is {answer['state']}{_draining(answer)}", as_json)
 
 
 def _draining(answer: Document) -> str:
@@ -129,8 +110,5 @@ def _share_out(present: list[Document], version: int, percent: int) -> list[Docu
 
 
 def _tell(adapter: Document, alias: Document, as_json: bool) -> None:
-    if as_json:
-        print_json(alias)
-    else:
-        shown = shown_targets(alias["targets"])
-        print(f"{adapter['model']}: {alias['name']} is now {shown} (revision {alias['revision']})")
+    shown = shown_targets(alias["targets"])
+    tell(alias, f"{adapter['model']}: {alias['name']} is now {shown} (revision {alias['revision']})", as_json)

@@ -14,7 +14,17 @@ from loramux.admin.commands.adapter_placement import pin, preload, unpin
 from loramux.admin.commands.adapter_service import archive, disable, enable, promote, restore, rollback
 from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases, shown_targets
 from loramux.admin.commands.options import AnyTenant, AsJson, Tenant
-from loramux.admin.commands.output import connected, error_document, fail, print_json, print_table, shown_time
+from loramux.admin.commands.output import (
+    Columns,
+    connected,
+    connected_to,
+    error_document,
+    fail,
+    print_json,
+    print_list,
+    tell,
+    time_in,
+)
 from loramux.admin.exit_codes import REFUSED
 
 if TYPE_CHECKING:
@@ -75,40 +85,24 @@ def pull(
     as_json: AsJson = False,
 ) -> None:
     """Download a version's files, byte for byte as they were uploaded."""
-    from loramux.admin.client.named_adapter import find_named
     from loramux.admin.client.pull import PullRefused, pull_version
 
     try:
-        with connected(as_json) as client, _progress(None, as_json) as progress:
-            pulled = pull_version(client, find_named(client, model), directory, may_replace=force, progress=progress)
+        with connected_to(model, as_json) as (client, named), _progress(None, as_json) as progress:
+            pulled = pull_version(client, named, directory, may_replace=force, progress=progress)
     except (PullRefused, OSError) as error:
         fail(str(error), REFUSED, error_document(str(error), "pull_refused") if as_json else None)
-    if as_json:
-        print_json({"model": pulled.model, "version": pulled.version, "digest": pulled.digest})
-    else:
-        print(f"{pulled.model} is in {pulled.directory}")
+    document = {"model": pulled.model, "version": pulled.version, "digest": pulled.digest}
+    tell(document, f"{pulled.model} is in {pulled.directory}", as_json)
 
 
 @app.command("list")
 def list_adapters(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
     """List adapters with the versions that their aliases name."""
     with connected(as_json) as client:
-        adapters = list(client.items("adapters", tenant=tenant))
-    if as_json:
-        print_json({"object": "list", "data": adapters})
-        return
-    print_table(
-        ("model", "id", "aliases", "created"),
-        [
-            (
-                adapter["model"],
-                adapter["id"],
-                shown_aliases(adapter),
-                shown_time(adapter["created_at"]),
-            )
-            for adapter in adapters
-        ],
-    )
+        adapters = client.whole_list("adapters", tenant=tenant)
+    columns: Columns = {"model": "model", "id": "id", "aliases": shown_aliases, "created": time_in("created_at")}
+    print_list(adapters, columns, as_json)
 
 
 @app.command()
@@ -119,12 +113,9 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show an adapter with its versions, or one version with what validation found."""
-    from loramux.admin.client.named_adapter import find_named
-
-    with connected(as_json) as client:
-        named = find_named(client, model)
+    with connected_to(model, as_json) as (client, named):
         if named.version is not None:
-            version = client.get(named.version_path(named.version))
+            version = client.get(named.version_path())
             print_json(version) if as_json else print_version(named.document, version)
             return
         versions = list(client.items(f"{named.path}/versions"))

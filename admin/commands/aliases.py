@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loramux.admin.commands.adapter_views import shown_targets
 from loramux.admin.commands.options import Alias, AsJson, Model
-from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+from loramux.admin.commands.output import Columns, connected_to, print_list, tell, time_in
+
+if TYPE_CHECKING:
+    from loramux.admin.client.client import Document
 
 app = typer.Typer(no_args_is_help=True, help="List aliases and their history; 'adapters promote' moves them.")
 
@@ -16,47 +19,25 @@ app = typer.Typer(no_args_is_help=True, help="List aliases and their history; 'a
 @app.command("list")
 def list_aliases(model: Model, as_json: AsJson = False) -> None:
     """List an adapter's aliases with the versions that they name."""
-    from loramux.admin.client.named_adapter import find_named
-
-    with connected(as_json) as client:
-        aliases = client.get(f"{find_named(client, model).path}/aliases")
-    if as_json:
-        print_json(aliases)
-        return
-    print_table(
-        ("alias", "versions", "revision", "moved"),
-        [
-            (alias["name"], shown_targets(alias["targets"]), alias["revision"], shown_time(alias["updated_at"]))
-            for alias in aliases["data"]
-        ],
-    )
+    with connected_to(model, as_json) as (client, named):
+        aliases = client.get(f"{named.path}/aliases")
+    columns: Columns = {"alias": "name", "versions": _versions, "revision": "revision", "moved": time_in("updated_at")}
+    print_list(aliases, columns, as_json)
 
 
 @app.command()
 def history(model: Model, alias: Alias = "default", as_json: AsJson = False) -> None:
     """Show what an alias has named, newest first, and which key moved it."""
-    from loramux.admin.client.client import path_part
-    from loramux.admin.client.named_adapter import find_named
-
-    with connected(as_json) as client:
-        path = f"{find_named(client, model).path}/aliases/{path_part(alias)}/history"
-        changes = list(client.items(path))
-    if as_json:
-        print_json({"object": "list", "data": changes})
-        return
-    print_table(
-        ("revision", "versions", "action", "by", "at"),
-        [
-            (
-                change["revision"],
-                shown_targets(change["targets"]),
-                change["action"],
-                change["actor"],
-                shown_time(change["created_at"]),
-            )
-            for change in changes
-        ],
-    )
+    with connected_to(model, as_json) as (client, named):
+        changes = client.whole_list(f"{named.path}/{client.path('aliases', alias, 'history')}")
+    columns: Columns = {
+        "revision": "revision",
+        "versions": _versions,
+        "action": "action",
+        "by": "actor",
+        "at": time_in("created_at"),
+    }
+    print_list(changes, columns, as_json)
 
 
 @app.command()
@@ -66,13 +47,11 @@ def delete(
     as_json: AsJson = False,
 ) -> None:
     """Forget an alias and its history."""
-    from loramux.admin.client.client import path_part
-    from loramux.admin.client.named_adapter import find_named
+    with connected_to(model, as_json) as (client, named):
+        client.delete(f"{named.path}/{client.path('aliases', alias)}")
+    document = {"object": "alias", "name": alias, "deleted": True}
+    tell(document, f"{named.document['model']} has no alias {alias} any more", as_json)
 
-    with connected(as_json) as client:
-        named = find_named(client, model)
-        client.delete(f"{named.path}/aliases/{path_part(alias)}")
-    if as_json:
-        print_json({"object": "alias", "name": alias, "deleted": True})
-        return
-    print(f"{named.document['model']} has no alias {alias} any more")
+
+def _versions(named: Document) -> str:
+    return shown_targets(named["targets"])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from itertools import islice
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+from loramux.admin.commands.output import Columns, connected, print_list, time_in
+
+if TYPE_CHECKING:
+    from loramux.admin.client.client import Document
 
 MAX_SHOWN = 100
 
@@ -28,26 +31,19 @@ def audit(
     wanted = {"tenant": tenant, "actor": actor, "action": action, "target": target, "start": start, "end": end}
     with connected(as_json) as client:
         entries = list(islice(client.items("audit_log", **wanted), limit))
-    if as_json:
-        print_json({"object": "list", "data": entries})
-        return
-    print_table(
-        ("when", "who", "from", "action", "target", "change"),
-        [
-            (
-                shown_time(entry["created_at"]),
-                entry["actor"],
-                entry["address"],
-                entry["action"],
-                entry["target"],
-                _shown(entry["changes"]),
-            )
-            for entry in entries
-        ],
-    )
+    columns: Columns = {
+        "when": time_in("created_at"),
+        "who": "actor",
+        "from": "address",
+        "action": "action",
+        "target": "target",
+        "change": _changes,
+    }
+    print_list({"object": "list", "data": entries}, columns, as_json)
 
 
-def _shown(changes: dict[str, list[object]]) -> str:
+def _changes(entry: Document) -> str:
     """What fits on a line; `--json` has all of it."""
-    text = ", ".join(f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes.items())
+    changes = entry["changes"].items()
+    text = ", ".join(f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

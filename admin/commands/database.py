@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from loramux.admin.commands.options import AsJson, ConfigFile, DatabaseUrl, DataDir
-from loramux.admin.commands.output import error_document, fail, print_json
+from loramux.admin.commands.output import error_document, fail, tell
 from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def check(
 
 
 def _tell_current(as_json: bool) -> None:
-    print_json({"object": "schema", "current": True}) if as_json else print("the schema is up to date")
+    tell({"object": "schema", "current": True}, "the schema is up to date", as_json)
 
 
 @contextmanager

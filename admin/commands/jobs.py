@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+from loramux.admin.commands.output import Columns, connected, print_json, print_list, print_table, time_in
 
 app = typer.Typer(no_args_is_help=True, help="See what is being validated.")
 
@@ -33,24 +33,16 @@ def list_jobs(
 ) -> None:
     """List validations, newest first."""
     with connected(as_json) as client:
-        jobs = list(client.items("jobs", tenant=tenant, state=state and state.value))
-    if as_json:
-        print_json({"object": "list", "data": jobs})
-        return
-    print_table(
-        ("id", "version", "state", "error", "made", "finished"),
-        [
-            (
-                job["id"],
-                f"{job['model']}@{job['version']}",
-                job["state"],
-                job["error"] and job["error"]["code"],
-                shown_time(job["created_at"]),
-                shown_time(job["finished_at"]),
-            )
-            for job in jobs
-        ],
-    )
+        jobs = client.whole_list("jobs", tenant=tenant, state=state and state.value)
+    columns: Columns = {
+        "id": "id",
+        "version": lambda job: f"{job['model']}@{job['version']}",
+        "state": "state",
+        "error": lambda job: job["error"] and job["error"]["code"],
+        "made": time_in("created_at"),
+        "finished": time_in("finished_at"),
+    }
+    print_list(jobs, columns, as_json)
 
 
 @app.command()
@@ -59,10 +51,8 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one validation, also when it has ended."""
-    from loramux.admin.client.client import path_part
-
     with connected(as_json) as client:
-        job = client.get(f"jobs/{path_part(job_id)}")
+        job = client.get(client.path("jobs", job_id))
     if as_json:
         print_json(job)
         return

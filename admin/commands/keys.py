@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, fail, print_json, print_table, shown_time
+from loramux.admin.commands.output import Columns, connected, fail, print_list, shown_time, tell, time_in
 from loramux.admin.exit_codes import WRONG_CALL
+
+if TYPE_CHECKING:
+    from loramux.admin.client.client import Document
 
 app = typer.Typer(no_args_is_help=True, help="Make, list, change, rotate and revoke API keys.")
 
@@ -52,36 +55,25 @@ def create(
         body["expires_in_s"] = expires_in_days * 86_400
     with connected(as_json) as client:
         key = client.post("api_keys", body)
-    if as_json:
-        print_json(key)
-        return
-    print(key["secret"])
-    typer.echo(f"made key {key['id']} with scopes {', '.join(key['scopes'])}; its secret is not shown again", err=True)
+    said = f"made key {key['id']} with scopes {', '.join(key['scopes'])}; its secret is not shown again"
+    _show_secret(key, said, as_json)
 
 
 @app.command("list")
 def list_keys(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
     """List a tenant's keys, or without --tenant the administrators', revoked ones included."""
     with connected(as_json) as client:
-        keys = list(client.items("api_keys", tenant=tenant))
-    if as_json:
-        print_json({"object": "list", "data": keys})
-        return
-    print_table(
-        ("id", "tenant", "name", "scopes", "created", "expires", "revoked"),
-        [
-            (
-                key["id"],
-                key["tenant_id"],
-                key["name"],
-                " ".join(key["scopes"]),
-                shown_time(key["created_at"]),
-                shown_time(key["expires_at"]),
-                shown_time(key["revoked_at"]),
-            )
-            for key in keys
-        ],
-    )
+        keys = client.whole_list("api_keys", tenant=tenant)
+    columns: Columns = {
+        "id": "id",
+        "tenant": "tenant_id",
+        "name": "name",
+        "scopes": lambda key: " ".join(key["scopes"]),
+        "created": time_in("created_at"),
+        "expires": time_in("expires_at"),
+        "revoked": time_in("revoked_at"),
+    }
+    print_list(keys, columns, as_json)
 
 
 @app.command("set")
@@ -95,8 +87,6 @@ def set_key(
     as_json: AsJson = False,
 ) -> None:
     """Change a key's name, scopes, expiry or the adapters that it is limited to."""
-    from loramux.admin.client.client import path_part
-
     body: dict[str, Any] = {"name": name, "scopes": scopes or None, "adapters": adapters or None}
     if any_adapter:
         body["adapters"] = []
@@ -106,12 +96,9 @@ def set_key(
     if not body:
         fail("say what to change: --name, --scope, --adapter, --any-adapter or --expires-in-days", WRONG_CALL)
     with connected(as_json) as client:
-        key = client.patch(f"api_keys/{path_part(key_id)}", body)
-    if as_json:
-        print_json(key)
-    else:
-        limit = f", limited to {', '.join(key['adapters'])}" if key["adapters"] else ""
-        print(f"key {key['id']} ({key['name']}) has scopes {', '.join(key['scopes'])}{limit}")
+        key = client.patch(client.path("api_keys", key_id), body)
+    limit = f", limited to {', '.join(key['adapters'])}" if key["adapters"] else ""
+    tell(key, f"key {key['id']} ({key['name']}) has scopes {', '.join(key['scopes'])}{limit}", as_json)
 
 
 @app.command()
@@ -121,26 +108,22 @@ def rotate(
     as_json: AsJson = False,
 ) -> None:
     """Give a key a new secret, which is shown once; the old one opens until its grace ends."""
-    from loramux.admin.client.client import path_part
-
     with connected(as_json) as client:
-        key = client.post(f"api_keys/{path_part(key_id)}/rotate", {"grace_s": grace_hours * 3600})
-    if as_json:
-        print_json(key)
-        return
-    print(key["secret"])
+        key = client.post(client.path("api_keys", key_id, "rotate"), {"grace_s": grace_hours * 3600})
     until = shown_time(key["previous_secret_expires_at"]) or "now"
-    typer.echo(f"rotated key {key['id']}; its old secret opens until {until}", err=True)
+    _show_secret(key, f"rotated key {key['id']}; its old secret opens until {until}", as_json)
 
 
 @app.command()
 def revoke(key_id: KeyId, as_json: AsJson = False) -> None:
     """Make a key useless for good; it takes effect within five seconds."""
-    from loramux.admin.client.client import path_part
-
     with connected(as_json) as client:
-        key = client.delete(f"api_keys/{path_part(key_id)}")
-    if as_json:
-        print_json(key)
-    else:
-        print(f"revoked key {key['id']}")
+        key = client.delete(client.path("api_keys", key_id))
+    tell(key, f"revoked key {key['id']}", as_json)
+
+
+def _show_secret(key: Document, sentence: str, as_json: bool) -> None:
+    """Alone on standard output, so that a script can take it from there."""
+    tell(key, key["secret"], as_json)
+    if not as_json:
+        typer.echo(sentence, err=True)

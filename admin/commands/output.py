@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NoReturn
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -20,6 +21,10 @@ from loramux.admin.exit_codes import REFUSED, UNREACHABLE
 
 if TYPE_CHECKING:
     from loramux.admin.client.client import AdminClient, Document
+    from loramux.admin.client.named_adapter import NamedAdapter
+
+Columns = Mapping[str, str | Callable[[dict[str, Any]], object]]
+"""The columns of a table: what of an item stands in each, by a field's name or a function."""
 
 
 @contextmanager
@@ -39,6 +44,17 @@ def connected(as_json: bool) -> Iterator[AdminClient]:
         fail(str(error), UNREACHABLE, error_document(str(error), "server_unreachable") if as_json else None)
 
 
+@contextmanager
+def connected_to(
+    model: str, as_json: bool, *, needs_version: bool = False
+) -> Iterator[tuple[AdminClient, NamedAdapter]]:
+    """`connected`, with the adapter or version that `model` names."""
+    from loramux.admin.client.named_adapter import find_named
+
+    with connected(as_json) as client:
+        yield client, find_named(client, model, needs_version=needs_version)
+
+
 def fail(message: str, exit_code: int, document: Document | None = None) -> NoReturn:
     """Say what went wrong, as JSON on standard output when `document` is given, and exit."""
     if document is not None:
@@ -56,6 +72,25 @@ def error_document(message: str, code: str | None, param: str | None = None) -> 
 
 def print_json(document: object) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def tell(document: object, sentence: str, as_json: bool) -> None:
+    """Say what a verb did: in a sentence, or with the document as JSON."""
+    print_json(document) if as_json else print(sentence)
+
+
+def print_list(document: Document, columns: Columns, as_json: bool) -> None:
+    """A list as JSON, or as a table."""
+    if as_json:
+        print_json(document)
+        return
+    cells = [itemgetter(of) if isinstance(of, str) else of for of in columns.values()]
+    print_table(tuple(columns), [[cell(item) for cell in cells] for item in document["data"]])
+
+
+def time_in(name: str) -> Callable[[Document], object]:
+    """For `print_list`: a field that is a time."""
+    return lambda item: shown_time(item[name])
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, print_json, print_table, shown_time
+from loramux.admin.commands.output import Columns, connected, print_list, shown_time, tell, time_in
+
+if TYPE_CHECKING:
+    from loramux.admin.client.client import Document
 
 app = typer.Typer(no_args_is_help=True, help="Announce, list and withdraw prices.")
 
@@ -42,34 +46,25 @@ def add(
     }
     with connected(as_json) as client:
         price = client.post("prices", {name: value for name, value in body.items() if value is not None})
-    if as_json:
-        print_json(price)
-    else:
-        print(f"{price['id']} holds from {shown_time(price['effective_at'])} for {price['scope']}")
+    tell(price, f"{price['id']} holds from {shown_time(price['effective_at'])} for {price['scope']}", as_json)
 
 
 @app.command("list")
 def list_prices(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
     """List prices; with a tenant, its own and the list's."""
     with connected(as_json) as client:
-        prices = list(client.items("prices", tenant=tenant))
-    if as_json:
-        print_json({"object": "list", "data": prices})
-        return
-    print_table(
-        ("from", "tenant", "scope", "prompt", "cached", "completion", "currency", "id"),
-        [
-            (
-                shown_time(price["effective_at"]),
-                price["tenant_id"],
-                price["scope"],
-                *(f"{Decimal(price[name]) / NANOS:f}" for name in ("prompt", "cached", "completion")),
-                price["currency"],
-                price["id"],
-            )
-            for price in prices
-        ],
-    )
+        prices = client.whole_list("prices", tenant=tenant)
+    columns: Columns = {
+        "from": time_in("effective_at"),
+        "tenant": "tenant_id",
+        "scope": "scope",
+        "prompt": _amount_in("prompt"),
+        "cached": _amount_in("cached"),
+        "completion": _amount_in("completion"),
+        "currency": "currency",
+        "id": "id",
+    }
+    print_list(prices, columns, as_json)
 
 
 @app.command()
@@ -77,14 +72,13 @@ def withdraw(
     price_id: Annotated[str, typer.Argument(help="The price's identifier, prc_...")], as_json: AsJson = False
 ) -> None:
     """Take back a price that is still to come."""
-    from loramux.admin.client.client import path_part
-
     with connected(as_json) as client:
-        price = client.delete(f"prices/{path_part(price_id)}")
-    if as_json:
-        print_json(price)
-    else:
-        print(f"withdrew price {price['id']}")
+        price = client.delete(client.path("prices", price_id))
+    tell(price, f"withdrew price {price['id']}", as_json)
+
+
+def _amount_in(name: str) -> Callable[[Document], str]:
+    return lambda price: f"{Decimal(price[name]) / NANOS:f}"
 
 
 def _nanos(amount: str) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import fail, print_json, print_table
+from loramux.admin.commands.output import fail, print_json, print_table, tell
 from loramux.admin.exit_codes import WRONG_CALL
 
 app = typer.Typer(no_args_is_help=True, help="Name servers, and choose the one that verbs call.")
@@ -59,7 +59,7 @@ def add(
     with _explained(as_json):
         file.add(Profile(name=name, url=url, key=key.strip()))
         is_current = file.read().current == name
-    _tell(name, f"kept profile {name} in {file.path}" + (", the current one" if is_current else ""), as_json)
+    tell(_named(name), f"kept profile {name} in {file.path}" + (", the current one" if is_current else ""), as_json)
 
 
 @app.command()
@@ -69,7 +69,7 @@ def use(name: Name, as_json: AsJson = False) -> None:
 
     with _explained(as_json):
         ProfileFile.of_user().use(name)
-    _tell(name, f"verbs call {name} now", as_json)
+    tell(_named(name), f"verbs call {name} now", as_json)
 
 
 @app.command()
@@ -79,11 +79,11 @@ def remove(name: Name, as_json: AsJson = False) -> None:
 
     with _explained(as_json):
         ProfileFile.of_user().remove(name)
-    _tell(name, f"removed profile {name}", as_json)
+    tell(_named(name), f"removed profile {name}", as_json)
 
 
-def _tell(name: str, sentence: str, as_json: bool) -> None:
-    print_json({"object": "profile", "name": name}) if as_json else print(sentence)
+def _named(name: str) -> dict[str, str]:
+    return {"object": "profile", "name": name}
 
 
 @contextmanager

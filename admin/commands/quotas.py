@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, print_csv, print_json, print_table, shown_time
+from loramux.admin.commands.output import (
+    Columns,
+    connected,
+    print_csv,
+    print_json,
+    print_list,
+    print_table,
+    tell,
+    time_in,
+)
 from loramux.admin.commands.quota_plot import print_plot
 
 app = typer.Typer(no_args_is_help=True, help="Set, list, plot and try quotas.")
@@ -80,31 +89,21 @@ def set_quota(
     }
     with connected(as_json) as client:
         quota = client.post("quotas", {name: value for name, value in body.items() if value is not None})
-    if as_json:
-        print_json(quota)
-        return
     burst_shown = f" (burst {quota['burst']})" if quota["burst"] != quota["limit"] else ""
     whom = "every tenant" if platform else key or adapter or tenant
-    print(f"{whom}: {quota['metric']} is limited to {quota['limit']}{burst_shown}, {quota['mode']}")
+    tell(quota, f"{whom}: {quota['metric']} is limited to {quota['limit']}{burst_shown}, {quota['mode']}", as_json)
 
 
 @app.command("list")
 def list_quotas(tenant: AnyTenant = None, as_csv: AsCsv = False, as_json: AsJson = False) -> None:
     """List the limits."""
     with connected(as_json) as client:
-        quotas = list(client.items("quotas", tenant=tenant))
-    if as_json:
-        print_json({"object": "list", "data": quotas})
-    elif as_csv:
-        print_csv(LISTED, [[quota[name] for name in LISTED] for quota in quotas])
-    else:
-        print_table(
-            ("scope", "of", "metric", "mode", "limit", "burst", "id", "changed"),
-            [
-                (q["scope"], q["subject_id"], q["metric"], q["mode"], q["limit"], q["burst"], q["id"], _changed(q))
-                for q in quotas
-            ],
-        )
+        quotas = client.whole_list("quotas", tenant=tenant)
+    if as_csv and not as_json:
+        print_csv(LISTED, [[quota[name] for name in LISTED] for quota in quotas["data"]])
+        return
+    columns: Columns = {"scope": "scope", "of": "subject_id", "metric": "metric", "mode": "mode", "limit": "limit"}
+    print_list(quotas, {**columns, "burst": "burst", "id": "id", "changed": time_in("updated_at")}, as_json)
 
 
 @app.command()
@@ -112,14 +111,9 @@ def delete(
     quota_id: Annotated[str, typer.Argument(help="The limit's identifier, qta_...")], as_json: AsJson = False
 ) -> None:
     """Take a limit away."""
-    from loramux.admin.client.client import path_part
-
     with connected(as_json) as client:
-        quota = client.delete(f"quotas/{path_part(quota_id)}")
-    if as_json:
-        print_json(quota)
-    else:
-        print(f"deleted quota {quota['id']}")
+        quota = client.delete(client.path("quotas", quota_id))
+    tell(quota, f"deleted quota {quota['id']}", as_json)
 
 
 @app.command()
@@ -178,11 +172,6 @@ def check(
         print("it would be admitted" if error is None else f"{answer['status']} {error['code']}: {error['message']}")
     if not answer["is_admitted"]:
         raise typer.Exit(1)
-
-
-def _changed(quota: dict[str, object]) -> str | None:
-    changed = quota["updated_at"]
-    return shown_time(changed if isinstance(changed, int) else None)
 
 
 def _admits(verdict: dict[str, object]) -> str:

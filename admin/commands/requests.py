@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loramux.admin.commands.options import AnyTenant, AsJson
-from loramux.admin.commands.output import connected, print_json, print_table
+from loramux.admin.commands.output import Columns, connected, print_list, tell
 
 app = typer.Typer(no_args_is_help=True, help="See the requests in flight, and cancel one.")
 
@@ -16,27 +16,19 @@ app = typer.Typer(no_args_is_help=True, help="See the requests in flight, and ca
 def list_requests(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
     """List the requests in flight on every gateway, newest first."""
     with connected(as_json) as client:
-        requests = list(client.items("requests", tenant=tenant))
-    if as_json:
-        print_json({"object": "list", "data": requests})
-        return
-    print_table(
-        ("id", "tenant", "model", "endpoint", "state", "prompt", "completion", "reserved", "age"),
-        [
-            (
-                request["id"],
-                request["tenant"],
-                request["model"],
-                request["endpoint"],
-                request["state"],
-                request["prompt_tokens"],
-                request["completion_tokens"],
-                request["reserved_tokens"],
-                f"{request['age_s']:.1f} s",
-            )
-            for request in requests
-        ],
-    )
+        requests = client.whole_list("requests", tenant=tenant)
+    columns: Columns = {
+        "id": "id",
+        "tenant": "tenant",
+        "model": "model",
+        "endpoint": "endpoint",
+        "state": "state",
+        "prompt": "prompt_tokens",
+        "completion": "completion_tokens",
+        "reserved": "reserved_tokens",
+        "age": lambda request: f"{request['age_s']:.1f} s",
+    }
+    print_list(requests, columns, as_json)
 
 
 @app.command()
@@ -45,11 +37,6 @@ def cancel(
     as_json: AsJson = False,
 ) -> None:
     """End a request within five seconds; its client is told so, and the tokens so far are paid for."""
-    from loramux.admin.client.client import path_part
-
     with connected(as_json) as client:
-        request = client.post(f"requests/{path_part(request_id)}/cancel", {})
-    if as_json:
-        print_json(request)
-    else:
-        print(f"{request['id']} is {request['state']}")
+        request = client.post(client.path("requests", request_id, "cancel"), {})
+    tell(request, f"{request['id']} is {request['state']}", as_json)

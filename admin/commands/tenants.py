@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loramux.admin.commands.options import AsJson
-from loramux.admin.commands.output import connected, fail, print_json, print_table, shown_time
+from loramux.admin.commands.output import (
+    Columns,
+    connected,
+    fail,
+    print_json,
+    print_list,
+    print_table,
+    shown_time,
+    tell,
+    time_in,
+)
 from loramux.admin.exit_codes import WRONG_CALL
 
 if TYPE_CHECKING:
@@ -33,33 +43,29 @@ def create(
     """Make a tenant."""
     with connected(as_json) as client:
         tenant = client.post("tenants", _given(slug=slug, display_name=display_name, timezone=timezone))
-    if as_json:
-        print_json(tenant)
-    else:
-        print(f"made tenant {tenant['slug']} ({tenant['id']})")
+    tell(tenant, f"made tenant {tenant['slug']} ({tenant['id']})", as_json)
 
 
 @app.command("list")
 def list_tenants(as_json: AsJson = False) -> None:
     """List all tenants."""
     with connected(as_json) as client:
-        tenants = list(client.items("tenants"))
-    if as_json:
-        print_json({"object": "list", "data": tenants})
-        return
-    print_table(
-        ("slug", "id", "name", "state", "created"),
-        [(t["slug"], t["id"], t["display_name"], t["state"], shown_time(t["created_at"])) for t in tenants],
-    )
+        tenants = client.whole_list("tenants")
+    columns: Columns = {
+        "slug": "slug",
+        "id": "id",
+        "name": "display_name",
+        "state": "state",
+        "created": time_in("created_at"),
+    }
+    print_list(tenants, columns, as_json)
 
 
 @app.command()
 def show(tenant: Slug, as_json: AsJson = False) -> None:
     """Show one tenant."""
-    from loramux.admin.client.client import path_part
-
     with connected(as_json) as client:
-        found = client.get(f"tenants/{path_part(tenant)}")
+        found = client.get(client.path("tenants", tenant))
     if as_json:
         print_json(found)
     else:
@@ -84,47 +90,36 @@ def set_tenant(
     if not changes:
         fail("say what to change: --display-name, --weight or --timezone", WRONG_CALL)
     changed = _change(tenant, changes, as_json)
-    if not as_json:
-        print(f"{changed['slug']}: {changed['display_name']}, weight {changed['weight']}, {changed['timezone']}")
+    shown = f"{changed['display_name']}, weight {changed['weight']}, {changed['timezone']}"
+    tell(changed, f"{changed['slug']}: {shown}", as_json)
 
 
 @app.command()
 def suspend(tenant: Slug, as_json: AsJson = False) -> None:
     """Refuse a tenant's keys within five seconds; what runs finishes, and nothing is lost."""
     changed = _change(tenant, {"state": "suspended"}, as_json)
-    if not as_json:
-        print(f"{changed['slug']} is {changed['state']}; 'loramux tenants resume {changed['slug']}' takes that back")
+    undo = f"'loramux tenants resume {changed['slug']}' takes that back"
+    tell(changed, f"{changed['slug']} is {changed['state']}; {undo}", as_json)
 
 
 @app.command()
 def resume(tenant: Slug, as_json: AsJson = False) -> None:
     """Accept a suspended tenant's keys again."""
     changed = _change(tenant, {"state": "active"}, as_json)
-    if not as_json:
-        print(f"{changed['slug']} is {changed['state']}")
+    tell(changed, f"{changed['slug']} is {changed['state']}", as_json)
 
 
 @app.command()
 def delete(tenant: Slug, as_json: AsJson = False) -> None:
     """Remove a tenant that was made by mistake; one with adapters, keys or usage can only be suspended."""
-    from loramux.admin.client.client import path_part
-
     with connected(as_json) as client:
-        client.delete(f"tenants/{path_part(tenant)}")
-    if as_json:
-        print_json({"object": "tenant", "slug": tenant, "deleted": True})
-    else:
-        print(f"there is no tenant {tenant} any more")
+        client.delete(client.path("tenants", tenant))
+    tell({"object": "tenant", "slug": tenant, "deleted": True}, f"there is no tenant {tenant} any more", as_json)
 
 
 def _change(tenant: str, changes: Document, as_json: bool) -> Document:
-    from loramux.admin.client.client import path_part
-
     with connected(as_json) as client:
-        changed = client.patch(f"tenants/{path_part(tenant)}", changes)
-    if as_json:
-        print_json(changed)
-    return changed
+        return client.patch(client.path("tenants", tenant), changes)
 
 
 def _given(**values: object) -> Document:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loramux.admin.commands.options import AnyTenant, AsJson
@@ -29,69 +29,42 @@ if TYPE_CHECKING:
     from loramux.admin.client.client import Document
 
 DEFAULT_GROUPS = ["tenant", "model"]
-AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
-def usage(
-    tenant: AnyTenant = None,
-    start: Start = None,
-    end: End = None,
-    last: Last = None,
-    bucket: BucketOption = None,
-    group_by: GroupBy = None,
-    timezone: Timezone = None,
-    top: Top = None,
-    output: Output = Format.TABLE,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_ndjson: AsNdjson = False,
-) -> None:
-    """Report requests and tokens, with a bar for the tokens of each line."""
-    groups = groups_of(group_by, DEFAULT_GROUPS)
-    report = _report(
-        "usage",
-        chosen_format(output, as_json, as_csv, as_ndjson),
-        tenant=tenant,
-        start=start_of(start, end, last),
-        end=end,
-        bucket=bucket.value if bucket else None,
-        group_by=",".join(groups),
-        timezone=timezone,
-        top=top,
-    )
-    if report is not None:
-        _print_lines(report, groups, AMOUNTS, ("prompt_tokens", "completion_tokens"))
+def _verb(path: str, what: str, amounts: Sequence[str], drawn: Sequence[str]) -> Callable[..., None]:
+    """The verb for the report at a path. Its table has `amounts`, and a bar for the sum of `drawn`."""
 
+    def verb(
+        tenant: AnyTenant = None,
+        start: Start = None,
+        end: End = None,
+        last: Last = None,
+        bucket: BucketOption = None,
+        group_by: GroupBy = None,
+        timezone: Timezone = None,
+        top: Top = None,
+        output: Output = Format.TABLE,
+        as_json: AsJson = False,
+        as_csv: AsCsv = False,
+        as_ndjson: AsNdjson = False,
+    ) -> None:
+        groups = groups_of(group_by, DEFAULT_GROUPS)
+        report = _report(
+            path,
+            chosen_format(output, as_json, as_csv, as_ndjson),
+            tenant=tenant,
+            start=start_of(start, end, last),
+            end=end,
+            bucket=bucket and bucket.value,
+            group_by=",".join(groups),
+            timezone=timezone,
+            top=top,
+        )
+        if report is not None:
+            _print_lines(report, groups, amounts, drawn)
 
-def costs(
-    tenant: AnyTenant = None,
-    start: Start = None,
-    end: End = None,
-    last: Last = None,
-    bucket: BucketOption = None,
-    group_by: GroupBy = None,
-    timezone: Timezone = None,
-    top: Top = None,
-    output: Output = Format.TABLE,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_ndjson: AsNdjson = False,
-) -> None:
-    """Report what requests cost, with a bar for each line."""
-    groups = groups_of(group_by, DEFAULT_GROUPS)
-    report = _report(
-        "costs",
-        chosen_format(output, as_json, as_csv, as_ndjson),
-        tenant=tenant,
-        start=start_of(start, end, last),
-        end=end,
-        bucket=bucket.value if bucket else None,
-        group_by=",".join(groups),
-        timezone=timezone,
-        top=top,
-    )
-    if report is not None:
-        _print_lines(report, groups, ("requests", "amount", "currency"), ("amount_nanos",))
+    verb.__doc__ = what
+    return verb
 
 
 def _report(path: str, chosen: Format, **params: Any) -> Document | None:
@@ -125,3 +98,17 @@ def _print_lines(report: Document, groups: Sequence[str], amounts: Sequence[str]
         total = (report["total"][name] for name in amounts)
         rows.append((rows[0][0], f"all {num_results}", *("" for _ in groups[1:]), *total, ""))
     print_table(("from", *groups, *amounts, ""), rows)
+
+
+usage = _verb(
+    "usage",
+    "Report requests and tokens, with a bar for the tokens of each line.",
+    ("requests", "prompt_tokens", "cached_tokens", "completion_tokens"),
+    ("prompt_tokens", "completion_tokens"),
+)
+costs = _verb(
+    "costs",
+    "Report what requests cost, with a bar for each line.",
+    ("requests", "amount", "currency"),
+    ("amount_nanos",),
+)
