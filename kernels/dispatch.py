@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from loramux.kernels.gpu.capability import capability_problem
-from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 
 
 class LoraKernels(Protocol):
@@ -24,61 +24,29 @@ class LoraKernels(Protocol):
         """The most rows of a segment on this device."""
         ...
 
-    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
+    def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
         """Scratch that one `lora_shrink` or `lora_gather` fills for the `lora_expand` after it.
 
         The next call may return it again, and `lora_add` may overwrite it.
         """
         ...
 
-    def lora_shrink(
-        self,
-        x: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        planes: torch.Tensor,
-    ) -> None:
+    def lora_shrink(self, x: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ`."""
         ...
 
-    def lora_expand(
-        self,
-        planes: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        y: torch.Tensor,
-    ) -> None:
+    def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, modules[i]]ᵀ`."""
         ...
 
-    def lora_add(
-        self,
-        x: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        y: torch.Tensor,
-    ) -> None:
+    def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, over planes of its own.
 
         On a CPU, tables that were rewritten come with new segments.
         """
         ...
 
-    def lora_gather(
-        self,
-        tokens: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        planes: torch.Tensor,
-    ) -> None:
+    def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]`: the shrink of an embedding, whose x is one-hot."""
         ...
 
@@ -88,7 +56,7 @@ class Kernels(LoraKernels, Protocol):
 
     @property
     def outer(self) -> LoraKernels:
-        """The same for modules outside the layers: `layer` is 0, and tables are `AdapterTables.outer`."""
+        """The same for modules outside the layers."""
         ...
 
     def rotate_and_store(

@@ -90,6 +90,19 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LoraCall:
+    """What a LoRA kernel computes: `group` of `layer`, for each of `segments`, by its adapter's entries in `tables`.
+
+    For modules outside the layers `layer` is 0 and `tables` are `AdapterTables.outer`.
+    """
+
+    layer: int
+    group: ModuleGroup
+    tables: AdapterTables
+    segments: Segments
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
     """Where the sequences of a step lie.
 

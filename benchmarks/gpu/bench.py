@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cards import PlannedCard
-from loramux.kernels.gpu.lora import supports_pdl
+from loramux.kernels.gpu.launches import supports_pdl
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 

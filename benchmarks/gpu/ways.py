@@ -10,7 +10,7 @@ from benchmarks.gpu.adapters import SCALE, LoraBatch, ResidentAdapters
 from loramux.kernels.gpu.expand import lora_expand
 from loramux.kernels.gpu.shrink import lora_shrink, num_splits
 from loramux.kernels.layout import A, B
-from loramux.kernels.tables import ModuleGroup
+from loramux.kernels.tables import LoraCall, ModuleGroup
 
 LayerLaunch = Callable[[int, list[torch.Tensor]], None]
 """Adds one layer's change to each group's output in place."""
@@ -52,8 +52,9 @@ def loramux_way(adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes,
 
     def launch(layer: int, ys: list[torch.Tensor]) -> None:
         for group, x, plane, y in zip(batch.model.groups, batch.xs, planes.by_group, ys, strict=True):
-            lora_shrink(adapters.pool, x, layer, group, adapters.tables, batch.segments, plane, pdl=pdl)
-            lora_expand(adapters.pool, plane, layer, group, adapters.tables, batch.segments, y, pdl=pdl)
+            call = LoraCall(layer, group, adapters.tables, batch.segments)
+            lora_shrink(adapters.pool, x, call, plane, pdl=pdl)
+            lora_expand(adapters.pool, plane, call, y, pdl=pdl)
 
     return launch
 

@@ -16,7 +16,7 @@ from loramux.engine.model.rotary import rotary_tables
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.layout import LinearShape
-from loramux.kernels.tables import AdapterTables, AttentionSpec, ModuleGroup, Segments
+from loramux.kernels.tables import AdapterTables, AttentionSpec, LoraCall, ModuleGroup, Segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,10 +123,10 @@ class Decoder:
         embedded = embedded.to(self._dtype)
         segments = inputs.embedding_segments
         if segments is not None and segments.num_segments:
-            group, outer = self._groups.embedding, _outer(tables)
-            planes = kernels.outer.lora_planes(group, embedded.shape[0], segments)
-            kernels.outer.lora_gather(inputs.tokens, 0, group, outer, segments, planes)
-            kernels.outer.lora_expand(planes, 0, group, outer, segments, embedded)
+            call = LoraCall(0, self._groups.embedding, _outer(tables), segments)
+            planes = kernels.outer.lora_planes(call, embedded.shape[0])
+            kernels.outer.lora_gather(inputs.tokens, call, planes)
+            kernels.outer.lora_expand(planes, call, embedded)
         return embedded
 
     @torch.inference_mode()
@@ -151,7 +151,7 @@ class Decoder:
         def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: LayerGroups) -> torch.Tensor:
             """Add the adapters' part to `y`, the base's output for `x`."""
             if group in inputs.groups and inputs.segments.num_segments:
-                kernels.lora_add(x, index, modules[group], tables, inputs.segments, y)
+                kernels.lora_add(x, LoraCall(index, modules[group], tables, inputs.segments), y)
             return y
 
         x = residual
@@ -194,8 +194,8 @@ class Decoder:
         """
         logits = self._head(hidden)
         if adapters is not None and adapters.segments.num_segments:
-            outer, segments = adapters.kernels.outer, adapters.segments
-            outer.lora_add(hidden, 0, self._groups.head, _outer(adapters.tables), segments, logits)
+            call = LoraCall(0, self._groups.head, _outer(adapters.tables), adapters.segments)
+            adapters.kernels.outer.lora_add(hidden, call, logits)
         cap = self.config.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.kernels.cpu import lora as cpu_lora
+from loramux.kernels.cpu.addresses import group_plan
 from loramux.kernels.cpu.arrays import array, planes_of, rows_of
 from loramux.kernels.cpu.gather import gather
 from loramux.kernels.cpu.low_rank import low_rank
-from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
 """Rows of a segment: a chunk of so many rows stays in the second-level cache while an adapter piece passes over it."""
@@ -44,8 +44,8 @@ class CpuLora:
         self._segments: Segments | None = None
         self._adapted: dict[ModuleGroup, bool] = {}
 
-    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
-        shape = (num_tokens, len(group.modules), segments.max_rank)
+    def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
+        shape = (num_tokens, len(call.group.modules), call.segments.max_rank)
         planes = self._planes.get(shape)
         if planes is None:
             size = shape[0] * shape[1] * shape[2]
@@ -58,92 +58,52 @@ class CpuLora:
             planes = self._planes[shape] = self._scratch[:size].view(shape)
         return planes
 
-    def lora_shrink(
-        self,
-        x: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        planes: torch.Tensor,
-    ) -> None:
-        self._run(x, planes, None, layer, group, tables, segments)
+    def lora_shrink(self, x: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
+        self._run(x, planes, None, call)
 
-    def lora_expand(
-        self,
-        planes: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        y: torch.Tensor,
-    ) -> None:
-        self._run(None, planes, y, layer, group, tables, segments)
+    def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        self._run(None, planes, y, call)
 
-    def lora_add(
-        self,
-        x: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        y: torch.Tensor,
-    ) -> None:
-        if self._is_adapted(group, tables, segments):
-            self._run(x, self.lora_planes(group, x.shape[0], segments), y, layer, group, tables, segments)
+    def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        if self._is_adapted(call):
+            self._run(x, self.lora_planes(call, x.shape[0]), y, call)
 
-    def lora_gather(
-        self,
-        tokens: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        planes: torch.Tensor,
-    ) -> None:
-        self._read(tables, segments)
+    def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
+        self._read(call)
         if self._slots.shape[0]:
             address, row_stride, _ = planes_of(planes)
             gather(
-                array(tokens, torch.int32), address, row_stride, self._adapter, layer, group.modules[0],
+                array(tokens, torch.int32), address, row_stride, self._adapter, call.layer, call.group.modules[0],
                 self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
             )  # fmt: skip
 
-    def _run(
-        self,
-        x: torch.Tensor | None,
-        planes: torch.Tensor,
-        y: torch.Tensor | None,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-    ) -> None:
+    def _run(self, x: torch.Tensor | None, planes: torch.Tensor, y: torch.Tensor | None, call: LoraCall) -> None:
         """Shrink where there is an `x`, then expand where there is a `y`."""
-        self._read(tables, segments)
+        self._read(call)
         if self._slots.shape[0]:
             low_rank(
                 torch.get_num_threads(), x is not None, y is not None,
                 *(NOWHERE if x is None else rows_of(x)), *planes_of(planes), *(NOWHERE if y is None else rows_of(y)),
-                self._adapter, layer, self._plan(group), self._page_table, self._off, self._rank, self._scale,
+                self._adapter, call.layer, self._plan(call.group), self._page_table, self._off, self._rank, self._scale,
                 self._segment_rows, self._starts, self._slots,
             )  # fmt: skip
 
-    def _is_adapted(self, group: ModuleGroup, tables: AdapterTables, segments: Segments) -> bool:
-        """Whether any adapter of the segments changes a module of `group`, in any layer."""
-        self._read(tables, segments)
-        known = self._adapted.get(group)
+    def _is_adapted(self, call: LoraCall) -> bool:
+        """Whether any adapter of the segments changes a module of the group, in any layer."""
+        self._read(call)
+        known = self._adapted.get(call.group)
         if known is None:
-            known = self._adapted[group] = bool(self._rank[self._slots][:, :, group.modules].any())
+            known = self._adapted[call.group] = bool(self._rank[self._slots][:, :, call.group.modules].any())
         return known
 
     def _plan(self, group: ModuleGroup) -> npt.NDArray[np.int64]:
         plan = self._plans.get(group)
         if plan is None:
-            plan = self._plans[group] = cpu_lora.group_plan(group, self._geometry)
+            plan = self._plans[group] = group_plan(group, self._geometry)
         return plan
 
-    def _read(self, tables: AdapterTables, segments: Segments) -> None:
+    def _read(self, call: LoraCall) -> None:
+        tables, segments = call.tables, call.segments
         if tables is not self._tables:
             self._page_table, self._off = array(tables.page_table, torch.int32), array(tables.off, torch.int32)
             self._rank, self._scale = array(tables.rank, torch.int32), array(tables.scale, torch.float32)

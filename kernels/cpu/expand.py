@@ -6,20 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from loramux.kernels.cpu.addresses import B_CHUNK, B_PADDED, COLUMN, MODULE, OUT, place
 from loramux.kernels.cpu.blocks import add_ranks, add_ranks_to_sums, eight_rows, four_rows
 from loramux.kernels.cpu.compiled import helper
-from loramux.kernels.cpu.lora import (
-    B_CHUNK,
-    B_PADDED,
-    COLUMN,
-    IS_WIDE,
-    MODULE,
-    OUT,
-    RANKS,
-    READ_COST,
-    place,
-    share_of,
-)
+from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.cpu.vectors import PANEL, floats_at, widen
 from loramux.kernels.layout import MAX_CHUNK
 

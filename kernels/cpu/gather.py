@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from loramux.kernels.cpu.addresses import place
 from loramux.kernels.cpu.compiled import kernel
-from loramux.kernels.cpu.lora import place
 from loramux.kernels.cpu.vectors import floats_at, widen
 
 

@@ -108,7 +108,7 @@ def low_rank(
 
     Without `shrinks` the first is left out, without `expands` the second; see `ReferenceKernels`. The work is cut into
     `num_threads` shares. `x`, `planes` and `y` are float32 by address and strides in elements; `pool` is `[P, L, E]`,
-    float32 or the bits of bfloat16 as uint16; `plan` is `lora.group_plan`'s; tables and segments have the dtypes of
+    float32 or the bits of bfloat16 as uint16; `plan` is `group_plan`'s; tables and segments have the dtypes of
     `tables.py`.
     """
     work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots)

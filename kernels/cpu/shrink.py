@@ -6,18 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from loramux.kernels.cpu.addresses import A_PADDED, IN, MODULE, place
 from loramux.kernels.cpu.blocks import dots, six_rows, three_rows
 from loramux.kernels.cpu.compiled import exact, helper
-from loramux.kernels.cpu.lora import (
-    A_PADDED,
-    IN,
-    IS_WIDE,
-    MODULE,
-    RANKS,
-    READ_COST,
-    place,
-    share_of,
-)
+from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.cpu.vectors import LANES, floats_at, widen
 
 MAX_RUN = 2048

@@ -14,7 +14,7 @@ from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear import PackedLinear
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
 from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews
+from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 
 HEADS, HEAD_DIM, RANK = 2, 8, 4
 
@@ -46,11 +46,11 @@ def warm(dtype: torch.dtype) -> None:
     x = torch.zeros(3, width)
     heads = x.view(3, HEADS, HEAD_DIM)
     segments = build_segments(np.zeros(3, np.int32), kernels.segment_rows, RANK)
-    planes = kernels.lora_planes(group, 3, segments)
-    kernels.lora_add(x, 0, group, tables, segments, torch.zeros(3, width))
+    call = LoraCall(0, group, tables, segments)
+    kernels.lora_add(x, call, torch.zeros(3, width))
     # An embedding reads what the tables place within the pool, whatever it means.
-    embedding = replace(group, is_embedding=True)
-    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), 0, embedding, tables, segments, planes)
+    embedding = replace(call, group=replace(group, is_embedding=True))
+    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
     kernels.kv_write(heads, heads, 0, batch)
     kernels.paged_attention(heads, 0, batch, AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), torch.zeros_like(heads))
     kernels.rms_norm(x, torch.ones(width), 1e-6)

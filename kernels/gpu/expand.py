@@ -9,16 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.lora import (
-    IS_COMPILED,
-    TARGET_PROGRAMS,
-    chunk_addresses,
-    is_decode_shaped,
-    pick,
-    tile_rows,
-)
+from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, pick
+from loramux.kernels.gpu.launches import TARGET_PROGRAMS, is_decode_shaped, tile_rows
 from loramux.kernels.layout import row_layout
-from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
 CACHE_LINE_BITS = tl.constexpr(1024)
 
@@ -296,23 +290,13 @@ def _plan(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments:
     )
 
 
-def lora_expand(
-    pool: PoolViews,
-    planes: torch.Tensor,
-    layer: int,
-    group: ModuleGroup,
-    tables: AdapterTables,
-    segments: Segments,
-    y: torch.Tensor,
-    *,
-    pdl: bool = False,
-) -> None:
+def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.Tensor, *, pdl: bool = False) -> None:
     """`y[t, columns of i] += scale * v[t, i] @ B[slot, modules[i]]ᵀ` with `v = planes.sum(0)[..., :rank]`.
 
     - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; see `layout.py` for where B transposed lies.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]` as `lora_shrink` left them; only entries below
       `rank` of listed rows are read.
-    - `tables` and `segments` as for `lora_shrink`.
+    - `call` as for `lora_shrink`.
     - `y` bfloat16, float16 or float32 `[T, group.total_out]`, last axis contiguous: read, summed in float32 and rounded
       once. Rows that no segment lists, and columns of a module of rank 0, keep their bits.
     - `pdl` lets the look-ups, and fetching the first block of B, overlap the end of the kernel before, which must be
@@ -320,6 +304,7 @@ def lora_expand(
 
     It allocates nothing and does not wait for the device.
     """
+    group, tables, segments = call.group, call.tables, call.segments
     num_planes, _, num_modules, max_rank = planes.shape
     num_segments = segments.num_segments
     if not num_segments:
@@ -335,7 +320,7 @@ def lora_expand(
     expand_kernel[plan.num_blocks, num_segments](
         planes, y, pool.adapter, tables.page_table, tables.off, tables.rank, tables.scale,
         segments.rows, segments.starts, segments.slots,
-        layer, planes.stride(0), planes.stride(1), planes.stride(2), y.stride(0),
+        call.layer, planes.stride(0), planes.stride(1), planes.stride(2), y.stride(0),
         MODULES=group.modules, FIRST_BLOCKS=plan.first_blocks, OUT=group.out_features, OUT_OFFSETS=group.out_offsets,
         PADDED=plan.padded_lens, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements,

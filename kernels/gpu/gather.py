@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.lora import TILE_ROWS
-from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+from loramux.kernels.gpu.launches import TILE_ROWS
+from loramux.kernels.tables import LoraCall, PoolViews
 
 MAX_BLOCK_R = 64
 """Ranks that a program reads of each of its rows at a time."""
@@ -60,26 +60,19 @@ def gather_kernel(
         first += ROWS
 
 
-def lora_gather(
-    pool: PoolViews,
-    tokens: torch.Tensor,
-    layer: int,
-    group: ModuleGroup,
-    tables: AdapterTables,
-    segments: Segments,
-    planes: torch.Tensor,
-) -> None:
+def lora_gather(pool: PoolViews, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
     """`planes[0, t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
 
     - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; see `layout.py` for where an embedding's A
       lies.
     - `tokens` int32 or int64 `[T]`, contiguous, in `[0, in_features)` where a segment lists the row.
-    - `group` is one embedding; `tables` and `segments` as for `lora_shrink`.
+    - `call.group` is one embedding; otherwise `call` as for `lora_shrink`.
     - `planes` float32 `[1, T, 1, max_rank]`, last axis contiguous: listed rows are written up to `rank`, nothing else
       is, and nothing is read.
 
     It allocates nothing and does not wait for the device.
     """
+    group, tables, segments = call.group, call.tables, call.segments
     num_planes, _, num_modules, max_rank = planes.shape
     num_segments = segments.num_segments
     if not num_segments:
@@ -92,7 +85,7 @@ def lora_gather(
     block_r = min(MAX_BLOCK_R, triton.next_power_of_2(max_rank))
     gather_kernel[triton.cdiv(max_rank, block_r), num_segments](
         tokens, planes, pool.adapter, tables.page_table, tables.off, tables.rank,
-        segments.rows, segments.starts, segments.slots, layer, planes.stride(1),
+        segments.rows, segments.starts, segments.slots, call.layer, planes.stride(1),
         MODULE=group.modules[0], L=num_layers, M=tables.rank.shape[2], MAX_PAGES=tables.page_table.shape[1],
         E=page_elements, ROWS=TILE_ROWS, BLOCK_R=block_r, num_warps=4,
     )  # fmt: skip

@@ -7,14 +7,15 @@ from functools import lru_cache
 
 import torch
 
+from loramux.kernels.gpu.addresses import check_geometry
 from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_attention, paged_attention
 from loramux.kernels.gpu.expand import lora_expand
 from loramux.kernels.gpu.fused import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
 from loramux.kernels.gpu.gather import lora_gather
-from loramux.kernels.gpu.lora import TILE_ROWS, check_geometry, supports_pdl
+from loramux.kernels.gpu.launches import TILE_ROWS, supports_pdl
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
 from loramux.kernels.gpu.shrink import lora_shrink, num_splits
-from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, PoolViews, Segments
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,59 +46,28 @@ class GpuLora:
         self._pool = pool
         self._pdl = pdl and supports_pdl(pool.raw.device)
 
-    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
+    def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
         """float32 `[num_splits, num_tokens, len(group.modules), segments.max_rank]`."""
+        group, segments = call.group, call.segments
         splits = num_splits(group, self._pool.geometry.adapter_elements, num_tokens, segments.num_segments)
         shape = (splits, num_tokens, len(group.modules), segments.max_rank)
         return torch.empty(shape, dtype=torch.float32, device=self._pool.raw.device)
 
-    def lora_shrink(
-        self,
-        x: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        planes: torch.Tensor,
-    ) -> None:
-        lora_shrink(self._pool, x, layer, group, tables, segments, planes, pdl=self._pdl)
+    def lora_shrink(self, x: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
+        lora_shrink(self._pool, x, call, planes, pdl=self._pdl)
 
-    def lora_gather(
-        self,
-        tokens: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        planes: torch.Tensor,
-    ) -> None:
-        lora_gather(self._pool, tokens, layer, group, tables, segments, planes)
+    def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
+        lora_gather(self._pool, tokens, call, planes)
 
-    def lora_expand(
-        self,
-        planes: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        y: torch.Tensor,
-    ) -> None:
+    def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         # Only a shrink lets the kernel after it begin early.
-        pdl = self._pdl and not group.is_embedding
-        lora_expand(self._pool, planes, layer, group, tables, segments, y, pdl=pdl)
+        pdl = self._pdl and not call.group.is_embedding
+        lora_expand(self._pool, planes, call, y, pdl=pdl)
 
-    def lora_add(
-        self,
-        x: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        y: torch.Tensor,
-    ) -> None:
-        planes = self.lora_planes(group, x.shape[0], segments)
-        self.lora_shrink(x, layer, group, tables, segments, planes)
-        self.lora_expand(planes, layer, group, tables, segments, y)
+    def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        planes = self.lora_planes(call, x.shape[0])
+        self.lora_shrink(x, call, planes)
+        self.lora_expand(planes, call, y)
 
 
 class GpuKernels(GpuLora):

@@ -9,18 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.lora import (
-    IS_COMPILED,
-    TARGET_PROGRAMS,
-    TILE_ROWS,
-    chunk_addresses,
-    is_decode_shaped,
-    pick,
-    power_of_two_within,
-    tile_rows,
-)
+from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, pick
+from loramux.kernels.gpu.launches import TARGET_PROGRAMS, TILE_ROWS, is_decode_shaped, power_of_two_within, tile_rows
 from loramux.kernels.layout import row_layout
-from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
 MAX_SPLITS = 16
 """Planes beyond this cost expand more than they spare shrink."""
@@ -302,23 +294,13 @@ def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segm
     return min(most, num_blocks, max(fewest, wanted))
 
 
-def lora_shrink(
-    pool: PoolViews,
-    x: torch.Tensor,
-    layer: int,
-    group: ModuleGroup,
-    tables: AdapterTables,
-    segments: Segments,
-    planes: torch.Tensor,
-    *,
-    pdl: bool = False,
-) -> None:
+def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.Tensor, *, pdl: bool = False) -> None:
     """`sum over s of planes[s, t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ` for each row `t` of each segment.
 
     - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; see `layout.py` for where A lies.
     - `x` bfloat16, float16 or float32 `[T, in_features]`, last axis contiguous.
-    - `tables` on the device, contiguous; ranks are at most `max_rank`.
-    - `segments` on the device: `slots` int32 `[num_segments]`, where -1 is a segment that is not there and whose
+    - `call.tables` on the device, contiguous; ranks are at most `max_rank`.
+    - `call.segments` on the device: `slots` int32 `[num_segments]`, where -1 is a segment that is not there and whose
       `starts` and `rows` are not read. The grid has `num_segments` columns; everything else is read on the device, so a
       captured graph serves whatever the segments then hold. Rows of a segment are taken 16 at a time, or 64 where
       `max_rows` allows as many.
@@ -330,6 +312,7 @@ def lora_shrink(
 
     Products are summed in float32. It allocates nothing and does not wait for the device.
     """
+    group, tables, segments = call.group, call.tables, call.segments
     num_planes, _, num_modules, max_rank = planes.shape
     num_segments = segments.num_segments
     if not num_segments:
@@ -344,7 +327,7 @@ def lora_shrink(
     shrink_kernel[plan.num_programs, num_segments](
         x, planes, pool.adapter, tables.page_table, tables.off, tables.rank,
         segments.rows, segments.starts, segments.slots,
-        layer, x.stride(0), planes.stride(0), planes.stride(1), planes.stride(2),
+        call.layer, x.stride(0), planes.stride(0), planes.stride(1), planes.stride(2),
         MODULES=group.modules, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements, IN=group.in_features, PADDED=plan.padded_len,
         NUM_SPLITS=num_planes, SPLIT_LEN=plan.split_len, RANK_STEP=plan.rank_step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from loramux.kernels.layout import A, B, LinearShape, part_layout
-from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+from loramux.kernels.tables import LoraCall, PoolViews, Segments
 
 
 class ReferenceLora:
@@ -19,15 +19,14 @@ class ReferenceLora:
     def __init__(self, pool: PoolViews) -> None:
         self._pool = pool
 
-    def adapter_matrix(
-        self, tables: AdapterTables, slot: int, layer: int, group: ModuleGroup, i: int, half: int
-    ) -> torch.Tensor:
+    def adapter_matrix(self, call: LoraCall, slot: int, i: int, half: int) -> torch.Tensor:
         """Read A `[rank, in_features]` or B transposed `[rank, out_features]` out of the pages, as float32.
 
         Element `e` of the stream is `pool[page_table[slot, e // E], layer, e % E]`; row `r` starts at
         `off[slot, layer, module, half] + r * padded_len`. An embedding's A is read as it is stored,
         `[in_features, rank]`.
         """
+        layer, group, tables = call.layer, call.group, call.tables
         page_elements = self._pool.geometry.adapter_elements
         module = group.modules[i]
         rank = int(tables.rank[slot, layer, module])
@@ -39,80 +38,49 @@ class ReferenceLora:
         page = tables.page_table[slot].long()[element // page_elements]
         return self._pool.adapter[page, layer, element % page_elements].float()
 
-    def lora_planes(self, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
+    def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
         """float32 `[num_tokens, len(group.modules), segments.max_rank]`; its content means nothing."""
-        return torch.empty(num_tokens, len(group.modules), segments.max_rank)
+        return torch.empty(num_tokens, len(call.group.modules), call.segments.max_rank)
 
-    def lora_shrink(
-        self,
-        x: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        planes: torch.Tensor,
-    ) -> None:
+    def lora_shrink(self, x: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ` for each row `t` of each segment.
 
         `x` float32 `[T, in_features]`; `planes` float32 `[T, len(group.modules), max_rank]`. Rows without an adapter
         and entries from `rank` on are left as they are.
         """
-        for rows, slot in _slots_of(segments):
-            for i in range(len(group.modules)):
-                a = self.adapter_matrix(tables, slot, layer, group, i, A)  # [rank, in_features]
+        for rows, slot in _slots_of(call.segments):
+            for i in range(len(call.group.modules)):
+                a = self.adapter_matrix(call, slot, i, A)  # [rank, in_features]
                 planes[rows, i, : a.shape[0]] = x[rows] @ a.T
 
-    def lora_expand(
-        self,
-        planes: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        y: torch.Tensor,
-    ) -> None:
+    def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, modules[i]]ᵀ` for each row of each segment.
 
         `y` float32 `[T, group.total_out]`. Rows without an adapter are left bit for bit as they are, and so are the
         columns of a module whose rank is 0.
         """
-        for rows, slot in _slots_of(segments):
+        group = call.group
+        for rows, slot in _slots_of(call.segments):
             for i, module in enumerate(group.modules):
                 begin, width = group.out_offsets[i], group.out_features[i]
-                b = self.adapter_matrix(tables, slot, layer, group, i, B)  # [rank, out_features]
+                b = self.adapter_matrix(call, slot, i, B)  # [rank, out_features]
                 if b.shape[0]:
-                    scale = float(tables.scale[slot, layer, module])
+                    scale = float(call.tables.scale[slot, call.layer, module])
                     y[rows, begin : begin + width] += scale * (planes[rows, i, : b.shape[0]] @ b)
 
-    def lora_add(
-        self,
-        x: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        y: torch.Tensor,
-    ) -> None:
+    def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * (x[t] @ A[slot, modules[i]]ᵀ) @ B[slot, modules[i]]ᵀ`: shrink, then expand."""
-        planes = self.lora_planes(group, x.shape[0], segments)
-        self.lora_shrink(x, layer, group, tables, segments, planes)
-        self.lora_expand(planes, layer, group, tables, segments, y)
+        planes = self.lora_planes(call, x.shape[0])
+        self.lora_shrink(x, call, planes)
+        self.lora_expand(planes, call, y)
 
-    def lora_gather(
-        self,
-        tokens: torch.Tensor,
-        layer: int,
-        group: ModuleGroup,
-        tables: AdapterTables,
-        segments: Segments,
-        planes: torch.Tensor,
-    ) -> None:
+    def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
 
         `tokens` int32 `[T]` in `[0, in_features)`; the group is one embedding. Otherwise as `lora_shrink`.
         """
-        for rows, slot in _slots_of(segments):
-            a = self.adapter_matrix(tables, slot, layer, group, 0, A)  # [in_features, rank]
+        for rows, slot in _slots_of(call.segments):
+            a = self.adapter_matrix(call, slot, 0, A)  # [in_features, rank]
             planes[rows, 0, : a.shape[1]] = a[tokens[rows].long()]
 
 

@@ -26,7 +26,7 @@ from loramux.engine.model.model_config import ModelConfig
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS
-from loramux.kernels.tables import ModuleGroup, Segments
+from loramux.kernels.tables import LoraCall
 from tests.conformance.parity import Recorder, Subject, assert_parity, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, FAMILIES, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
 from tests.engine.device.gpu_backend import gpu_backend
@@ -168,9 +168,9 @@ def note_groups(executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch) -> set
     noted: set[tuple[int, ...]] = set()
     add = executor._kernels.lora_add
 
-    def note(x: Any, layer: int, group: ModuleGroup, *rest: Any) -> None:
-        noted.add(group.modules)
-        add(x, layer, group, *rest)
+    def note(x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        noted.add(call.group.modules)
+        add(x, call, y)
 
     monkeypatch.setattr(executor._kernels, "lora_add", note)
     return noted
@@ -335,8 +335,8 @@ def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int,
     """The kernel, which also notes what its launch is compiled for: segments of the grid and width of the planes."""
 
     def note(self: ReferenceLora, *arguments: Any) -> None:
-        (segments,) = (one for one in arguments if isinstance(one, Segments))
-        launched.add((name, segments.num_segments, segments.max_rank))
+        (call,) = (one for one in arguments if isinstance(one, LoraCall))
+        launched.add((name, call.segments.num_segments, call.segments.max_rank))
         kernel(self, *arguments)
 
     return note

@@ -13,7 +13,7 @@ from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, ModuleGroup, Segments
+from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, Segments
 from tests.kernels.gpu.interpreted import DEVICE
 from tests.kernels.pools import adapter_pool, poisoned_pool
 from tests.kernels.sequences import batch_of
@@ -81,9 +81,10 @@ def run(kernels: Kernels, weights: Weights, tables: AdapterTables, step: Step) -
     num_tokens = step.hidden.shape[0]
 
     def adapted(x: torch.Tensor, y: torch.Tensor, group: ModuleGroup) -> torch.Tensor:
-        planes = kernels.lora_planes(group, num_tokens, step.segments)
-        kernels.lora_shrink(x, LAYER, group, tables, step.segments, planes)
-        kernels.lora_expand(planes, LAYER, group, tables, step.segments, y)
+        call = LoraCall(LAYER, group, tables, step.segments)
+        planes = kernels.lora_planes(call, num_tokens)
+        kernels.lora_shrink(x, call, planes)
+        kernels.lora_expand(planes, call, y)
         return y
 
     residual = step.hidden.clone()

@@ -31,7 +31,7 @@ from loramux.kernels.dispatch import KernelShapes, select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, ModuleGroup, PoolViews
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 from tests.kernels.gpu.interpreted import TRITON_MODULES
 
 COMPILED = (
@@ -209,14 +209,15 @@ def test_what_threads_add_does_not_depend_on_their_shares(
     kernels, group = CpuKernels(adapters.pool), ModuleGroup((0,), 1024, (1024,), (0,))
     segments = build_segments(np.arange(-1, len(ranks), dtype=np.int32), kernels.segment_rows, most)
     x, expected = torch.randn(num_rows, 1024), torch.zeros(num_rows, 1024)
-    ReferenceKernels(adapters.pool).lora_add(x, 0, group, adapters.tables, segments, expected)
+    call = LoraCall(0, group, adapters.tables, segments)
+    ReferenceKernels(adapters.pool).lora_add(x, call, expected)
     results = []
     for threads in range(1, min(3, numba.config.NUMBA_NUM_THREADS) + 1):
         set_num_threads(threads)
         # So that no thread finds what another call has left.
-        kernels.lora_planes(group, num_rows, segments).fill_(torch.nan)
+        kernels.lora_planes(call, num_rows).fill_(torch.nan)
         y = torch.zeros(num_rows, 1024)
-        kernels.lora_add(x, 0, group, adapters.tables, segments, y)
+        kernels.lora_add(x, call, y)
         results.append(y)
     torch.testing.assert_close(results[0], expected, rtol=1e-4, atol=1e-3)
     assert all(torch.equal(y, results[0]) for y in results)
@@ -233,13 +234,15 @@ def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     group = ModuleGroup((0, 1), 64, (64, 64), (0, 64))
     planes, qkv = torch.zeros(3, 4, 8)[:, 1:3, :5], torch.zeros(3, 128)
     x = torch.zeros(3, 70)[:, :64]
-    kernels.lora_shrink(x, 1, group, adapters.tables, segments, planes)
-    kernels.lora_expand(planes, 1, group, adapters.tables, segments, qkv)
-    kernels.lora_add(x, 1, group, adapters.tables, segments, qkv)
+    call = LoraCall(1, group, adapters.tables, segments)
+    kernels.lora_shrink(x, call, planes)
+    kernels.lora_expand(planes, call, qkv)
+    kernels.lora_add(x, call, qkv)
     embedding = ModuleGroup((1,), 64, (64,), (0,), is_embedding=True)
-    kernels.lora_gather(torch.zeros(3, dtype=torch.int32), 1, embedding, adapters.tables, segments, planes)
+    tokens = torch.zeros(3, dtype=torch.int32)
+    kernels.lora_gather(tokens, LoraCall(1, embedding, adapters.tables, segments), planes)
     flat = replace(adapters.tables, off=torch.zeros(3, 1, 2, 2).int(), rank=torch.ones(3, 1, 2).int())
-    kernels.outer.lora_gather(torch.zeros(3, dtype=torch.int32), 0, embedding, flat, segments, planes)
+    kernels.outer.lora_gather(tokens, LoraCall(0, embedding, flat, segments), planes)
     q, k, v = (part.unflatten(1, (-1, 16)) for part in qkv.split([64, 32, 32], 1))
     kernels.rotary(q, k, torch.zeros(3, 8), torch.zeros(3, 8))
     batch = AttentionBatch(

@@ -11,7 +11,7 @@ import torch
 
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import ModuleGroup, Segments
+from loramux.kernels.tables import LoraCall, ModuleGroup, Segments
 
 GEOMETRY = {
     torch.float32: PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
@@ -50,8 +50,8 @@ def segments_of(slots: Sequence[int], kernels: Any, max_rank: int) -> Segments:
     return Segments(segments.rows.to(device), segments.starts.to(device), segments.slots.to(device), segments.max_rank)
 
 
-def poisoned_planes(kernels: Any, group: ModuleGroup, num_tokens: int, segments: Segments) -> torch.Tensor:
-    return kernels.lora_planes(group, num_tokens, segments).fill_(torch.nan)
+def poisoned_planes(kernels: Any, call: LoraCall, num_tokens: int) -> torch.Tensor:
+    return kernels.lora_planes(call, num_tokens).fill_(torch.nan)
 
 
 def summed(planes: torch.Tensor) -> torch.Tensor:
@@ -81,12 +81,13 @@ def test_equals_dense_matrices(
     layer = 1
 
     x = torch.randn(num_rows, in_features + 5)[:, 2 : in_features + 2]
-    planes = poisoned_planes(kernels, group, num_rows, segments)
-    kernels.lora_shrink(x, layer, group, adapters.tables, segments, planes)
+    call = LoraCall(layer, group, adapters.tables, segments)
+    planes = poisoned_planes(kernels, call, num_rows)
+    kernels.lora_shrink(x, call, planes)
     y_wide = torch.randn(num_rows, group.total_out + 3)
     before = y_wide.clone()
     y = y_wide[:, 1 : 1 + group.total_out]
-    kernels.lora_expand(planes, layer, group, adapters.tables, segments, y)
+    kernels.lora_expand(planes, call, y)
 
     assert planes.shape[-3:] == (num_rows, len(group.modules), max(RANKS))
     v_all = summed(planes)
@@ -122,11 +123,12 @@ def test_adding_is_shrinking_and_then_expanding(
     segments = segments_of(slots, kernels, max_rank=max(RANKS))
     x, before = torch.randn(len(slots), 128), torch.randn(len(slots), group.total_out)
     for layer in range(2):
-        planes, expected, found = poisoned_planes(kernels, group, len(slots), segments), before.clone(), before.clone()
-        kernels.lora_shrink(x, layer, group, adapters.tables, segments, planes)
-        kernels.lora_expand(planes, layer, group, adapters.tables, segments, expected)
-        poisoned_planes(kernels, group, len(slots), segments)
-        kernels.lora_add(x, layer, group, adapters.tables, segments, found)
+        call = LoraCall(layer, group, adapters.tables, segments)
+        planes, expected, found = poisoned_planes(kernels, call, len(slots)), before.clone(), before.clone()
+        kernels.lora_shrink(x, call, planes)
+        kernels.lora_expand(planes, call, expected)
+        poisoned_planes(kernels, call, len(slots))
+        kernels.lora_add(x, call, found)
         assert torch.equal(found, expected)
 
 
@@ -143,7 +145,8 @@ def test_what_an_adapter_does_not_change_is_known_of_each_step_anew(
 
     def added(slot: int) -> torch.Tensor:
         y = torch.zeros(1, 128)
-        kernels.lora_add(x, 0, group, adapters.tables, segments_of([slot], kernels, max_rank=4), y)
+        call = LoraCall(0, group, adapters.tables, segments_of([slot], kernels, max_rank=4))
+        kernels.lora_add(x, call, y)
         return y[0]
 
     assert not added(0).any()
@@ -167,9 +170,10 @@ def test_a_row_that_is_not_finite_harms_only_itself(
     x = torch.randn(2, 128)
     x[1, 7] = torch.inf
     segments = segments_of([0, slot], kernels, max_rank=4)
-    planes, y = poisoned_planes(kernels, group, 2, segments), torch.zeros(2, 128)
-    kernels.lora_shrink(x, 0, group, adapters.tables, segments, planes)
-    kernels.lora_expand(planes, 0, group, adapters.tables, segments, y)
+    call = LoraCall(0, group, adapters.tables, segments)
+    planes, y = poisoned_planes(kernels, call, 2), torch.zeros(2, 128)
+    kernels.lora_shrink(x, call, planes)
+    kernels.lora_expand(planes, call, y)
     assert y[0].isfinite().all()
     assert not y[1].isfinite().any()
 
@@ -183,10 +187,11 @@ def test_tables_may_be_rewritten_between_steps(
     kernels = make_kernels(adapters.pool)
     group = ModuleGroup((0,), 128, (128,), (0,))
     x, segments = torch.randn(1, 128), segments_of([0], kernels, max_rank=4)
-    planes = poisoned_planes(kernels, group, 1, segments)
-    kernels.lora_shrink(x, 0, group, adapters.tables, segments, planes)
+    call = LoraCall(0, group, adapters.tables, segments)
+    planes = poisoned_planes(kernels, call, 1)
+    kernels.lora_shrink(x, call, planes)
     adapters.tables.page_table[0] = adapters.tables.page_table[1]
-    kernels.lora_shrink(x, 0, group, adapters.tables, segments, planes)
+    kernels.lora_shrink(x, call, planes)
     torch.testing.assert_close(summed(planes)[0, 0], adapters.a[1, 0, 0] @ x[0], rtol=1e-4, atol=1e-4)
 
 
@@ -204,10 +209,10 @@ def test_the_bits_of_a_row_do_not_depend_on_how_many_share_its_adapter(
 
     def added(begin: int, end: int) -> torch.Tensor:
         segments = segments_of([0] * (end - begin), kernels, max_rank=9)
-        planes = poisoned_planes(kernels, group, end - begin, segments)
-        y = torch.zeros(end - begin, 203)
-        kernels.lora_shrink(x[begin:end], 1, group, adapters.tables, segments, planes)
-        kernels.lora_expand(planes, 1, group, adapters.tables, segments, y)
+        call = LoraCall(1, group, adapters.tables, segments)
+        planes, y = poisoned_planes(kernels, call, end - begin), torch.zeros(end - begin, 203)
+        kernels.lora_shrink(x[begin:end], call, planes)
+        kernels.lora_expand(planes, call, y)
         return y
 
     whole = added(0, 9)

@@ -11,7 +11,7 @@ import torch
 
 from loramux.kernels.layout import A, B, LinearShape, PageGeometry, adapter_layout, part_layout
 from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import AdapterTables, ModuleGroup, Segments
+from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, Segments
 
 GEOMETRY = {
     torch.float32: PageGeometry(num_layers=3, num_kv_heads=2, head_dim=8, kv_itemsize=4, adapter_itemsize=4),
@@ -101,11 +101,12 @@ def test_an_embedding_adds_the_row_of_each_token(
     # The last token among them, whose row ends where the next module begins.
     tokens = torch.cat([torch.tensor([VOCAB_SIZE - 1]), torch.randint(VOCAB_SIZE, (len(slots) - 1,))]).int()
     segments = segments_of(slots, 0, kernels)
-    planes = kernels.lora_planes(EMBEDDING, len(slots), segments).fill_(torch.nan)
-    kernels.lora_gather(tokens, 0, EMBEDDING, adapters.tables, segments, planes)
+    call = LoraCall(0, EMBEDDING, adapters.tables, segments)
+    planes = kernels.lora_planes(call, len(slots)).fill_(torch.nan)
+    kernels.lora_gather(tokens, call, planes)
     y = torch.randn(len(slots), HIDDEN_SIZE)
     before = y.clone()
-    kernels.lora_expand(planes, 0, EMBEDDING, adapters.tables, segments, y)
+    kernels.lora_expand(planes, call, y)
     v = summed(planes)
     assert v.shape == (len(slots), 1, 64)
     for t, slot in enumerate(slots):
@@ -129,9 +130,10 @@ def test_a_head_adds_its_part_to_the_logits(
     x, y = torch.randn(len(slots), HIDDEN_SIZE), torch.randn(len(slots), VOCAB_SIZE)
     before = y.clone()
     segments = segments_of(slots, 1, kernels)
-    planes = kernels.lora_planes(HEAD, len(slots), segments).fill_(torch.nan)
-    kernels.lora_shrink(x, 0, HEAD, adapters.tables, segments, planes)
-    kernels.lora_expand(planes, 0, HEAD, adapters.tables, segments, y)
+    call = LoraCall(0, HEAD, adapters.tables, segments)
+    planes = kernels.lora_planes(call, len(slots)).fill_(torch.nan)
+    kernels.lora_shrink(x, call, planes)
+    kernels.lora_expand(planes, call, y)
     for t, slot in enumerate(slots):
         if slot < 0 or not RANKS[slot][1]:
             assert torch.equal(y[t], before[t])

@@ -18,12 +18,13 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 TRITON_MODULES = (
+    "addresses",
     "attention",
     "expand",
     "fused",
     "gather",
     "kernels",
-    "lora",
+    "launches",
     "rotate_and_store",
     "sampling",
     "shrink",

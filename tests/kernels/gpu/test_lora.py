@@ -19,7 +19,7 @@ import torch
 
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.segments import build_segments
-from loramux.kernels.tables import AdapterTables, ModuleGroup, PoolViews, Segments
+from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
 
 RANKS = (0, 1, 3, 31, 64, 128)
@@ -52,7 +52,7 @@ THREE = (64, 63, 200)
 @pytest.fixture(scope="module")
 def triton_kernels() -> dict[str, ModuleType]:
     """The modules under test by name."""
-    names = ("lora", "shrink", "expand")
+    names = ("addresses", "launches", "shrink", "expand")
     return dict(zip(names, import_kernels(*names), strict=True))
 
 
@@ -168,8 +168,9 @@ def run_case(
     y_wide = torch.randn(num_rows, group.total_out + 3).to(DEVICE, x_dtype)
     before = y_wide.clone()
     y = y_wide[:, 1:-2]
-    shrink(adapters.pool, x, layer, group, adapters.tables, segments, planes, pdl=pdl)
-    expand(adapters.pool, planes, layer, group, adapters.tables, segments, y, pdl=pdl)
+    call = LoraCall(layer, group, adapters.tables, segments)
+    shrink(adapters.pool, x, call, planes, pdl=pdl)
+    expand(adapters.pool, planes, call, y, pdl=pdl)
     check(adapters, group, slots, layer, x, before[:, 1:-2], y, planes)
     assert planes[:, num_rows:].isnan().all()
     assert torch.equal(y_wide[:, [0, -2, -1]], before[:, [0, -2, -1]])
@@ -249,7 +250,7 @@ def test_overlapping_launches_equal_dense_matrices(
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    if not triton_kernels["lora"].supports_pdl(DEVICE):
+    if not triton_kernels["launches"].supports_pdl(DEVICE):
         pytest.skip("needs compute capability 9")
     dtype = torch.bfloat16
     run_case(shrink, expand, make_adapter_pool, dtype, dtype, 512, THREE, batch, 2, pdl=True)
@@ -279,8 +280,9 @@ def test_a_row_that_is_not_finite_harms_only_itself(
     x[1, 7] = torch.inf
     planes, y = torch.full((1, 3, 1, 4), torch.nan, device=DEVICE), torch.zeros(3, 128, device=DEVICE)
     segments = padded_segments([0, 0, 0], 1)
-    shrink(adapters.pool, x, 0, group, adapters.tables, segments, planes)
-    expand(adapters.pool, planes, 0, group, adapters.tables, segments, y)
+    call = LoraCall(0, group, adapters.tables, segments)
+    shrink(adapters.pool, x, call, planes)
+    expand(adapters.pool, planes, call, y)
     assert y[[0, 2]].isfinite().all()
     assert not y[1].isfinite().any()
 
@@ -304,8 +306,9 @@ def test_one_launch_serves_whatever_the_segments_hold(
     segments = replace(segments, rows=torch.full((9,), POISON, dtype=torch.int32, device=DEVICE))
 
     def launch() -> None:
-        shrink(adapters.pool, x, 0, group, tables, segments, planes)
-        expand(adapters.pool, planes, 0, group, tables, segments, y)
+        call = LoraCall(0, group, tables, segments)
+        shrink(adapters.pool, x, call, planes)
+        expand(adapters.pool, planes, call, y)
 
     replay = launch
     if HAS_GPU:
@@ -353,7 +356,7 @@ def test_refuses_what_it_cannot_serve(
     geometry = PageGeometry(1, 1, 1, page_elements, 32)
     assert geometry.adapter_elements == page_elements
     with pytest.raises(ValueError, match=message):
-        triton_kernels["lora"].check_geometry(geometry, group_of(128, (128,)), dtype)
+        triton_kernels["addresses"].check_geometry(geometry, group_of(128, (128,)), dtype)
 
 
 class CompiledForHopper:
@@ -424,12 +427,14 @@ def test_outer_modules_compile_for_hopper(
     head = ModuleGroup((1,), 4096, (128256,), (0,))
     gpu = importlib.import_module("loramux.kernels.gpu.kernels").GpuLora(pool)
     hidden, logits = tensor(64, 4096, dtype=torch.bfloat16), tensor(64, 128256, dtype=torch.bfloat16)
-    planes = gpu.lora_planes(embedding, 64, segments)
-    gpu.lora_gather(tensor(64), 0, embedding, tables, segments, planes)
-    gpu.lora_expand(planes, 0, embedding, tables, segments, hidden)
-    planes = gpu.lora_planes(head, 64, segments)
-    gpu.lora_shrink(hidden, 0, head, tables, segments, planes)
-    gpu.lora_expand(planes, 0, head, tables, segments, logits)
+    call = LoraCall(0, embedding, tables, segments)
+    planes = gpu.lora_planes(call, 64)
+    gpu.lora_gather(tensor(64), call, planes)
+    gpu.lora_expand(planes, call, hidden)
+    call = LoraCall(0, head, tables, segments)
+    planes = gpu.lora_planes(call, 64)
+    gpu.lora_shrink(hidden, call, planes)
+    gpu.lora_expand(planes, call, logits)
     assert "ld.global" in kernels["gather"].compiled.asm["ptx"]
     for name in ("shrink", "expand"):
         assert "mma.sync" in kernels[name].compiled.asm["ptx"]
@@ -479,15 +484,17 @@ def test_compiles_for_hopper(
     num_planes = lora_shrink.num_splits(group, E, num_tokens, num_segments)
     planes = tensor(num_planes, num_tokens, 3, 64, dtype=torch.float32)
     x, y = (tensor(num_tokens, width, dtype=torch.bfloat16) for width in (4096, 6144))
-    lora_shrink.lora_shrink(pool, x, 3, group, tables, segments, planes, pdl=pdl)
-    lora_expand.lora_expand(pool, planes, 3, group, tables, segments, y, pdl=pdl)
+    call = LoraCall(3, group, tables, segments)
+    lora_shrink.lora_shrink(pool, x, call, planes, pdl=pdl)
+    lora_expand.lora_expand(pool, planes, call, y, pdl=pdl)
     embedding = ModuleGroup((0,), 128256, (4096,), (0,), is_embedding=True)
-    lora_gather.lora_gather(pool, tensor(num_tokens), 3, embedding, tables, segments, planes[:1, :, :1])
+    call = LoraCall(3, embedding, tables, segments)
+    lora_gather.lora_gather(pool, tensor(num_tokens), call, planes[:1, :, :1])
     assert "ld.global" in gather_kernel.compiled.asm["ptx"]
-    for kernel, call in ((shrink_kernel, "launch_dependents"), (expand_kernel, "wait")):
+    for kernel, instruction in ((shrink_kernel, "launch_dependents"), (expand_kernel, "wait")):
         ptx = kernel.compiled.asm["ptx"]
         assert kernel.compiled.metadata.launch_pdl == (pdl and kernel is expand_kernel)
-        assert (f"griddepcontrol.{call}" in ptx) == pdl
+        assert (f"griddepcontrol.{instruction}" in ptx) == pdl
         # Tiles of 64 rows are multiplied by a whole warp group.
         assert ("wgmma.mma_async" if max_rows == 64 else "mma.sync") in ptx
         # Adapters are read 16 bytes at a time, into registers or past them.
@@ -541,6 +548,7 @@ def test_adapters_past_4_gib_are_read(
     x, before = torch.randn(2, 4, 128, device=DEVICE, dtype=dtype)
     planes, y = torch.full((1, 4, 1, 16), torch.nan, device=DEVICE), before.clone()
     segments = padded_segments(slots, 2)
-    shrink(adapters.pool, x, 1, group, adapters.tables, segments, planes)
-    expand(adapters.pool, planes, 1, group, adapters.tables, segments, y)
+    call = LoraCall(1, group, adapters.tables, segments)
+    shrink(adapters.pool, x, call, planes)
+    expand(adapters.pool, planes, call, y)
     check(adapters, group, slots, 1, x, before, y, planes)

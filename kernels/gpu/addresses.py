@@ -1,4 +1,4 @@
-"""What shrink and expand on the GPU share: device helpers, and what a launch may rely on."""
+"""Where the rows of an adapter lie in the pages, as the GPU's LoRA kernels read them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.layout import PageGeometry, row_layout
-from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS
-from loramux.kernels.tables import ModuleGroup, Segments
-
-TILE_ROWS = SEGMENT_ROWS
-"""Rows of a tile where segments are short: each segment is one."""
+from loramux.kernels.tables import ModuleGroup
 
 MIN_CHUNK = 16
 """The shortest chunk that tensor cores take."""
-
-TARGET_PROGRAMS = 528
-"""Programs that fill the card: four on each of an H200's 132 multiprocessors."""
 
 POOL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -71,30 +64,3 @@ def check_geometry(geometry: PageGeometry, group: ModuleGroup, dtype: torch.dtyp
                 f"pages of {geometry.adapter_elements} elements a layer cut rows of {row_len} into chunks of "
                 f"{chunk_len}; the GPU's kernels need at least {MIN_CHUNK}"
             )
-
-
-def supports_pdl(device: torch.device) -> bool:
-    """Whether a launch on `device` may overlap the end of the one before (programmatic dependent launch)."""
-    has_calls = IS_COMPILED and hasattr(tl.extra.cuda, "gdc_wait")
-    return has_calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
-    """Whether segments of one row are worth their own code: there is room for a segment a row, as in decodes.
-
-    It decides speed only; launches of either shape serve segments of any length.
-    """
-    return num_segments >= num_tokens
-
-
-def tile_rows(segments: Segments) -> int:
-    """Rows of a tile: A and B are read once for each."""
-    return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS
-
-
-def power_of_two_within(number: int) -> int:
-    """The largest power of two up to `number`, which is at least 1.
-
-    What launches are compiled for is rounded to these, so that batches of many sizes share few programs.
-    """
-    return 1 << (number.bit_length() - 1)

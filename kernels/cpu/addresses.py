@@ -1,0 +1,34 @@
+"""Where the rows of an adapter lie in the pages, as the CPU's LoRA kernels read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.kernels.cpu.compiled import helper
+from loramux.kernels.layout import PageGeometry, row_layout
+from loramux.kernels.tables import ModuleGroup
+
+MODULE, IN, A_PADDED, OUT, COLUMN, B_PADDED, B_CHUNK = range(7)
+"""Columns of a plan: index of the module in the tables, row length and padded length of A, the row length of B and its
+first output column, padded length and chunk."""
+
+
+def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int64]:
+    """What the kernels need to know of a group: int64 `[len(group.modules), 7]`."""
+    page_elements = geometry.adapter_elements
+    a = row_layout(group.in_features, page_elements)
+    plan = []
+    for module, out_features, column in zip(group.modules, group.out_features, group.out_offsets, strict=True):
+        b = row_layout(out_features, page_elements)
+        plan.append((module, a.row_len, a.padded_len, out_features, column, b.padded_len, b.chunk_len))
+    return np.array(plan, np.int64)
+
+
+@helper
+def place(pool: Any, layer: int, pages: Any, e: int) -> int:
+    """The index in the flat pool `[P, L, E]` of element `e` of the stream that lies in `pages`."""
+    page_elements = np.int64(pool.shape[2])
+    return (np.int64(pages[e // page_elements]) * pool.shape[1] + layer) * page_elements + e % page_elements

@@ -1,0 +1,43 @@
+"""What the GPU's LoRA kernels launch for a batch: the sizes of tiles and grids, and what a device lets overlap."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from loramux.kernels.gpu.addresses import IS_COMPILED
+from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS
+from loramux.kernels.tables import Segments
+
+TILE_ROWS = SEGMENT_ROWS
+"""Rows of a tile where segments are short: each segment is one."""
+
+TARGET_PROGRAMS = 528
+"""Programs that fill the card: four on each of an H200's 132 multiprocessors."""
+
+
+def supports_pdl(device: torch.device) -> bool:
+    """Whether a launch on `device` may overlap the end of the one before (programmatic dependent launch)."""
+    has_calls = IS_COMPILED and hasattr(tl.extra.cuda, "gdc_wait")
+    return has_calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
+    """Whether segments of one row are worth their own code: there is room for a segment a row, as in decodes.
+
+    It decides speed only; launches of either shape serve segments of any length.
+    """
+    return num_segments >= num_tokens
+
+
+def tile_rows(segments: Segments) -> int:
+    """Rows of a tile: A and B are read once for each."""
+    return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS
+
+
+def power_of_two_within(number: int) -> int:
+    """The largest power of two up to `number`, which is at least 1.
+
+    What launches are compiled for is rounded to these, so that batches of many sizes share few programs.
+    """
+    return 1 << (number.bit_length() - 1)
