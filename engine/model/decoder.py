@@ -141,17 +141,19 @@ class Decoder:
         # Rows that only pad a step belong to no sequence and are not attended: zeros keep them finite.
         attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
 
-        modules = {
-            LayerGroups.QKV: self._groups.qkv,
-            LayerGroups.O: self._groups.o,
-            LayerGroups.GATE_UP: self._groups.gate_up,
-            LayerGroups.DOWN: self._groups.down,
-        }
+        def adapted(flag: LayerGroups, group: ModuleGroup) -> ModuleGroup | None:
+            """The group; None where no adapter of this step changes it."""
+            return group if inputs.segments.num_segments and flag in inputs.groups else None
 
-        def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: LayerGroups) -> torch.Tensor:
+        qkv_group = adapted(LayerGroups.QKV, self._groups.qkv)
+        o_group = adapted(LayerGroups.O, self._groups.o)
+        gate_up_group = adapted(LayerGroups.GATE_UP, self._groups.gate_up)
+        down_group = adapted(LayerGroups.DOWN, self._groups.down)
+
+        def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: ModuleGroup | None) -> torch.Tensor:
             """Add the adapters' part to `y`, the base's output for `x`."""
-            if group in inputs.groups and inputs.segments.num_segments:
-                kernels.lora_add(x, LoraCall(index, modules[group], tables, inputs.segments), y)
+            if group is not None:
+                kernels.lora_add(x, LoraCall(index, group, tables, inputs.segments), y)
             return y
 
         x = residual
@@ -160,7 +162,7 @@ class Decoder:
                 x = kernels.rms_norm(residual, layer.attention_norm, eps)
             else:
                 x = kernels.add_rms_norm(x, residual, layer.attention_norm, eps)
-            qkv = with_adapters(x, layer.qkv(x), index, LayerGroups.QKV)
+            qkv = with_adapters(x, layer.qkv(x), index, qkv_group)
             q, k, v = qkv.split((q_out, kv_out, kv_out), dim=1)
             q = q.view(num_tokens, config.num_heads, config.head_dim)
             k = k.view(num_tokens, config.num_kv_heads, config.head_dim)
@@ -171,12 +173,12 @@ class Decoder:
             kernels.rotate_and_store(q, k, v, *angles[layer.rotary], index, inputs.attention)
             kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
             x = attended.view(num_tokens, q_out)
-            x = with_adapters(x, layer.o(x), index, LayerGroups.O)
+            x = with_adapters(x, layer.o(x), index, o_group)
             if layer.attention_output_norm is not None:
                 x = kernels.rms_norm(x, layer.attention_output_norm, eps)
             x = kernels.add_rms_norm(x, residual, layer.feed_forward_norm, eps)
-            x = gate_and_mul(with_adapters(x, layer.gate_up(x), index, LayerGroups.GATE_UP))
-            x = with_adapters(x, layer.down(x), index, LayerGroups.DOWN)
+            x = gate_and_mul(with_adapters(x, layer.gate_up(x), index, gate_up_group))
+            x = with_adapters(x, layer.down(x), index, down_group)
             if layer.feed_forward_output_norm is not None:
                 x = kernels.rms_norm(x, layer.feed_forward_output_norm, eps)
         rows = inputs.sample_rows

@@ -42,7 +42,8 @@ class CpuLora:
         self._planes: dict[tuple[int, int, int], torch.Tensor] = {}
         self._tables: AdapterTables | None = None
         self._segments: Segments | None = None
-        self._adapted: dict[ModuleGroup, bool] = {}
+        # By `ModuleGroup.modules`.
+        self._adapted: dict[tuple[int, ...], bool] = {}
 
     def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
         shape = (num_tokens, len(call.group.modules), call.segments.max_rank)
@@ -91,9 +92,10 @@ class CpuLora:
     def _is_adapted(self, call: LoraCall) -> bool:
         """Whether any adapter of the segments changes a module of the group, in any layer."""
         self._read(call)
-        known = self._adapted.get(call.group)
+        modules = call.group.modules
+        known = self._adapted.get(modules)
         if known is None:
-            known = self._adapted[call.group] = bool(self._rank[self._slots][:, :, call.group.modules].any())
+            known = self._adapted[modules] = bool(self._rank[self._slots][:, :, modules].any())
         return known
 
     def _plan(self, group: ModuleGroup) -> npt.NDArray[np.int64]:
