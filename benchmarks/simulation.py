@@ -22,13 +22,15 @@ from rich.console import Console
 from benchmarks.gpu.bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from loramux.engine.adapters.adapter_pool import AdapterPool
-from loramux.engine.engine import Engine
+from loramux.engine.engine import Engine, EngineParts, Observers
+from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.simulation import GREEDY, SimulatedExecutor, SimulatedLoader
 from loramux.engine.messages import Add, Finished, StepOutput
 from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
@@ -52,18 +54,16 @@ class SteadyLoad:
         loader = SimulatedLoader(ADAPTERS)
         reclaimer = Reclaimer(pages, LeastRecentlyUsed())
         prefixes = PrefixCache(pages, reclaimer.policy, PAGE_TOKENS)
-        adapters = AdapterPool(pages, 16, loader, reclaimer)
+        queue = FairQueue()
+        adapters = AdapterPool(pages, 16, loader, reclaimer, on_residency=queue.set_resident)
         kv = KvPages(pages, reclaimer, prefixes, PAGE_TOKENS)
-        self._scheduler = Scheduler(kv, adapters, SchedulerLimits(256, num_running, look_ahead=num_running))
+        self._scheduler = Scheduler(queue, kv, adapters, SchedulerLimits(256, num_running, look_ahead=num_running))
         self._executor = SimulatedExecutor(VOCAB_SIZE, PAGE_TOKENS, NUM_PAGES, loader)
         limits = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, (), PAGE_TOKENS)
         self._engine = Engine(
             limits,
-            pages,
-            adapters,
-            prefixes,
-            self._scheduler,
-            self._executor,
+            EngineParts(pages, adapters, prefixes, self._scheduler, self._executor),
+            Observers(EngineStats(pages, adapters, prefixes, self._scheduler)),
             random.Random(0),
             lambda: 0.0,
             is_ahead,

@@ -29,7 +29,8 @@ from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.backend import Backend, CompileAhead, open_backend
-from loramux.engine.engine import Engine
+from loramux.engine.engine import Engine, EngineParts, Observers
+from loramux.engine.engine_stats import EngineStats
 from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.direct_executor import DirectExecutor
@@ -47,6 +48,7 @@ from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool, in_gib, pool_bytes_of
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequence import Sequence, page_list
@@ -144,11 +146,25 @@ def assemble_engine(
         else LeasingFetcher(source, config.num_loaders, wake, loading)
     )
     loader = TierLoader(fetcher, views, tables, backend.accelerator, wake, loading)
-    adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer)
+    queue = FairQueue()
+    adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer, on_residency=queue.set_resident)
     executor = make_executor(kernels, decoder)
     warm_up(executor, config, page_tokens, backend.compiles)
     prefixes = PrefixCache(pages, reclaimer.policy, page_tokens, identity=(repr(model).encode(), dtype.encode()))
     kv = KvPages(pages, reclaimer, prefixes, page_tokens)
+    scheduler_limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
+    scheduler = Scheduler(queue, kv, adapters, scheduler_limits)
+    stats = EngineStats(
+        pages,
+        adapters,
+        prefixes,
+        scheduler,
+        loading=loading,
+        contents=fetcher.contents,
+        page_bytes=views.raw[0].nbytes,
+        graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
+    )
+    traces = None if spans is None or timelines is None else SequenceTraces(spans, timelines)
     engine = Engine(
         limits=EngineLimits(
             model.vocab_size,
@@ -159,23 +175,11 @@ def assemble_engine(
             config.max_waiting_s,
             config.max_pinned_share,
         ),
-        pages=pages,
-        adapters=adapters,
-        prefixes=prefixes,
-        scheduler=Scheduler(
-            kv, adapters, SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
-        ),
-        executor=executor,
+        parts=EngineParts(pages, adapters, prefixes, scheduler, executor, protect=fetcher.protect),
+        observers=Observers(stats, traces, note_running),
         seeds=random.Random(config.seed),
         clock=time.monotonic,
         lookahead=backend.runs_ahead,
-        note_running=note_running,
-        loading=loading,
-        traces=None if spans is None or timelines is None else SequenceTraces(spans, timelines),
-        contents=fetcher.contents,
-        page_bytes=views.raw[0].nbytes,
-        graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
-        protect=fetcher.protect,
     )
     ready = EngineReady(
         max_model_len=max_model_len,

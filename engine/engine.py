@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loramux.adapter_store.tiers.tier_contents import TierContents
-from loramux.adapter_store.tiers.tier_figures import TierFigures
 from loramux.engine.adapters.adapter_calls import AdapterCalls, PinLimits
 from loramux.engine.adapters.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
 from loramux.engine.adapters.adapter_strikes import AdapterStrikes
@@ -23,7 +21,6 @@ from loramux.engine.messages import (
     Extend,
     Finished,
     FromEngine,
-    GraphMemory,
     Load,
     Pin,
     Rejected,
@@ -52,6 +49,31 @@ class Outbound:
     message: FromEngine
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineParts:
+    """What an engine is made of, all over one page pool. `protect` sets what shares keep of host memory."""
+
+    pages: PagePool
+    adapters: AdapterPool
+    prefixes: PrefixCache
+    scheduler: Scheduler
+    executor: Executor
+    protect: Protect = no_floors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observers:
+    """Who is told what an engine does.
+
+    `stats` count; `traces` are told what becomes of each sequence, and `note_running` which sequences run, before each
+    step that may take them with it.
+    """
+
+    stats: EngineStats
+    traces: SequenceTraces | None = None
+    note_running: Callable[[list[str]], None] | None = None
+
+
 class Engine:
     """Sequences of many adapters over one page pool. Call `step` until `has_work` is false.
 
@@ -59,41 +81,29 @@ class Engine:
     never waits for the host; tokens are then committed one `step` later. A sequence that turns out to have ended wastes
     a row of the step that was submitted already. The pages it gives back may be used at once: steps run in order, and
     whoever else writes pages waits for the steps submitted before (see `TierLoader`).
-
-    `note_running` is told which sequences run, before each step that may take them with it; `traces` what becomes of
-    each.
     """
 
     def __init__(
         self,
         limits: EngineLimits,
-        pages: PagePool,
-        adapters: AdapterPool,
-        prefixes: PrefixCache,
-        scheduler: Scheduler,
-        executor: Executor,
+        parts: EngineParts,
+        observers: Observers,
         seeds: random.Random,
         clock: Callable[[], float],
         lookahead: bool = False,
-        note_running: Callable[[list[str]], None] | None = None,
-        loading: TierFigures | None = None,
-        contents: Callable[[], tuple[TierContents, ...]] = tuple,
-        page_bytes: int = 0,
-        graphs: Callable[[], GraphMemory] = GraphMemory,
-        protect: Protect = no_floors,
-        traces: SequenceTraces | None = None,
     ) -> None:
         self._limits = limits
-        self._pages = pages
-        self._adapters = adapters
-        self._prefixes = prefixes
-        self._scheduler = scheduler
-        self._executor = executor
+        self._pages = pages = parts.pages
+        self._adapters = adapters = parts.adapters
+        self._prefixes = prefixes = parts.prefixes
+        self._scheduler = scheduler = parts.scheduler
+        self._executor = parts.executor
         self._seeds = seeds
         self._clock = clock
         self._lookahead = lookahead
-        self._note_running = note_running
-        self._traces = traces
+        self._stats = observers.stats
+        self._traces = observers.traces
+        self._note_running = observers.note_running
         self._in_flight: SubmittedStep | None = None
         self._live = LiveSequences()
         self._timers = Timers(clock, self._live)
@@ -101,10 +111,7 @@ class Engine:
         self._num_arrivals = 0
         self._outbox: list[Outbound] = []
         self._strikes = AdapterStrikes(clock)
-        self._floors = HostFloors(protect)
-        self._stats = EngineStats(
-            pages, adapters, prefixes, scheduler, loading or TierFigures(), contents, page_bytes, graphs
-        )
+        self._floors = HostFloors(parts.protect)
         share = limits.max_pinned_share
         pins = PinLimits(int(share * adapters.num_slots), int(share * pages.num_pages))
         self._calls = AdapterCalls(adapters, prefixes, self._live, pins, clock, self._post, self._leaves_room)

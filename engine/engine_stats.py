@@ -26,13 +26,13 @@ class EngineStats:
         adapters: AdapterPool,
         prefixes: PrefixCache,
         scheduler: Scheduler,
-        loading: TierFigures,
+        loading: TierFigures | None = None,
         contents: Callable[[], tuple[TierContents, ...]] = tuple,
         page_bytes: int = 0,
         graphs: Callable[[], GraphMemory] = GraphMemory,
     ) -> None:
         self._pages = pages
-        self._loading = loading
+        self._loading = loading or TierFigures()
         self._contents = contents
         self._page_bytes = page_bytes
         self._graphs = graphs

@@ -68,8 +68,8 @@ class Sequence:
     """The most that `num_computed` ever was: tokens below it that a step holds are computed again."""
     num_adapter_pages: int = 0
     """Of its adapter, from when it first runs; they are counted also while the adapter is away."""
-    wanted_max_tokens: int = 0
-    """The limit that was asked for before the size of its adapter was known."""
+    num_wanted: int = 0
+    """What `num_reserved` was to become, where that was asked before the size of its adapter was known."""
     is_tainted: bool = False
     """What it computed may be broken, and is offered to nobody."""
     is_paused: bool = False
@@ -81,18 +81,13 @@ class Sequence:
     # Looked at several times a step for each sequence, so they are kept instead of computed.
     num_prompt: int = field(init=False)
     num_reserved: int = field(init=False)
-    """The most tokens that it can come to."""
+    """Its limit: the most tokens that it can come to, at first by `Add.max_tokens`. `TokenGrants` raises it."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.num_reserved = self.num_prompt + self.add.max_tokens
         self.logit_penalties = logit_penalties(self.add.sampling, self.tokens, self.num_prompt)
-
-    def change(self, add: Add) -> None:
-        """Go on under another limit."""
-        self.add = add
-        self.num_reserved = self.num_prompt + add.max_tokens
 
     def choose(self, sample_index: int) -> None:
         """The step that was submitted just now chooses the next token, as its `sample_index`-th."""

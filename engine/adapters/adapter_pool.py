@@ -99,6 +99,8 @@ class AdapterPool:
         loader: AdapterLoader,
         reclaimer: Reclaimer,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        on_residency: Callable[[str, bool], None],
     ) -> None:
         self._pages = pages
         self._loader = loader
@@ -110,7 +112,7 @@ class AdapterPool:
         self._placing: list[AdapterEntry] = []
         # As of the last poll.
         self._demand = Demand()
-        self.on_residency: Callable[[str, bool], None] = lambda digest, is_resident: None
+        self.on_residency = on_residency
         """Called when an adapter has become resident, and when it no longer is."""
         self.num_slots = num_slots
         self.num_pinned_pages = 0

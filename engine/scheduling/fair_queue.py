@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
 
-from loramux.engine.messages import Add
 from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, Share, ShareHeap, Turn, place
 from loramux.engine.sequence import Sequence
 
@@ -94,12 +93,12 @@ class FairQueue:
         """The sequence waits no longer and will not run."""
         self._rest(self._take(sequence))
 
-    def change(self, sequence: Sequence, add: Add) -> None:
+    def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a waiting sequence another limit; its place stays."""
         share = self._active[sequence.add.share_key]
         self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
-        sequence.change(add)
+        sequence.num_reserved = num_tokens
         self._count_tokens(share, sequence, 1)
         self._insert(share, sequence)
 

@@ -8,7 +8,6 @@ from operator import attrgetter
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterEntry, AdapterPhase, AdapterPool, Demand
 from loramux.engine.batch import ScheduledSequence
 from loramux.engine.cached_page import CachedPage
-from loramux.engine.messages import Add
 from loramux.engine.pages.kv_pages import RUNNING, KvPages
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.sequence import Sequence, SequenceState
@@ -33,7 +32,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Waiting and running sequences of one engine.
+    """Waiting and running sequences of one engine; `adapters` reports to `queue` which adapters are resident.
 
     Decode rows come first, then chunks of prompts that are running, then new sequences in the order of their turns, for
     which prompts under way leave a part of the step: what fits into it does not wait for them. A sequence whose adapter
@@ -42,12 +41,11 @@ class Scheduler:
     the youngest.
     """
 
-    def __init__(self, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
+    def __init__(self, queue: FairQueue, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
+        self.queue = queue
         self._kv = kv
         self._adapters = adapters
         self._limits = limits
-        self.queue = FairQueue()
-        adapters.on_residency = self.queue.set_resident
         self.running: list[Sequence] = []
         self._order: list[Sequence] = []
         # Who found no pages in the last step: a running sequence, else the first that could not be admitted.
@@ -143,12 +141,12 @@ class Scheduler:
             if sequence.num_computed >= sequence.next_offer:
                 self._kv.offer(sequence)
 
-    def change(self, sequence: Sequence, add: Add) -> None:
+    def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a sequence, waiting or running, another limit."""
         if sequence.state is SequenceState.WAITING:
-            self.queue.change(sequence, add)
+            self.queue.set_limit(sequence, num_tokens)
         else:
-            sequence.change(add)
+            sequence.num_reserved = num_tokens
 
     def finish(self, sequence: Sequence, is_broken: bool = False) -> None:
         """Remove a sequence, waiting or running, and give back all it holds; nobody reads what a broken one did."""

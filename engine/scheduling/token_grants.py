@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.sequence import Sequence
@@ -34,15 +32,16 @@ class TokenGrants:
         entry = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
         if entry is not None:
             sequence.num_adapter_pages = entry.num_pages
-        if sequence.wanted_max_tokens:
-            self._raise(sequence, sequence.wanted_max_tokens)
+        if sequence.num_wanted:
+            self._raise(sequence, sequence.num_wanted)
 
     def extend(self, sequence: Sequence, max_tokens: int) -> None:
         """Raise the sequence's limit, now or when it first runs; if it paused, it goes on."""
+        num_wanted = sequence.num_prompt + max_tokens
         if sequence.add.digest is None or sequence.has_run:
-            self._raise(sequence, max_tokens)
+            self._raise(sequence, num_wanted)
         else:
-            sequence.wanted_max_tokens = max(sequence.wanted_max_tokens, max_tokens)
+            sequence.num_wanted = max(sequence.num_wanted, num_wanted)
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether the pool can still hold what was granted."""
@@ -53,18 +52,18 @@ class TokenGrants:
         if sequence.add.pause_s <= 0 or sequence.num_reserved >= self._most_tokens(sequence):
             return False
         sequence.is_paused = True
-        limit = sequence.add.max_tokens
+        limit = sequence.num_reserved
 
         def end_pause(sequence: Sequence) -> None:
-            if sequence.is_paused and sequence.add.max_tokens == limit:
+            if sequence.is_paused and sequence.num_reserved == limit:
                 self._end(sequence)
 
         self._timers.after(sequence, sequence.add.pause_s, end_pause)
         return True
 
-    def _raise(self, sequence: Sequence, wanted: int) -> None:
-        max_tokens = max(sequence.add.max_tokens, min(wanted, self._most_tokens(sequence) - sequence.num_prompt))
-        self._scheduler.change(sequence, msgspec.structs.replace(sequence.add, max_tokens=max_tokens))
+    def _raise(self, sequence: Sequence, num_wanted: int) -> None:
+        num_granted = min(num_wanted, self._most_tokens(sequence))
+        self._scheduler.set_limit(sequence, max(sequence.num_reserved, num_granted))
         if not sequence.is_chosen_out:
             sequence.is_paused = False
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from loramux.engine.adapters.adapter_pool import AdapterPool
-from loramux.engine.engine import Engine
+from loramux.engine.engine import Engine, EngineParts, Observers
+from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedLoader
 from loramux.engine.messages import AdapterState, Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
 from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
@@ -119,13 +121,16 @@ def simulate_engine(
     loader = SimulatedLoader(adapters or {})
     reclaimer = Reclaimer(pages, LeastRecentlyUsed())
     prefixes = PrefixCache(pages, reclaimer.policy, 16)
-    pool = AdapterPool(pages, num_slots, loader, reclaimer)
+    queue = FairQueue()
+    pool = AdapterPool(pages, num_slots, loader, reclaimer, on_residency=queue.set_resident)
     kv = KvPages(pages, reclaimer, prefixes, 16)
-    scheduler = Scheduler(kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
+    scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
     executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, loader, eos)
     limits = EngineLimits(VOCAB_SIZE, max_model_len, eos, 16, **waiting)
     clock = Clock()
-    engine = Engine(limits, pages, pool, prefixes, scheduler, executor, random.Random(0), clock, lookahead)
+    parts = EngineParts(pages, pool, prefixes, scheduler, executor)
+    observers = Observers(EngineStats(pages, pool, prefixes, scheduler))
+    engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
     return Simulation(engine, pages, pool, prefixes, scheduler, executor, loader, clock)
 
 

@@ -23,11 +23,15 @@ class Bench:
         self.pages = PagePool(8)
         self.loader = SimulatedLoader(sizes)
         self.clock = Clock()
-        self.pool = AdapterPool(
-            self.pages, num_slots, self.loader, Reclaimer(self.pages, LeastRecentlyUsed()), self.clock
-        )
         self.residency: list[tuple[str, bool]] = []
-        self.pool.on_residency = lambda digest, is_resident: self.residency.append((digest, is_resident))
+        self.pool = AdapterPool(
+            self.pages,
+            num_slots,
+            self.loader,
+            Reclaimer(self.pages, LeastRecentlyUsed()),
+            self.clock,
+            on_residency=lambda digest, is_resident: self.residency.append((digest, is_resident)),
+        )
 
     def ask(self, *digests: str, **demand: int) -> list[AdapterEntry]:
         """One poll while sequences wait for these adapters, in this order."""

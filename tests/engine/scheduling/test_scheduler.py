@@ -13,6 +13,7 @@ from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
+from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from loramux.engine.sequence import Sequence, SequenceState
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation, finishes, stats_of
@@ -33,10 +34,11 @@ class Bench:
         self.pages = PagePool(num_pages)
         reclaimer = Reclaimer(self.pages, LeastRecentlyUsed())
         self.loader = SimulatedLoader(sizes or {})
-        self.adapters = AdapterPool(self.pages, 4, self.loader, reclaimer)
+        queue = FairQueue()
+        self.adapters = AdapterPool(self.pages, 4, self.loader, reclaimer, on_residency=queue.set_resident)
         kv = KvPages(self.pages, reclaimer, PrefixCache(self.pages, reclaimer.policy, PAGE_TOKENS), PAGE_TOKENS)
         limits = SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences)
-        self.scheduler = Scheduler(kv, self.adapters, limits)
+        self.scheduler = Scheduler(queue, kv, self.adapters, limits)
         self._arrivals = itertools.count()
 
     def add(self, name: str, num_prompt: int = 3, max_tokens: int = 50, **fields: object) -> Sequence:
