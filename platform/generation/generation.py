@@ -1,4 +1,4 @@
-"""One admitted request in the engine: submit, read, stop, settle. It outlives its client's connection."""
+"""One admitted request in the engine: submit, read, stop. It outlives its client's connection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loramux.platform.generation.engine_failures import engine_failure
 from loramux.platform.generation.pending_deltas import PendingDeltas
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan
 from loramux.platform.ledger.settlement import Settlement
-from loramux.platform.telemetry.tracing import begin_span, traced
+from loramux.platform.telemetry.tracing import begin_span
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 FINISHED_WAIT_S = 1.0
@@ -30,7 +30,6 @@ ABANDONED_WAIT_S = 60.0
 EXTEND_AHEAD_TOKENS = 128
 """So many tokens before the end of what was granted, more is asked for, so that the sequence need not pause."""
 
-Settle = Callable[[str, Settlement], Awaitable[None]]
 Extend = Callable[[str, int], Awaitable[bool]]
 """Holds so many more tokens for a request; False where it may have no more."""
 log = structlog.get_logger()
@@ -48,8 +47,8 @@ class Usage:
 class Generation:
     """Runs in a task of its own, so that a client that leaves cannot cut the settlement short.
 
-    `deltas` yields what the choices say and ends once the request is settled; `usage` is then known. `observe_gap` is
-    told the seconds between two tokens of a choice.
+    `deltas` yields what the choices say until `end`, once the request is settled; `usage` is then known. `observe_gap`
+    is told the seconds between two tokens of a choice.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Generation:
         plan: Plan,
         engine: EngineClient,
         tokenizer: ModelTokenizer,
-        settle: Settle,
         extend: Extend,
         clock: Callable[[], int],
         observe_gap: Callable[[float], None] | None = None,
@@ -65,7 +63,6 @@ class Generation:
         self.plan = plan
         self._observe_gap = observe_gap
         self._engine = engine
-        self._settle = settle
         self._extend = extend
         self._granted = plan.granted_tokens
         self._extending: asyncio.Task[None] | None = None
@@ -119,8 +116,8 @@ class Generation:
         if self.status == "open" and not self._is_stopping.is_set():
             self._fail(RequestCancelled("an administrator cancelled this request"))
 
-    async def run(self) -> None:
-        """Read every choice to its end, then settle."""
+    async def run(self) -> Settlement:
+        """Read every choice to its end; what the request has used."""
         readers = [asyncio.create_task(self._read(choice)) for choice in self._choices]
         all_read = asyncio.create_task(asyncio.wait(readers))
         stopping = asyncio.create_task(self._is_stopping.wait())
@@ -138,15 +135,14 @@ class Generation:
         if self._span is not None:
             self._span.set("loramux.completion_tokens", settlement.completion_tokens)
             self._span.end(None if self._failure is None else self._failure.code)
-        try:
-            with traced("settle"):
-                await self._settle(self.plan.request_id, settlement)
-        finally:
-            # Whatever happened, who waits for the end must not wait for ever.
-            self.status = settlement.status
-            if self._watch is not None:
-                self._watch.cancel()
-            self._events.close()
+        return settlement
+
+    def end(self, settlement: Settlement) -> None:
+        """The request is settled: nothing more comes of it."""
+        self.status = settlement.status
+        if self._watch is not None:
+            self._watch.cancel()
+        self._events.close()
 
     async def _read(self, choice: Choice) -> None:
         try:

@@ -8,7 +8,6 @@ import msgspec
 
 from loramux.engine.messages import Add, SamplingParams
 from loramux.platform.accounts.model_names import ResolvedModel
-from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import Share
 
 CHUNK_TOKENS = 1024
@@ -16,6 +15,16 @@ CHUNK_TOKENS = 1024
 
 PAUSE_S = 2.0
 """How long a sequence waits at the end of what was granted; a refused one ends after it, with `length`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Who asks for which model, and the tenant's place in the engine."""
+
+    tenant_id: str
+    api_key_id: str
+    model: ResolvedModel
+    share: Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +35,7 @@ class Plan:
     """
 
     request_id: str
-    principal: Principal
-    tenant_id: str
-    share: Share
-    model: ResolvedModel
+    target: Target
     endpoint: str
     prompts: tuple[tuple[int, ...], ...]
     num_choices: int
@@ -63,7 +69,7 @@ class Plan:
         if sampling.seed is not None and choice:
             # Choices of one prompt differ; the first is what n = 1 would give.
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
-        adapter = self.model.adapter
+        adapter, share = self.target.model.adapter, self.target.share
         return Add(
             sequence_id=f"{self.request_id}-{prompt_index * self.num_choices + choice}",
             prompt=self.prompts[prompt_index],
@@ -72,9 +78,9 @@ class Plan:
             tokens_at_once=self.tokens_at_once,
             sampling=sampling,
             digest=adapter.digest if adapter is not None else None,
-            share_key=self.share.key,
-            weight=self.share.weight,
-            isolation_key=self.share.isolation_key,
+            share_key=share.key,
+            weight=share.weight,
+            isolation_key=share.isolation_key,
             traceparent=traceparent,
-            host_floor_bytes=self.share.host_floor_bytes,
+            host_floor_bytes=share.host_floor_bytes,
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -78,13 +78,13 @@ class RunningRequests:
     async def reserve(self, plan: Plan) -> Reservation:
         """Hold what the request may cost; raises QuotaExceeded, RequestTooLarge, and what is in TROUBLE."""
         self._check()
-        adapter = plan.model.adapter
+        adapter = plan.target.model.adapter
         if adapter is None:
             return await self._reserve(plan, loads_adapter=False)
         try:
             # Whoever waits for its turn waits no longer than one that has it.
             async with asyncio.timeout(RESERVE_WAIT_S):
-                return await self._cold_loads.admit(plan.tenant_id, adapter.digest, partial(self._reserve, plan))
+                return await self._cold_loads.admit(plan.target.tenant_id, adapter.digest, partial(self._reserve, plan))
         except TimeoutError:
             raise DatabaseTrouble("the reservation takes too long") from None
 
@@ -97,12 +97,12 @@ class RunningRequests:
 
     async def _reserve(self, plan: Plan, loads_adapter: bool) -> Reservation:
         self._check()
-        adapter = plan.model.adapter
+        adapter = plan.target.model.adapter
         request = ReservationRequest(
             request_id=plan.request_id,
-            tenant_id=plan.tenant_id,
-            api_key_id=plan.principal.key_id,
-            model=plan.model.name,
+            tenant_id=plan.target.tenant_id,
+            api_key_id=plan.target.api_key_id,
+            model=plan.target.model.name,
             adapter_version_id=adapter.version_id if adapter is not None else None,
             adapter_id=adapter.adapter_id if adapter is not None else None,
             endpoint=plan.endpoint,
@@ -128,13 +128,11 @@ class RunningRequests:
             raise
         return reservation
 
-    def start(self, plan: Plan) -> Generation:
-        """Run a reserved request; it is settled whatever becomes of its client."""
+    def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
+        """Begin the `life` of a reserved request, which must run and settle it, in a task of its own."""
         gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
-        generation = Generation(
-            plan, self._engine, self._tokenizer, self._settler.settle, self._extend, self._clock, gaps.observe
-        )
-        task = asyncio.create_task(generation.run(), name=plan.request_id)
+        generation = Generation(plan, self._engine, self._tokenizer, self._extend, self._clock, gaps.observe)
+        task = asyncio.create_task(life(generation), name=plan.request_id)
         self._tasks[task] = generation
         self._metrics.running.inc()
         task.add_done_callback(self._forget)

@@ -90,6 +90,10 @@ class GenerationRequest(_Strict):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are not supported, and the values with which they ask for nothing."""
+    PROMPT: ClassVar[str]
+    """The field that holds what is to be continued."""
+    DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
+    """How many tokens a body without a limit asks for; None is all that the context leaves."""
 
     model: str = Field(max_length=MAX_MODEL_NAME)
     n: int | None = Field(None, ge=1, le=128)
@@ -122,6 +126,20 @@ class GenerationRequest(_Strict):
         return self.n or 1
 
     @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def token_limit(self) -> int | None:
+        """How many tokens each choice may have, if the body says so."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to tell of each token; None is not even its own log-probability."""
+        return None
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -133,12 +151,14 @@ class GenerationRequest(_Strict):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
 
-    def sampling(self, num_logprobs: int | None, vocab_size: int) -> SamplingParams:
-        stop_ids = tuple(self.stop_token_ids or ())
-        bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
-        for param, ids in (("stop_token_ids", stop_ids), ("logit_bias", [token for token, _ in bias])):
-            if not all(0 <= token < vocab_size for token in ids):
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequest for a token id that the vocabulary does not have."""
+        for param, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", map(int, self.logit_bias or ()))):
+            if not all(0 <= token < vocab_size for token in ids or ()):
                 raise InvalidRequest(f"token ids lie in 0 to {vocab_size - 1}", param=param)
+
+    def sampling(self) -> SamplingParams:
+        bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
         return SamplingParams(
             temperature=_or(self.temperature, 1.0),
             top_p=_or(self.top_p, 1.0),
@@ -150,8 +170,8 @@ class GenerationRequest(_Strict):
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             logit_bias=tuple((token, value) for token, value in bias if value),
             seed=self.seed,
-            num_logprobs=num_logprobs,
-            stop_token_ids=stop_ids,
+            num_logprobs=self.num_logprobs,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             min_tokens=_or(self.min_tokens, 0),
         )
@@ -191,12 +211,22 @@ class CompletionRequest(GenerationRequest):
         **GenerationRequest.NEUTRAL,
         "suffix": (None, ""),
     }
+    PROMPT: ClassVar[str] = "prompt"
+    DEFAULT_MAX_TOKENS: ClassVar[int | None] = 16
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
     logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     best_of: int | None = Field(None, ge=1, lt=INT64)
     echo: bool | None = None
     suffix: str | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     def check(self) -> None:
         GenerationRequest.check(self)
@@ -254,6 +284,7 @@ class ChatRequest(GenerationRequest):
         "web_search_options": (None,),
         "response_format": (None, {"type": "text"}),
     }
+    PROMPT: ClassVar[str] = "messages"
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)

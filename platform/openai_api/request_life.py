@@ -1,0 +1,174 @@
+"""A request's life, from its key to its settlement: the steps of both endpoints, in their order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from loramux.platform.accounts.principals import Principal
+from loramux.platform.errors import ApiError
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.generation.generation import Generation
+from loramux.platform.generation.plan import Plan, Target
+from loramux.platform.ledger.settlement import Settlement
+from loramux.platform.openai_api import sse
+from loramux.platform.openai_api.answers import Answer
+from loramux.platform.openai_api.authentication import authenticate
+from loramux.platform.openai_api.endpoint import B, Endpoint, Prompts, Received
+from loramux.platform.openai_api.error_responses import engine_unavailable, json_response, request_id_of
+from loramux.platform.openai_api.planning import check_untokenised, make_plan
+from loramux.platform.openai_api.request_body import parse_body_on, read_body
+from loramux.platform.openai_api.schemas import GenerationRequest
+from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, exceeded_headers, rate_limit_headers
+from loramux.platform.telemetry.tracing import describe, traced
+from loramux.platform.tokenizer.model_tokenizer import MAX_TOKENISED_AT_ONCE
+
+CLIENT_CLOSED = 499
+"""What the metrics say of a request whose client left; nobody receives it."""
+
+
+async def serve(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Response:
+    """Answer a request of `endpoint`; raises ApiError when it fails before its first token."""
+    caller = await authenticate(request, services)
+    received = await read(request, services, endpoint)
+    target = await resolve(services, caller, received.body)
+    prompts = await tokenise(services, endpoint, received)
+    plan = make_plan(services, endpoint, received, target, prompts)
+    shape = await endpoint.shape(services, received)
+    started_s = time.monotonic()
+    headers = await reserve(services, plan, received.body)
+    generation = services.running.start(plan, partial(run_and_settle, services))
+    generation.abandon_when(_disconnected(request.receive))
+    try:
+        return await answer(services, generation, received.body, shape, headers, started_s)
+    except ApiError as error:
+        error.headers = {**headers, **error.headers}
+        raise
+
+
+async def run_and_settle(services: GatewayServices, generation: Generation) -> None:
+    """The task of an admitted request, which outlives its connection: it is settled whatever becomes of its client."""
+    settlement = await generation.run()
+    try:
+        await settle(services, generation.plan, settlement)
+    finally:
+        # Whatever happened, who waits for the end must not wait for ever.
+        generation.end(settlement)
+
+
+async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Received[B]:
+    """The body, capped and checked; raises InvalidRequest and PayloadTooLarge."""
+    sent = await read_body(request, services.settings.max_body_bytes)
+    body = await parse_body_on(services.compute, sent, endpoint.body)
+    body.check()
+    return Received(request_id_of(request), body, len(sent))
+
+
+async def resolve(services: GatewayServices, caller: Principal, body: GenerationRequest) -> Target:
+    """The version of the model; the request's `user` keeps one of an alias that names several.
+
+    Raises ModelNotFound and PermissionDenied.
+    """
+    recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
+
+    def find() -> Target:
+        model = services.resolver.resolve(caller, body.model, body.user)
+        assert caller.tenant_id is not None
+        return Target(caller.tenant_id, caller.key_id, model, recent or services.tenants.share(caller.tenant_id))
+
+    with traced("resolve"):
+        # The base is found without the database, and so is a share that was read a moment ago: no thread is needed.
+        if recent is not None and body.model == services.resolver.served_name:
+            return find()
+        return await services.call(find)
+
+
+async def tokenise(services: GatewayServices, endpoint: Endpoint[B], received: Received[B]) -> Prompts:
+    """The prompts' token ids; raises InvalidRequest."""
+    check_untokenised(services, received.body)
+    with traced("tokenise"):
+        if received.num_bytes <= MAX_TOKENISED_AT_ONCE:
+            return endpoint.tokenise(services, received.body)
+        return await services.compute(endpoint.tokenise, services, received.body)
+
+
+async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest) -> dict[str, str]:
+    """Hold what the request may cost; the headers that tell its caller so. Raises QuotaExceeded and RequestTooLarge."""
+    model, tenant_id = plan.target.model, plan.target.tenant_id
+    describe(model=model.name, tenant_id=tenant_id, prompt_tokens=plan.prompt_tokens, stream=bool(body.stream))
+    if not services.engine.is_ready:
+        raise engine_unavailable()
+    try:
+        with traced("reserve"):
+            reservation = await services.running.reserve(plan)
+    except (QuotaExceeded, RequestTooLarge) as refusal:
+        services.metrics.count_refusal(refusal.policy)
+        raise
+    for policy in reservation.exceeded:
+        services.metrics.count_refusal(policy, policy.mode)
+    headers = {**rate_limit_headers(reservation.limits), **exceeded_headers(reservation.exceeded)}
+    return headers if model.adapter is None else {**headers, "x-loramux-adapter": model.name}
+
+
+async def answer(
+    services: GatewayServices,
+    generation: Generation,
+    body: GenerationRequest,
+    shape: Answer,
+    headers: dict[str, str],
+    started_s: float,
+) -> Response:
+    """The answer, whole or as a stream: its status waits for the first token, so that earlier failures are errors."""
+    deltas = generation.deltas()
+    first = await anext(deltas, None)
+    if first is not None:
+        services.metrics.first_token_seconds.labels(generation.plan.endpoint).observe(time.monotonic() - started_s)
+    if body.stream and first is not None:
+        return sse.EventStream(_events(first, deltas, generation, shape, body.include_usage), headers)
+    collected = [] if first is None else [first, *[delta async for delta in deltas]]
+    if generation.is_abandoned:
+        return Response(status_code=CLIENT_CLOSED)
+    return json_response(shape.whole(collected, generation.usage), headers=headers)
+
+
+async def settle(services: GatewayServices, plan: Plan, settlement: Settlement) -> None:
+    """Charge what was used, and give the rest of the reservation back."""
+    with traced("settle"):
+        await services.settler.settle(plan.request_id, settlement)
+
+
+async def _events(
+    first: ChoiceDelta,
+    deltas: AsyncIterator[ChoiceDelta],
+    generation: Generation,
+    shape: Answer,
+    include_usage: bool,
+) -> AsyncIterator[bytes]:
+    """Last chunk, settlement, usage, `[DONE]`; a failure ends the stream with its envelope and no `[DONE]`."""
+    yield _chunks(shape, first)
+    try:
+        async for delta in deltas:
+            yield _chunks(shape, delta)
+    except ApiError as error:
+        yield sse.event(error.envelope())
+        return
+    if generation.is_abandoned:
+        return
+    if include_usage:
+        yield sse.event(shape.usage_chunk(generation.usage))
+    yield sse.DONE
+
+
+def _chunks(shape: Answer, delta: ChoiceDelta) -> bytes:
+    return b"".join(sse.event(chunk) for chunk in shape.chunks(delta))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
