@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from sqlalchemy import (
@@ -44,12 +44,12 @@ def rows_of(columns: Sequence[Column[Any]], name: str = ROWS) -> FromClause:
 
 
 def document(rows: Sequence[Any]) -> str:
-    """What `rows_of` reads: dicts by the columns' names."""
+    """What `rows_of` reads: records with fields of the columns' names."""
     return msgspec.json.encode(rows).decode()
 
 
 class BulkStatement:
-    """A statement that is run with many rows, each a dict by the columns' names; compiled once.
+    """A statement that is run with many rows, each a record with fields of the columns' names; compiled once.
 
     `postgresql` takes them from `rows_of(columns, name)`; `sqlite`, which has no way to a server, is run once a row.
     """
@@ -92,10 +92,6 @@ class BulkStatement:
             single = single.where(key == bindparam(f"new_{key.name}", type_=key.type))
         return cls(name, keys, many, single)
 
-    def run(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Run it with these; nothing where there are none."""
-        write_together(connection, [(self, rows)])
-
     def compiled(self, dialect: Dialect) -> tuple[str, tuple[str, ...]]:
         """The statement as the driver takes it, and on SQLite the columns in the order in which it takes them."""
         is_postgresql = dialect.name == POSTGRESQL
@@ -107,16 +103,19 @@ class BulkStatement:
             self._compiled[is_postgresql] = found
         return found
 
-    def values_of(self, row: Mapping[str, Any], order: Sequence[str]) -> tuple[Any, ...]:
+    def values_of(self, row: msgspec.Struct, order: Sequence[str]) -> tuple[Any, ...]:
         """A row as SQLite takes it."""
-        return tuple(document(row[name]) if name in self._documents else row[name] for name in order)
+        values = [getattr(row, name) for name in order]
+        for name in self._documents:
+            values[order.index(name)] = document(getattr(row, name))
+        return tuple(values)
 
 
-def write_together(
-    connection: Connection,
-    writes: Sequence[tuple[BulkStatement, Sequence[Mapping[str, Any]]]],
-    is_last: bool = False,
-) -> None:
+Write: TypeAlias = tuple[BulkStatement, Sequence[msgspec.Struct]]
+"""A statement and the rows that it is to be run with."""
+
+
+def write_together(connection: Connection, writes: Sequence[Write], is_last: bool = False) -> None:
     """Run statements in this order, on PostgreSQL with one way to the server for all of them.
 
     There, `is_last` commits a transaction of `write_in_pipelines` on the same way.

@@ -7,37 +7,67 @@ that was settled is in the ledger and nowhere else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from sqlalchemy import ARRAY, Connection, Select, String, any_, bindparam, cast, select
 
 from loramux.migrations import schema
-from loramux.migrations.bulk_rows import POSTGRESQL, BulkStatement, text_of
+from loramux.migrations.bulk_rows import POSTGRESQL, BulkStatement, Write, text_of
 from loramux.migrations.pipeline import pipeline
 from loramux.platform.admission.records import RECOVERED, ReservationRequest
+from loramux.platform.ledger.entries import RequestRow
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import Charge
 
 LEASE_US = 30_000_000
 """A reservation whose gateway has written no checkpoint for this long is recovered."""
 
+
+class ReservationRow(RequestRow, frozen=True, gc=False):
+    """A row of `reservations`, with its columns' names."""
+
+    state: str
+    prompt_tokens: int
+    reserved_tokens: int
+    checkpoint_tokens: int
+    lease_expires_us: int
+    cancel_requested_us: int | None
+    charges: tuple[Charge, ...]
+
+
+class _Extended(msgspec.Struct, frozen=True, gc=False):
+    id: str
+    reserved_tokens: int
+    charges: tuple[Charge, ...]
+
+
+class _Recovered(msgspec.Struct, frozen=True, gc=False):
+    id: str
+    state: str = RECOVERED
+
+
+class _Settled(msgspec.Struct, frozen=True, gc=False):
+    id: str
+
+
 _reservations = schema.reservations
-_COLUMNS = tuple(_reservations.c.keys())
+_COLUMNS = tuple(_reservations.c[name] for name in ReservationRow.__struct_fields__)
 _OPEN = BulkStatement.insert(_reservations)
 _RECOVER = BulkStatement.update(_reservations, [_reservations.c.id], [_reservations.c.state])
 _SETTLE = BulkStatement.delete(_reservations, [_reservations.c.id])
 _EXTEND = BulkStatement.update(
     _reservations, [_reservations.c.id], [_reservations.c.reserved_tokens, _reservations.c.charges]
 )
-_CHARGES = msgspec.json.Decoder(list[Charge])
+_CHARGES = msgspec.json.Decoder(tuple[Charge, ...])
 
 
 @functools.cache
 def _locked(dialect: str) -> Select[*tuple[Any, ...]]:
-    """Reservations by the list that the parameter `ids` is; their charges as text."""
-    columns = [cast(one, String).label(one.name) if one.name == "charges" else one for one in _reservations.c]
+    """Reservations by the list that the parameter `ids` is; their charges, which are last, as text."""
+    columns = [*_COLUMNS[:-1], cast(_reservations.c.charges, String).label("charges")]
     ids = bindparam("ids", type_=ARRAY(String)) if dialect == POSTGRESQL else bindparam("ids", expanding=True)
     of_ids = _reservations.c.id == any_(ids) if dialect == POSTGRESQL else _reservations.c.id.in_(ids)
     return select(*columns).where(of_ids).order_by(_reservations.c.id).with_for_update()
@@ -53,17 +83,17 @@ class ReservationRows:
         self._connection = connection
         self.known: set[str] = set()
         """The ids of those of the requests that ever had a reservation."""
-        self.open: dict[str, dict[str, Any]] = {}
-        self.recovered: dict[str, dict[str, Any]] = {}
+        self.open: dict[str, ReservationRow] = {}
+        self.recovered: dict[str, ReservationRow] = {}
         self.charged: dict[str, Settlement] = {}
         """What recovered requests were charged by their last checkpoints."""
-        self._opened: list[dict[str, Any]] = []
-        self._extended: dict[str, dict[str, Any]] = {}
-        self._recovered: list[dict[str, Any]] = []
-        self._settled: list[dict[str, Any]] = []
+        self._opened: list[ReservationRow] = []
+        self._extended: dict[str, _Extended] = {}
+        self._recovered: list[_Recovered] = []
+        self._settled: list[_Settled] = []
 
-    def read(self, ids: Collection[str]) -> None:
-        """Lock those of these that there are."""
+    def read(self, ids: Collection[str]) -> list[ReservationRow]:
+        """Lock those of these that there are; those of them that may be changed."""
         dialect = self._connection.dialect
         statement = _locked(dialect.name)
         if dialect.name == POSTGRESQL:
@@ -72,70 +102,58 @@ class ReservationRows:
             found: Sequence[Sequence[Any]] = result.fetchall()
         else:
             found = self._connection.execute(statement, {"ids": list(ids)}).all()
-        for one in found:
-            row = dict(zip(_COLUMNS, one, strict=True))
-            self.known.add(row["id"])
-            if row["state"] in ("open", RECOVERED):
-                row["charges"] = _CHARGES.decode(row["charges"])
-                kept = self.open if row["state"] == "open" else self.recovered
-                kept[row["id"]] = row
+        for values in found:
+            row = ReservationRow(*(*values[:-1], _CHARGES.decode(values[-1])))
+            self.known.add(row.id)
+            if row.state == "open":
+                self.open[row.id] = row
+            elif row.state == RECOVERED:
+                self.recovered[row.id] = row
         self._read_charged(list(self.recovered))
         self._read_settled([one for one in ids if one not in self.known])
+        return [*self.open.values(), *self.recovered.values()]
 
-    def find(self, request_id: str) -> dict[str, Any] | None:
-        """One that may be changed."""
-        return self.open.get(request_id) or self.recovered.get(request_id)
-
-    def held(self) -> Iterator[dict[str, Any]]:
-        """All that may be changed."""
-        yield from self.open.values()
-        yield from self.recovered.values()
-
-    def add(self, request: ReservationRequest, charges: Sequence[Charge], now_us: int) -> None:
+    def add(self, request: ReservationRequest, charges: tuple[Charge, ...], now_us: int) -> None:
         """Open one."""
         self._opened.append(
-            {
-                "id": request.request_id,
-                "tenant_id": request.tenant_id,
-                "api_key_id": request.api_key_id,
-                "adapter_version_id": request.adapter_version_id,
-                "model": request.model,
-                "endpoint": request.endpoint,
-                "base": request.base,
-                "end_user": request.end_user,
-                "state": "open",
-                "prompt_tokens": request.prompt_tokens,
-                "reserved_tokens": request.reserved_tokens,
-                "charges": charges,
-                "checkpoint_tokens": 0,
-                "created_us": now_us,
-                "lease_expires_us": now_us + LEASE_US,
-                "cancel_requested_us": None,
-            }
+            ReservationRow(
+                id=request.request_id,
+                tenant_id=request.tenant_id,
+                api_key_id=request.api_key_id,
+                adapter_version_id=request.adapter_version_id,
+                model=request.model,
+                endpoint=request.endpoint,
+                base=request.base,
+                end_user=request.end_user,
+                created_us=now_us,
+                state="open",
+                prompt_tokens=request.prompt_tokens,
+                reserved_tokens=request.reserved_tokens,
+                checkpoint_tokens=0,
+                lease_expires_us=now_us + LEASE_US,
+                cancel_requested_us=None,
+                charges=charges,
+            )
         )
 
-    def extend(self, request_id: str, tokens: int, charges: Sequence[Charge]) -> None:
+    def extend(self, request_id: str, tokens: int, charges: tuple[Charge, ...]) -> None:
         """Have an open one hold so many tokens more, and these charges."""
         row = self.open[request_id]
-        row["charges"] = charges
-        row["reserved_tokens"] += tokens
-        self._extended[request_id] = {
-            "id": request_id,
-            "reserved_tokens": row["reserved_tokens"],
-            "charges": charges,
-        }
+        more = _Extended(request_id, row.reserved_tokens + tokens, charges)
+        self._extended[request_id] = more
+        self.open[request_id] = replace(row, reserved_tokens=more.reserved_tokens, charges=charges)
 
     def settle(self, request_id: str) -> None:
         """Have one end: from here on it is none of `open` or `recovered`."""
         (self.open if request_id in self.open else self.recovered).pop(request_id)
-        self._settled.append({"id": request_id})
+        self._settled.append(_Settled(request_id))
 
     def recover(self, request_id: str) -> None:
         """Have an open one wait for a settlement that may still come, in another transaction than this."""
         del self.open[request_id]
-        self._recovered.append({"id": request_id, "state": RECOVERED})
+        self._recovered.append(_Recovered(request_id))
 
-    def writes(self) -> list[tuple[BulkStatement, list[dict[str, Any]]]]:
+    def writes(self) -> list[Write]:
         """What writes that which was changed, in this order: what is extended and closed at once is the same row."""
         return [
             (_OPEN, self._opened),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from sqlalchemy import Connection
 
-from loramux.migrations.bulk_rows import POSTGRESQL, write_together
-from loramux.migrations.database import Database, Moment
-from loramux.migrations.pipeline import pipeline
+from loramux.migrations.bulk_rows import write_together
+from loramux.migrations.database import Database
 from loramux.platform.admission.records import (
     Closing,
     Extension,
@@ -19,7 +17,7 @@ from loramux.platform.admission.records import (
     Reservation,
     ReservationRequest,
 )
-from loramux.platform.admission.reservation_rows import ReservationRows
+from loramux.platform.admission.reservation_rows import ReservationRow, ReservationRows
 from loramux.platform.ledger.entries import LedgerEntries, adapters_of
 from loramux.platform.ledger.price_list import PriceReader
 from loramux.platform.ledger.prices import Price, PriceBook, cost_of
@@ -31,7 +29,8 @@ from loramux.platform.quotas.metrics import Unit
 from loramux.platform.quotas.policy_cache import PolicyReader
 from loramux.platform.quotas.rules import Binding, Demand, Spent
 
-_Asking = ReservationRequest | LoadCharge
+_Caller = tuple[str, str, str | None]
+"""Tenant, key, and adapter if it is not the base."""
 
 MAX_ATTEMPTS = 20
 """How often the rules may change under a transaction before it is given up."""
@@ -59,13 +58,17 @@ class AdmissionTransaction:
         self._connection = connection
         self._database = database
         self._policies = policies
+        self._prices = prices
         self._rules = policies.cache(connection)
         self._now_us = 0
         self._quotas = CounterRows(connection)
         self._reservations = ReservationRows(connection)
-        self._prices = prices
         self._entries = LedgerEntries(connection, prices)
-        self._book = PriceBook((), 0)
+        self._bindings: dict[_Caller, Sequence[Binding]] = {}
+        """What holds for each caller that asks for something."""
+        self._held: dict[str, list[Binding | None]] = {}
+        """What each reservation's charges are of; None where the limit was lifted meanwhile."""
+        self._book: PriceBook | None = None
         self._adapters: Mapping[str, str] = {}
         self.num_overdrawn = 0
         """Settlements that came after recovery and took a hard limit beyond what it admits."""
@@ -75,87 +78,66 @@ class AdmissionTransaction:
         is changed."""
         asking = [operation for operation in operations if isinstance(operation, ReservationRequest | LoadCharge)]
         others = [operation for operation in operations if isinstance(operation, Extension | Closing)]
-        if others:
-            self._reservations.read({operation.request_id for operation in others})
-        self._lock_counters(asking, others)
+        rows = self._reservations.read({operation.request_id for operation in others}) if others else []
+        callers = {_caller(operation) for operation in asking}
+        self._lock_counters(callers, rows, others)
         if self._rules.has_costs:
-            self._read_prices([one for one in asking if isinstance(one, ReservationRequest)])
+            self._read_prices([one for one in asking if isinstance(one, ReservationRequest)], rows)
         outcomes = [self._judge(operation) for operation in operations]
         self._write()
         return outcomes
 
-    def _lock_counters(self, asking: Sequence[_Asking], others: Sequence[Extension | Closing]) -> None:
+    def _lock_counters(
+        self, callers: Collection[_Caller], rows: Sequence[ReservationRow], others: Sequence[Extension | Closing]
+    ) -> None:
         """Lock what the rules name, and see that they still do."""
-        self._read_rules(asking)
-        wanted = self._wanted(asking, self._policies.latest_us)
-        moment = self._read_counters({binding.key for binding in wanted}.union(self._held_keys(others)))
+        self._read_rules(callers, rows)
+        wanted = self._bind(callers, self._policies.latest_us)
+        keys = {binding.key for binding in wanted}.union(self._changed_keys(others))
+        moment = self._quotas.read_at(keys, self._database)
         self._now_us = moment.now_us
-        if moment.epoch != self._rules.epoch:
-            self._rules = self._policies.renewed(moment.epoch)
-            self._read_rules(asking)
-        uncounted = [one for one in self._wanted(asking, self._now_us) if one.key not in self._quotas.counters]
+        rules = self._policies.cache_at(moment, self._rules)
+        if rules is not self._rules:
+            self._rules = rules
+            self._read_rules(callers, rows)
+        uncounted = [one for one in self._bind(callers, self._now_us) if one.key not in self._quotas.counters]
         if uncounted:
             raise Uncounted(uncounted)
 
-    def _read_counters(self, keys: Collection[CounterKey]) -> Moment:
-        """Lock these counters and then read the time, in a statement of its own that sees what has committed by now."""
-        if self._connection.dialect.name != POSTGRESQL:
-            self._quotas.read(keys)
-            return self._policies.moment(self._connection)
-        with pipeline(self._connection) as run:
-            counters = self._quotas.ask(run, keys) if keys else None
-            moment = self._policies.ask_moment(run)
-        if counters is not None:
-            self._quotas.take(counters.fetchall())
-        return self._policies.take_moment(moment.fetchall()[0])
+    def _read_rules(self, callers: Collection[_Caller], rows: Sequence[ReservationRow]) -> None:
+        subjects = {subject for caller in callers for subject in caller if subject is not None}
+        charged = {charge.policy_id for row in rows for charge in row.charges}
+        self._rules.read(self._connection, subjects, {tenant_id for tenant_id, _, _ in callers}, charged)
+        self._held = {row.id: self._rules.held(row.charges, row.tenant_id) for row in rows}
 
-    def _read_rules(self, asking: Sequence[_Asking]) -> None:
-        subjects: set[str] = set()
-        for request in asking:
-            subjects.add(request.tenant_id)
-            subjects.add(request.api_key_id)
-            if request.adapter_id is not None:
-                subjects.add(request.adapter_id)
-        charged = {charge.policy_id for reservation in self._reservations.held() for charge in reservation["charges"]}
-        self._rules.read(self._connection, subjects, {request.tenant_id for request in asking}, charged)
+    def _bind(self, callers: Collection[_Caller], now_us: int) -> list[Binding]:
+        """Find what holds for each caller at a time; all of it."""
+        self._bindings = {caller: self._rules.bindings(*caller, now_us) for caller in callers}
+        return [binding for bindings in self._bindings.values() for binding in bindings]
 
-    def _wanted(self, asking: Sequence[_Asking], now_us: int) -> list[Binding]:
-        return [
-            binding
-            for request in asking
-            for binding in self._rules.bindings(request.tenant_id, request.api_key_id, request.adapter_id, now_us)
-        ]
+    def _changed_keys(self, operations: Sequence[Extension | Closing]) -> set[CounterKey]:
+        """The counters of reservations that these change."""
+        return {
+            binding.key
+            for operation in operations
+            for binding in self._held.get(operation.request_id, ())
+            if binding is not None and _is_changed(binding, operation)
+        }
 
-    def _held_keys(self, operations: Sequence[Extension | Closing]) -> set[CounterKey]:
-        """The counters that these change."""
-        keys = set()
-        for operation in operations:
-            reservation = self._reservations.find(operation.request_id)
-            if reservation is None:
-                continue
-            for _, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
-                if binding is not None and _is_changed(binding, operation):
-                    keys.add(binding.key)
-        return keys
-
-    def _read_prices(self, requests: Sequence[ReservationRequest]) -> None:
+    def _read_prices(self, requests: Sequence[ReservationRequest], rows: Sequence[ReservationRow]) -> None:
         self._book = self._prices.book(self._connection, self._now_us)
-        versions = {request.adapter_version_id for request in requests}
-        versions.update(row["adapter_version_id"] for row in self._reservations.held())
+        versions = {one.adapter_version_id for one in requests} | {row.adapter_version_id for row in rows}
         self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
 
     def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
         """What tokens cost a request, as the ledger will have it; None too where no budget is in money."""
-        if self._book.is_empty:
+        if self._book is None:
             return None
         adapter_id = None if version_id is None else self._adapters.get(version_id)
         return self._book.price_of(tenant_id, adapter_id, admitted_us)
 
-    def _price_of(self, reservation: Mapping[str, Any]) -> Price | None:
-        return self._price(reservation["tenant_id"], reservation["adapter_version_id"], reservation["created_us"])
-
-    def _bindings(self, request: _Asking) -> Sequence[Binding]:
-        return self._rules.bindings(request.tenant_id, request.api_key_id, request.adapter_id, self._now_us)
+    def _price_of(self, reservation: ReservationRow) -> Price | None:
+        return self._price(reservation.tenant_id, reservation.adapter_version_id, reservation.created_us)
 
     def _judge(self, operation: Operation) -> Outcome:
         if isinstance(operation, Closing):
@@ -175,14 +157,14 @@ class AdmissionTransaction:
             cost_nanos=cost_of(price, request.prompt_tokens, 0, completion),
             loads=int(request.loads_adapter),
         )
-        decision = self._admit(self._bindings(request), demand)
+        decision = self._admit(self._bindings[_caller(request)], demand)
         self._reservations.add(request, decision.charges, self._now_us)
         return Reservation(
             request.request_id, request.reserved_tokens, self._now_us, decision.limits, decision.exceeded
         )
 
     def _load(self, charge: LoadCharge) -> bool:
-        bindings = [binding for binding in self._bindings(charge) if binding.metric.unit is Unit.LOADS]
+        bindings = [binding for binding in self._bindings[_caller(charge)] if binding.metric.unit is Unit.LOADS]
         self._admit(bindings, Demand(tokens=0, loads=1))
         return True
 
@@ -214,7 +196,7 @@ class AdmissionTransaction:
         reservation = self._reservations.open.get(extension.request_id)
         if reservation is None:
             return self._not_open(extension.request_id)
-        held = self._rules.held(reservation["charges"], reservation["tenant_id"])
+        held = list(zip(reservation.charges, self._held[reservation.id], strict=True))
         cost_nanos = cost_of(self._price_of(reservation), 0, 0, extension.tokens)
         demand = Demand(tokens=extension.tokens, cost_nanos=cost_nanos)
         granted = extend(held, self._quotas.counters, demand, self._now_us)
@@ -236,12 +218,12 @@ class AdmissionTransaction:
             return self._correct(closing)
         if reservation is None:
             return self._not_open(closing.request_id)
-        if closing.is_recovery and closing.lease_expires_us != reservation["lease_expires_us"]:
+        if closing.is_recovery and closing.lease_expires_us != reservation.lease_expires_us:
             # A gateway that was only slow has extended its lease since.
             return False
         settlement = closing.settlement
         spent = _spent(settlement, self._price_of(reservation))
-        for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
+        for charge, binding in zip(reservation.charges, self._held[reservation.id], strict=True):
             # A limit that was lifted meanwhile no longer binds.
             if binding is None or not binding.is_settled_by(spent):
                 continue
@@ -262,7 +244,7 @@ class AdmissionTransaction:
         price = self._price_of(reservation)
         guess, spent = _spent(charged, price), _spent(truth, price)
         is_overdrawn = False
-        for charge, binding in self._rules.held(reservation["charges"], reservation["tenant_id"]):
+        for charge, binding in zip(reservation.charges, self._held[reservation.id], strict=True):
             if binding is None or not binding.is_settled_by(spent):
                 continue
             if (counter := self._quotas.counters.get(binding.key)) is not None:
@@ -285,7 +267,12 @@ def _is_changed(binding: Binding, operation: Extension | Closing) -> bool:
     """Whether an operation changes what is counted for a policy that its reservation holds something of."""
     if isinstance(operation, Extension):
         return binding.is_extended
-    return binding.is_settled_by(_spent(operation.settlement, None))
+    settlement = operation.settlement
+    return binding.is_settled_by(Spent(tokens=0, has_run=settlement.has_run, has_begun=settlement.has_begun))
+
+
+def _caller(asking: ReservationRequest | LoadCharge) -> _Caller:
+    return asking.tenant_id, asking.api_key_id, asking.adapter_id
 
 
 def _spent(settlement: Settlement, price: Price | None) -> Spent:

@@ -4,20 +4,88 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import dataclass
 
+import msgspec
 from sqlalchemy import Connection, select
 
 from loramux.migrations import schema
-from loramux.migrations.bulk_rows import BulkStatement
+from loramux.migrations.bulk_rows import BulkStatement, Write
 from loramux.migrations.identifiers import new_id
 from loramux.platform.ledger.price_list import PriceReader
-from loramux.platform.ledger.prices import PriceBook
+from loramux.platform.ledger.prices import Price, PriceBook
 from loramux.platform.ledger.settlement import Settlement
 
 _EVENTS = BulkStatement.insert(schema.usage_events)
 _ADJUSTMENTS = BulkStatement.insert(schema.usage_adjustments)
 _BATCHES = BulkStatement.insert(schema.usage_batches)
+
+
+class RequestRow(msgspec.Struct, frozen=True, gc=False):
+    """What the ledger wants to know of a request, by the names of the columns of `reservations`."""
+
+    id: str
+    tenant_id: str
+    api_key_id: str
+    adapter_version_id: str | None
+    model: str
+    endpoint: str
+    base: str
+    end_user: str | None
+    created_us: int
+
+
+class _EventRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    request_id: str
+    tenant_id: str
+    api_key_id: str
+    adapter_id: str | None
+    adapter_version_id: str | None
+    model: str
+    endpoint: str
+    base: str
+    end_user: str | None
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+    price_id: str | None
+    started_us: int
+    finished_us: int
+    first_token_us: int | None
+    batch_id: int
+
+
+class _AdjustmentRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    id: str
+    request_id: str
+    tenant_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+    created_us: int
+    batch_id: int
+
+
+class _BatchRow(msgspec.Struct, frozen=True, gc=False):
+    id: int
+    at_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What the entries of one transaction have in common."""
+
+    id: int
+    at_us: int
+    adapters: Mapping[str, str]
+    book: PriceBook
+
+    def adapter_and_price(self, request: RequestRow) -> tuple[str | None, Price | None]:
+        adapter_id = None if request.adapter_version_id is None else self.adapters.get(request.adapter_version_id)
+        return adapter_id, self.book.price_of(request.tenant_id, adapter_id, request.created_us)
 
 
 class LedgerEntries:
@@ -30,29 +98,33 @@ class LedgerEntries:
     def __init__(self, connection: Connection, prices: PriceReader) -> None:
         self._connection = connection
         self._prices = prices
-        self._events: list[tuple[Mapping[str, Any], Settlement]] = []
-        self._corrections: list[tuple[Mapping[str, Any], Settlement, Settlement]] = []
+        self._events: list[tuple[RequestRow, Settlement]] = []
+        self._corrections: list[tuple[RequestRow, Settlement, Settlement]] = []
 
-    def charge(self, reservation: Mapping[str, Any], settlement: Settlement) -> None:
-        """Enter a request, by the row of its reservation."""
-        self._events.append((reservation, settlement))
+    def charge(self, request: RequestRow, settlement: Settlement) -> None:
+        """Enter a request."""
+        self._events.append((request, settlement))
 
-    def correct(self, reservation: Mapping[str, Any], charged: Settlement, truth: Settlement) -> None:
+    def correct(self, request: RequestRow, charged: Settlement, truth: Settlement) -> None:
         """Enter by how much a request cost more, or less, than it was charged."""
-        self._corrections.append((reservation, charged, truth))
+        self._corrections.append((request, charged, truth))
 
-    def writes(self, now_us: int) -> list[tuple[BulkStatement, list[dict[str, Any]]]]:
+    def writes(self, now_us: int) -> list[Write]:
         """What writes all of it, as finished now."""
         if not self._events and not self._corrections:
             return []
-        batch_id = secrets.randbits(62) + 1
-        book = self._prices.book(self._connection, now_us)
         entered = [entry[0] for entry in self._events] + [entry[0] for entry in self._corrections]
-        adapters = adapters_of(self._connection, {one["adapter_version_id"] for one in entered} - {None})
+        versions = {one.adapter_version_id for one in entered if one.adapter_version_id is not None}
+        batch = _Batch(
+            secrets.randbits(62) + 1,
+            now_us,
+            adapters_of(self._connection, versions),
+            self._prices.book(self._connection, now_us),
+        )
         return [
-            (_EVENTS, [_event(*entry, adapters, book, now_us, batch_id) for entry in self._events]),
-            (_ADJUSTMENTS, [_adjustment(*entry, adapters, book, now_us, batch_id) for entry in self._corrections]),
-            (_BATCHES, [{"id": batch_id, "at_us": now_us}]),
+            (_EVENTS, [_event(*entry, batch) for entry in self._events]),
+            (_ADJUSTMENTS, [_adjustment(*entry, batch) for entry in self._corrections]),
+            (_BATCHES, [_BatchRow(batch.id, now_us)]),
         ]
 
 
@@ -65,59 +137,41 @@ def adapters_of(connection: Connection, version_ids: Collection[str]) -> dict[st
     return {row.id: row.adapter_id for row in connection.execute(query)}
 
 
-def _event(
-    reservation: Mapping[str, Any],
-    settlement: Settlement,
-    adapters: Mapping[str, str],
-    book: PriceBook,
-    now_us: int,
-    batch_id: int,
-) -> dict[str, Any]:
-    version_id = reservation["adapter_version_id"]
-    adapter_id = adapters.get(version_id)
-    price = book.price_of(reservation["tenant_id"], adapter_id, reservation["created_us"])
-    return {
-        "request_id": reservation["id"],
-        "tenant_id": reservation["tenant_id"],
-        "api_key_id": reservation["api_key_id"],
-        "adapter_id": adapter_id,
-        "adapter_version_id": version_id,
-        "model": reservation["model"],
-        "endpoint": reservation["endpoint"],
-        "base": reservation["base"],
-        "end_user": reservation["end_user"],
-        "status": settlement.status,
-        "prompt_tokens": settlement.prompt_tokens,
-        "cached_tokens": settlement.cached_tokens,
-        "completion_tokens": settlement.completion_tokens,
-        "cost_nanos": settlement.cost_nanos(price),
-        "price_id": None if price is None else price.id,
-        "started_us": reservation["created_us"],
-        "finished_us": now_us,
-        "first_token_us": settlement.first_token_us,
-        "batch_id": batch_id,
-    }
+def _event(request: RequestRow, settlement: Settlement, batch: _Batch) -> _EventRow:
+    adapter_id, price = batch.adapter_and_price(request)
+    return _EventRow(
+        request_id=request.id,
+        tenant_id=request.tenant_id,
+        api_key_id=request.api_key_id,
+        adapter_id=adapter_id,
+        adapter_version_id=request.adapter_version_id,
+        model=request.model,
+        endpoint=request.endpoint,
+        base=request.base,
+        end_user=request.end_user,
+        status=settlement.status,
+        prompt_tokens=settlement.prompt_tokens,
+        cached_tokens=settlement.cached_tokens,
+        completion_tokens=settlement.completion_tokens,
+        cost_nanos=settlement.cost_nanos(price),
+        price_id=None if price is None else price.id,
+        started_us=request.created_us,
+        finished_us=batch.at_us,
+        first_token_us=settlement.first_token_us,
+        batch_id=batch.id,
+    )
 
 
-def _adjustment(
-    reservation: Mapping[str, Any],
-    charged: Settlement,
-    truth: Settlement,
-    adapters: Mapping[str, str],
-    book: PriceBook,
-    now_us: int,
-    batch_id: int,
-) -> dict[str, Any]:
-    adapter_id = adapters.get(reservation["adapter_version_id"])
-    price = book.price_of(reservation["tenant_id"], adapter_id, reservation["created_us"])
-    return {
-        "id": new_id("adj"),
-        "request_id": reservation["id"],
-        "tenant_id": reservation["tenant_id"],
-        "prompt_tokens": truth.prompt_tokens - charged.prompt_tokens,
-        "cached_tokens": truth.cached_tokens - charged.cached_tokens,
-        "completion_tokens": truth.completion_tokens - charged.completion_tokens,
-        "cost_nanos": truth.cost_nanos(price) - charged.cost_nanos(price),
-        "created_us": now_us,
-        "batch_id": batch_id,
-    }
+def _adjustment(request: RequestRow, charged: Settlement, truth: Settlement, batch: _Batch) -> _AdjustmentRow:
+    _, price = batch.adapter_and_price(request)
+    return _AdjustmentRow(
+        id=new_id("adj"),
+        request_id=request.id,
+        tenant_id=request.tenant_id,
+        prompt_tokens=truth.prompt_tokens - charged.prompt_tokens,
+        cached_tokens=truth.cached_tokens - charged.cached_tokens,
+        completion_tokens=truth.completion_tokens - charged.completion_tokens,
+        cost_nanos=truth.cost_nanos(price) - charged.cost_nanos(price),
+        created_us=batch.at_us,
+        batch_id=batch.id,
+    )

@@ -6,18 +6,23 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import msgspec
 import psycopg
-from sqlalchemy import (
-    Connection,
-    Select,
-    and_,
-    select,
-    tuple_,
-)
+from sqlalchemy import Connection, Select, and_, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 
 from loramux.migrations import schema
-from loramux.migrations.bulk_rows import POSTGRESQL, ROWS, BulkStatement, document, rows_of, text_of, write_together
+from loramux.migrations.bulk_rows import (
+    POSTGRESQL,
+    ROWS,
+    BulkStatement,
+    Write,
+    document,
+    rows_of,
+    text_of,
+    write_together,
+)
+from loramux.migrations.database import Database, Moment
 from loramux.migrations.pipeline import Run, pipeline
 from loramux.platform.quotas.counters import Counter, CounterKey
 from loramux.platform.quotas.policy_cache import among
@@ -35,11 +40,29 @@ _AMOUNTS = (
 _WRITE = BulkStatement.update(_counters, _KEY, _AMOUNTS)
 
 
+class _KeyRow(msgspec.Struct, frozen=True, gc=False):
+    """The columns of a CounterKey, in its order."""
+
+    policy_id: str
+    subject_id: str
+    window_start_us: int
+
+
+class _CounterRow(_KeyRow, frozen=True, gc=False):
+    """The same and those of its Counter."""
+
+    level: int
+    reserved: int
+    used: int
+    exceeded: int
+    refilled_us: int
+
+
 @functools.cache
 def _locking(is_locking: bool) -> Select[*tuple[Any, ...]]:
     """On PostgreSQL: the counters of the keys that are the document's rows."""
     keys = rows_of(_KEY)
-    counters = select(_counters).join(keys, and_(*(column == keys.c[column.name] for column in _KEY)))
+    counters = select(*_KEY, *_AMOUNTS).join(keys, and_(*(column == keys.c[column.name] for column in _KEY)))
     return counters.order_by(*_KEY).with_for_update(of=_counters) if is_locking else counters
 
 
@@ -63,19 +86,32 @@ class CounterRows:
             return
         if self._connection.dialect.name == POSTGRESQL:
             with pipeline(self._connection) as run:
-                found = self.ask(run, keys)
-            self.take(found.fetchall())
+                found = self._ask(run, keys)
+            self._take(found.fetchall())
         else:
-            self.take(self._connection.execute(select(_counters).where(tuple_(*_KEY).in_(sorted(keys)))).all())
+            rows = select(*_KEY, *_AMOUNTS).where(tuple_(*_KEY).in_(sorted(keys)))
+            self._take(self._connection.execute(rows).all())
 
-    def ask(self, run: Run, keys: Collection[CounterKey]) -> psycopg.Cursor[Any]:
-        """Ask for these counters in a round trip; `take` takes the rows that come back."""
+    def read_at(self, keys: Collection[CounterKey], database: Database) -> Moment:
+        """Lock these and then read the time, in a statement of its own that sees what has committed by now."""
+        if self._connection.dialect.name != POSTGRESQL:
+            self.read(keys)
+            return database.moment(self._connection)
+        with pipeline(self._connection) as run:
+            counters = self._ask(run, keys) if keys else None
+            moment = run(database.moment_text)
+        if counters is not None:
+            self._take(counters.fetchall())
+        return database.moment_of(moment.fetchall()[0])
+
+    def _ask(self, run: Run, keys: Collection[CounterKey]) -> psycopg.Cursor[Any]:
+        """Ask for these counters in a round trip; `_take` takes the rows that come back."""
         text = text_of(_locking(self._is_locking), self._connection.dialect)
-        return run(text, {ROWS: document([_named(key) for key in keys])})
+        return run(text, {ROWS: document([_KeyRow(*key) for key in keys])})
 
-    def take(self, rows: Iterable[Sequence[Any]]) -> None:
-        for row in rows:
-            self.counters[CounterKey(row[0], row[1], row[2])] = Counter(*row[3:])
+    def _take(self, rows: Iterable[Sequence[Any]]) -> None:
+        for policy_id, subject_id, window_start_us, *amounts in rows:
+            self.counters[CounterKey(policy_id, subject_id, window_start_us)] = Counter(*amounts)
 
     def make(self, bindings: Iterable[Binding]) -> None:
         """Make those of these counters that are missing, for policies that there are; before any is locked."""
@@ -86,7 +122,9 @@ class CounterRows:
         held = query.order_by(_policies.c.id).with_for_update(read=True, key_share=True)
         there = set(self._connection.execute(held).scalars())
         rows = [
-            _row_of(key, Counter.fresh(wanted[key].policy.burst, 0)) for key in sorted(wanted) if key.policy_id in there
+            key._asdict() | Counter.fresh(wanted[key].policy.burst, 0)._asdict()
+            for key in sorted(wanted)
+            if key.policy_id in there
         ]
         if rows:
             dialect = postgresql if self._connection.dialect.name == POSTGRESQL else sqlite
@@ -97,27 +135,10 @@ class CounterRows:
         self.counters[key] = counter
         self._changed.add(key)
 
-    def writes(self) -> tuple[BulkStatement, list[dict[str, Any]]]:
+    def writes(self) -> Write:
         """What writes that which was changed."""
-        return _WRITE, [_row_of(key, self.counters[key]) for key in self._changed]
+        return _WRITE, [_CounterRow(*key, *self.counters[key]) for key in self._changed]
 
     def write(self) -> None:
         """Write what was changed."""
         write_together(self._connection, [self.writes()])
-
-
-def _named(key: CounterKey) -> dict[str, Any]:
-    return {"policy_id": key.policy_id, "subject_id": key.subject_id, "window_start_us": key.window_start_us}
-
-
-def _row_of(key: CounterKey, counter: Counter) -> dict[str, Any]:
-    return {
-        "policy_id": key.policy_id,
-        "subject_id": key.subject_id,
-        "window_start_us": key.window_start_us,
-        "level": counter.level,
-        "reserved": counter.reserved,
-        "used": counter.used,
-        "exceeded": counter.exceeded,
-        "refilled_us": counter.refilled_us,
-    }

@@ -7,12 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psycopg
 from sqlalchemy import ARRAY, Column, ColumnElement, Connection, String, any_, bindparam, or_, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database, Moment
-from loramux.migrations.pipeline import Run
 from loramux.platform.periods import NO_WINDOW, Window, window_at
 from loramux.platform.quotas.decisions import Charge
 from loramux.platform.quotas.metrics import METRICS, Kind, Unit
@@ -119,9 +117,9 @@ class PolicyCache:
             if METRICS[policy.metric].kind is Kind.STOCK
         ]
 
-    def held(self, charges: Iterable[Charge], tenant_id: str) -> list[tuple[Charge, Binding | None]]:
-        """A reservation's charges with what they are of; None where the limit was lifted meanwhile."""
-        return [(charge, self._holding(charge, tenant_id)) for charge in charges]
+    def held(self, charges: Iterable[Charge], tenant_id: str) -> list[Binding | None]:
+        """What each of a reservation's charges is of; None where the limit was lifted meanwhile."""
+        return [self._holding(charge, tenant_id) for charge in charges]
 
     def _holding(self, charge: Charge, tenant_id: str) -> Binding | None:
         key = (charge.policy_id, tenant_id, charge.window_start_us)
@@ -155,43 +153,30 @@ class PolicyCache:
 class PolicyReader:
     """The cache of one process. Safe from several threads, since a cache that is no longer true is replaced as a whole.
 
-    Whoever judges by a cache locks the counters first and then asks, by `moment`, whether its epoch still holds: a
-    change that comes after that waits for the counters, or is of something that the transaction does not count.
+    Whoever judges by a cache locks the counters first and then reads the moment, by which `cache_at` tells whether the
+    cache still holds: a change that comes after that waits for the counters, or is of something that the transaction
+    does not count.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._cache: PolicyCache | None = None
-        self._latest = Moment(0, -1)
+        self.latest_us = 0
+        """The time, as it was read last."""
 
     def cache(self, connection: Connection) -> PolicyCache:
         """The cache as it was known last."""
         if self._cache is None or self._cache.num_entries > MAX_ENTRIES:
-            self._cache = PolicyCache(self.moment(connection).epoch)
+            moment = self._database.moment(connection)
+            self._cache, self.latest_us = PolicyCache(moment.epoch), moment.now_us
         return self._cache
 
-    @property
-    def latest_us(self) -> int:
-        """The time, as it was read last."""
-        return self._latest.now_us
-
-    def moment(self, connection: Connection) -> Moment:
-        """The time and the epoch, as they are now."""
-        self._latest = self._database.moment(connection)
-        return self._latest
-
-    def ask_moment(self, run: Run) -> psycopg.Cursor[Any]:
-        """Ask for them in a round trip; `take_moment` takes the row that comes back."""
-        return run(self._database.moment_text)
-
-    def take_moment(self, row: Sequence[Any]) -> Moment:
-        self._latest = self._database.moment_of(row)
-        return self._latest
-
-    def renewed(self, epoch: int) -> PolicyCache:
-        """An empty cache in place of one whose epoch has passed."""
-        self._cache = PolicyCache(epoch)
-        return self._cache
+    def cache_at(self, moment: Moment, known: PolicyCache) -> PolicyCache:
+        """The `known` cache, or an empty one in its place where its epoch has passed."""
+        self.latest_us = moment.now_us
+        if known.epoch != moment.epoch:
+            known = self._cache = PolicyCache(moment.epoch)
+        return known
 
 
 def among(dialect: str, wanted: Column[Any], values: Sequence[str]) -> ColumnElement[bool]:

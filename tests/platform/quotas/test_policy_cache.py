@@ -70,7 +70,7 @@ def test_a_thread_that_comes_while_another_reads_finds_all_of_it(accounts: Datab
     def held() -> tuple[bool, bool]:
         with accounts.read() as connection:
             cache.read(connection, (), (), {limit.id})
-        ((_, binding),) = cache.held([Charge(policy_id=limit.id, amount=1, window_start_us=0)], tenant.id)
+        (binding,) = cache.held([Charge(policy_id=limit.id, amount=1, window_start_us=0)], tenant.id)
         return binding is not None, cache.has_costs
 
     with ThreadPoolExecutor(2) as threads:
