@@ -323,12 +323,9 @@ usage_batches = Table(
     Column("at_us", BigInteger, nullable=False),
 )
 
-usage_series = Table(
-    "usage_series",
-    metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-    # What its requests have in common; "" where it is nothing, or where a grain does not keep it apart. A series
-    # without a tenant is every tenant's sum.
+# What a series' requests have in common; "" where it is nothing, or where a grain does not keep it apart. A series
+# without a tenant is every tenant's sum.
+_SERIES = (
     Column("tenant_id", ID, nullable=False),
     Column("api_key_id", ID, nullable=False),
     Column("adapter_id", ID, nullable=False),
@@ -338,17 +335,16 @@ usage_series = Table(
     Column("endpoint", String(40), nullable=False),
     Column("end_user", String(128), nullable=False),
     Column("status", String(16), nullable=False),
-    UniqueConstraint(
-        "tenant_id",
-        "api_key_id",
-        "adapter_id",
-        "adapter_version_id",
-        "model",
-        "base",
-        "endpoint",
-        "end_user",
-        "status",
-    ),
+)
+SERIES = tuple(column.name for column in _SERIES)
+"""The columns that tell series apart."""
+
+usage_series = Table(
+    "usage_series",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    *_SERIES,
+    UniqueConstraint(*SERIES),
 )
 
 usage_rollups = Table(

@@ -11,10 +11,12 @@ from sqlalchemy import Row, Select, func, select, tuple_
 from loramux.migrations import schema
 from loramux.migrations.database import LONGEST_READ_S, Database
 from loramux.migrations.paging import Page, keyset_rows
+from loramux.platform.ledger.grains import AMOUNTS
 from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer
 
-AMOUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
+_AMOUNTS = AMOUNTS[1:]
+"""Those of an event, which is one request."""
 EXPORT_ROWS = 1000
 
 
@@ -119,8 +121,8 @@ def _select_events(
     tenant_id: str | None, start_us: int | None, end_us: int | None, only: Collection[str] | None
 ) -> Select[Any]:
     events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
-    rest = [column for column in events.c if column.name not in AMOUNTS]
-    amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in AMOUNTS]
+    rest = [column for column in events.c if column.name not in _AMOUNTS]
+    amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in _AMOUNTS]
     # Every event has a tenant, but an outer join is never begun with the few tenants: it walks along the events.
     adjusted = events.outerjoin(tenants, tenants.c.id == events.c.tenant_id).outerjoin(
         adjustments, adjustments.c.request_id == events.c.request_id

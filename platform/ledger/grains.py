@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from loramux.migrations.schema import SERIES
+
 MINUTE_US = 60_000_000
 HOUR_US = 60 * MINUTE_US
 QUARTER_DAY_US = 6 * HOUR_US
@@ -20,17 +22,6 @@ WEEK_US = 7 * DAY_US
 DOUBLED_US = tuple(DAY_US << doublings for doublings in range(5))
 """One, two, four, eight and sixteen days, whole ones since 1970."""
 
-SERIES = (
-    "tenant_id",
-    "api_key_id",
-    "adapter_id",
-    "adapter_version_id",
-    "model",
-    "base",
-    "endpoint",
-    "end_user",
-    "status",
-)
 AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loramux.migrations.schema import SERIES
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.ledger.grains import DAY_US, HOUR_US, MINUTE_US, Grain, grains_for
 from loramux.platform.ledger.ranges import BUCKET_US
@@ -23,17 +24,8 @@ MAX_SUMMED = 1_000_000
 MAX_SUMMED_BY_END_USER = 100_000
 """The same where the groups are as many as a tenant's clients have names for."""
 
-GROUPED_BY = {
-    "tenant": "tenant_id",
-    "key": "api_key_id",
-    "adapter": "adapter_id",
-    "version": "adapter_version_id",
-    "model": "model",
-    "base": "base",
-    "endpoint": "endpoint",
-    "end_user": "end_user",
-    "status": "status",
-}
+_SHORT_NAMES = {"tenant_id": "tenant", "api_key_id": "key", "adapter_id": "adapter", "adapter_version_id": "version"}
+GROUPED_BY = {_SHORT_NAMES.get(column, column): column for column in SERIES}
 """The columns of the ledger by the names of groups."""
 GROUPS = tuple(GROUPED_BY)
 

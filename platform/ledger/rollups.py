@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
     CompoundSelect,
     Connection,
-    Row,
     bindparam,
     cast,
     delete,
@@ -22,15 +21,40 @@ from sqlalchemy.dialects.postgresql import ARRAY
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
+from loramux.migrations.schema import SERIES
 from loramux.migrations.upserts import upsert
-from loramux.platform.ledger.grains import AMOUNTS, GRAINS, MINUTE_US, SERIES, Grain
-from loramux.platform.ledger.series import SeriesKey, SeriesNumbers
+from loramux.platform.ledger.grains import AMOUNTS, GRAINS, MINUTE_US, Grain
+from loramux.platform.ledger.series import TENANT, SeriesKey, SeriesNumbers
 
 EVERYBODY = ""
 """The tenant of the series that sum all tenants."""
 
 MAX_BATCHES = 64
 """How many transactions of settlements one fold takes: SQLite's only writer waits for it."""
+
+
+class _Fact(NamedTuple):
+    """An entry of the ledger: when, of which series, and how much."""
+
+    at_us: int
+    series: SeriesKey
+    amounts: tuple[int, ...]
+
+
+class _RollupRow(NamedTuple):
+    """A row of `usage_rollups`, or what is added to it; the amounts are AMOUNTS."""
+
+    grain: int
+    span_us: int
+    start_us: int
+    tenant_id: str
+    series_id: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+
 
 Sums = dict[tuple[int, SeriesKey], list[int]]
 """Amounts by the start of a span and by series."""
@@ -65,7 +89,7 @@ class UsageRollups:
             rows = connection.execute(waiting.with_for_update(skip_locked=True)).all()
             if rows:
                 ids = [row.id for row in rows]
-                numbers = self._add(connection, _sums(connection.execute(_facts(ids, {row.at_us for row in rows}))))
+                numbers = self._add(connection, _sums(_read(connection, ids, {row.at_us for row in rows})))
                 connection.execute(delete(_batches).where(_batches.c.id.in_(ids)))
         self._numbers.remember(numbers)
         return len(rows)
@@ -83,7 +107,7 @@ class UsageRollups:
         keys = {key for by_span in by_grain.values() for _, key in by_span[min(by_span)]}
         numbers = self._numbers.find(connection, keys)
         rows = [
-            (grain.number, span_us, start_us, key[0], numbers[key], *amounts)
+            _RollupRow(grain.number, span_us, start_us, key[TENANT], numbers[key], *amounts)
             for grain, by_span in by_grain.items()
             for span_us, spans in by_span.items()
             for (start_us, key), amounts in spans.items()
@@ -94,8 +118,13 @@ class UsageRollups:
         return numbers
 
 
-def _facts(batch_ids: Sequence[int], times_us: Iterable[int]) -> CompoundSelect[Any]:
-    """The entries of some batches: when, of which series, and how much."""
+def _read(connection: Connection, batch_ids: Sequence[int], times_us: Iterable[int]) -> Iterator[_Fact]:
+    """The entries of some batches."""
+    for at_us, *values in connection.execute(_select_facts(batch_ids, times_us)):
+        yield _Fact(at_us, tuple(values[: len(SERIES)]), tuple(values[len(SERIES) :]))
+
+
+def _select_facts(batch_ids: Sequence[int], times_us: Iterable[int]) -> CompoundSelect[Any]:
     # The times are what an index finds; the batch is what decides.
     times = sorted(times_us)
     events = select(_events.c.finished_us, *_series_columns(), literal(1), *(_events.c[name] for name in AMOUNTS[1:]))
@@ -111,12 +140,11 @@ def _series_columns() -> list[ColumnElement[Any]]:
     return [func.coalesce(_events.c[name], "") for name in SERIES]
 
 
-def _sums(facts: Iterable[Row[Any]]) -> Sums:
+def _sums(facts: Iterable[_Fact]) -> Sums:
     """Facts by minute and by all that tells them apart."""
     sums: Sums = {}
     for fact in facts:
-        at_us, key, amounts = fact[0], tuple(fact[1 : 1 + len(SERIES)]), fact[1 + len(SERIES) :]
-        _add_to(sums, (at_us - at_us % MINUTE_US, key), amounts)
+        _add_to(sums, (fact.at_us - fact.at_us % MINUTE_US, fact.series), fact.amounts)
     return sums
 
 
@@ -146,15 +174,14 @@ def _add_to(sums: Sums, place: tuple[int, SeriesKey], amounts: Sequence[int]) ->
             row[index] += amount
 
 
-def _upsert(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Make rollups, or add to those that are there; a value for each column."""
-    columns = list(_rollups.c)
-    names = [column.name for column in columns]
+def _upsert(connection: Connection, rows: Sequence[_RollupRow]) -> None:
+    """Make rollups, or add to those that are there."""
+    names = _RollupRow._fields
     added = upsert(connection, _rollups)
     if connection.dialect.name == "postgresql":
         # All rows are one statement's, of which the server has a plan, however many there are.
-        arrays = [func.unnest(cast(bindparam(column.name), ARRAY(column.type))) for column in columns]
-        added = added.from_select(names, select(*arrays))
+        arrays = [func.unnest(cast(bindparam(name), ARRAY(_rollups.c[name].type))) for name in names]
+        added = added.from_select(list(names), select(*arrays))
     statement = added.on_conflict_do_update(
         index_elements=[column.name for column in _rollups.primary_key],
         set_={name: _rollups.c[name] + added.excluded[name] for name in AMOUNTS},
@@ -162,4 +189,4 @@ def _upsert(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(statement, dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
     else:
-        connection.execute(statement, [dict(zip(names, row, strict=True)) for row in rows])
+        connection.execute(statement, [row._asdict() for row in rows])

@@ -7,11 +7,13 @@ from collections.abc import Collection, Mapping
 from sqlalchemy import Connection
 
 from loramux.migrations import schema
+from loramux.migrations.schema import SERIES
 from loramux.migrations.upserts import upsert
-from loramux.platform.ledger.grains import SERIES
 
 SeriesKey = tuple[str, ...]
 """A value for each column of SERIES."""
+TENANT = SERIES.index("tenant_id")
+"""Where a series' tenant is in its key."""
 
 MAX_REMEMBERED = 20_000
 
