@@ -49,28 +49,38 @@ def document(rows: Sequence[Any]) -> str:
 
 
 class BulkStatement:
-    """A statement that is run with many rows, each a record with fields of the columns' names; compiled once.
+    """A statement that is run with many rows, each a `record` with fields of the columns' names; compiled once.
 
     `postgresql` takes them from `rows_of(columns, name)`; `sqlite`, which has no way to a server, is run once a row.
     """
 
     def __init__(
-        self, name: str, columns: Sequence[Column[Any]], postgresql: ClauseElement, sqlite: ClauseElement
+        self,
+        name: str,
+        record: type[msgspec.Struct],
+        columns: Sequence[Column[Any]],
+        postgresql: ClauseElement,
+        sqlite: ClauseElement,
     ) -> None:
+        # PostgreSQL would take a field that is not there for a null.
+        assert {one.name for one in columns} <= set(record.__struct_fields__), (name, record)
         self.name = name
         self._documents = {one.name for one in columns if isinstance(one.type, JSON)}
         self._statements: Mapping[bool, ClauseElement] = {True: postgresql, False: sqlite}
         self._compiled: dict[bool, tuple[str, tuple[str, ...]]] = {}
 
     @classmethod
-    def insert(cls, table: Table) -> BulkStatement:
+    def insert(cls, table: Table, record: type[msgspec.Struct]) -> BulkStatement:
         """Insert rows of all columns."""
         columns, name = list(table.c), f"new_{table.name}"
         names = [one.name for one in columns]
-        return cls(name, columns, insert(table).from_select(names, select(*rows_of(columns, name).c)), insert(table))
+        many = insert(table).from_select(names, select(*rows_of(columns, name).c))
+        return cls(name, record, columns, many, insert(table))
 
     @classmethod
-    def update(cls, table: Table, keys: Sequence[Column[Any]], changed: Sequence[Column[Any]]) -> BulkStatement:
+    def update(
+        cls, table: Table, record: type[msgspec.Struct], keys: Sequence[Column[Any]], changed: Sequence[Column[Any]]
+    ) -> BulkStatement:
         """Set the `changed` columns of the rows that `keys` name."""
         columns, name = [*keys, *changed], f"changed_{table.name}"
         rows = rows_of(columns, name)
@@ -79,10 +89,10 @@ class BulkStatement:
         for key in keys:
             many = many.where(key == rows.c[key.name])
             single = single.where(key == bindparam(f"new_{key.name}", type_=key.type))
-        return cls(name, columns, many, single)
+        return cls(name, record, columns, many, single)
 
     @classmethod
-    def delete(cls, table: Table, keys: Sequence[Column[Any]]) -> BulkStatement:
+    def delete(cls, table: Table, record: type[msgspec.Struct], keys: Sequence[Column[Any]]) -> BulkStatement:
         """Delete the rows that `keys` name."""
         name = f"deleted_{table.name}"
         rows = rows_of(keys, name)
@@ -90,7 +100,7 @@ class BulkStatement:
         for key in keys:
             many = many.where(key == rows.c[key.name])
             single = single.where(key == bindparam(f"new_{key.name}", type_=key.type))
-        return cls(name, keys, many, single)
+        return cls(name, record, keys, many, single)
 
     def compiled(self, dialect: Dialect) -> tuple[str, tuple[str, ...]]:
         """The statement as the driver takes it, and on SQLite the columns in the order in which it takes them."""

@@ -55,11 +55,11 @@ class _Settled(msgspec.Struct, frozen=True, gc=False):
 
 _reservations = schema.reservations
 _COLUMNS = tuple(_reservations.c[name] for name in ReservationRow.__struct_fields__)
-_OPEN = BulkStatement.insert(_reservations)
-_RECOVER = BulkStatement.update(_reservations, [_reservations.c.id], [_reservations.c.state])
-_SETTLE = BulkStatement.delete(_reservations, [_reservations.c.id])
+_OPEN = BulkStatement.insert(_reservations, ReservationRow)
+_RECOVER = BulkStatement.update(_reservations, _Recovered, [_reservations.c.id], [_reservations.c.state])
+_SETTLE = BulkStatement.delete(_reservations, _Settled, [_reservations.c.id])
 _EXTEND = BulkStatement.update(
-    _reservations, [_reservations.c.id], [_reservations.c.reserved_tokens, _reservations.c.charges]
+    _reservations, _Extended, [_reservations.c.id], [_reservations.c.reserved_tokens, _reservations.c.charges]
 )
 _CHARGES = msgspec.json.Decoder(tuple[Charge, ...])
 

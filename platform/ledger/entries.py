@@ -16,10 +16,6 @@ from loramux.platform.ledger.price_list import PriceReader
 from loramux.platform.ledger.prices import Price, PriceBook
 from loramux.platform.ledger.settlement import Settlement
 
-_EVENTS = BulkStatement.insert(schema.usage_events)
-_ADJUSTMENTS = BulkStatement.insert(schema.usage_adjustments)
-_BATCHES = BulkStatement.insert(schema.usage_batches)
-
 
 class RequestRow(msgspec.Struct, frozen=True, gc=False):
     """What the ledger wants to know of a request, by the names of the columns of `reservations`."""
@@ -72,6 +68,11 @@ class _AdjustmentRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class _BatchRow(msgspec.Struct, frozen=True, gc=False):
     id: int
     at_us: int
+
+
+_EVENTS = BulkStatement.insert(schema.usage_events, _EventRow)
+_ADJUSTMENTS = BulkStatement.insert(schema.usage_adjustments, _AdjustmentRow)
+_BATCHES = BulkStatement.insert(schema.usage_batches, _BatchRow)
 
 
 @dataclass(frozen=True, slots=True)

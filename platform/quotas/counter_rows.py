@@ -29,15 +29,8 @@ from loramux.platform.quotas.policy_cache import among
 from loramux.platform.quotas.rules import Binding
 
 _policies, _counters = schema.quota_policies, schema.quota_counters
-_KEY = (_counters.c.policy_id, _counters.c.subject_id, _counters.c.window_start_us)
-_AMOUNTS = (
-    _counters.c.level,
-    _counters.c.reserved,
-    _counters.c.used,
-    _counters.c.exceeded,
-    _counters.c.refilled_us,
-)
-_WRITE = BulkStatement.update(_counters, _KEY, _AMOUNTS)
+_KEY = tuple(_counters.c[name] for name in CounterKey._fields)
+_AMOUNTS = tuple(_counters.c[name] for name in Counter._fields)
 
 
 class _KeyRow(msgspec.Struct, frozen=True, gc=False):
@@ -56,6 +49,9 @@ class _CounterRow(_KeyRow, frozen=True, gc=False):
     used: int
     exceeded: int
     refilled_us: int
+
+
+_WRITE = BulkStatement.update(_counters, _CounterRow, _KEY, _AMOUNTS)
 
 
 @functools.cache
