@@ -1,4 +1,4 @@
-"""Who calls a route of the gateway: every route but health asks."""
+"""Who calls a route of the gateway: a dependency that every route but health names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def services_of(request: Request) -> GatewayServices:
 Services = Annotated[GatewayServices, Depends(services_of)]
 
 
-async def authenticate(request: Request, services: GatewayServices) -> Principal:
+async def authenticated(request: Request, services: Services) -> Principal:
     """The caller; raises Unauthenticated."""
     with traced("authenticate"):
         return await _authenticate(request, services)
@@ -37,11 +37,6 @@ async def _authenticate(request: Request, services: Services) -> Principal:
         # OpenAI's own first words: litellm knows a refused key from a malformed request by them alone.
         raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
     return principal
-
-
-async def authenticated(request: Request, services: Services) -> Principal:
-    """The same as a dependency."""
-    return await authenticate(request, services)
 
 
 Caller = Annotated[Principal, Depends(authenticated)]

@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from loramux.platform.openai_api.authentication import Services
+from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.chat_answer import ChatAnswer
 from loramux.platform.openai_api.endpoint import Endpoint, Prompts, Received
 from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
@@ -25,9 +25,9 @@ router = APIRouter()
     openapi_extra=takes(ChatRequest),
     responses={**answers(ChatDocument), **errors(*GENERATION_ERRORS)},
 )
-async def create_chat_completion(request: Request, services: Services) -> Response:
+async def create_chat_completion(request: Request, caller: Caller, services: Services) -> Response:
     """Answer a conversation, whole or as a stream of server-sent events."""
-    return await serve(request, services, CHAT)
+    return await serve(request, services, caller, CHAT)
 
 
 def _tokenise(services: GatewayServices, body: ChatRequest) -> Prompts:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.openai_api.authentication import Services
+from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.completion_answer import CompletionAnswer
 from loramux.platform.openai_api.endpoint import Endpoint, Prompts, Received
 from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
@@ -26,9 +26,9 @@ router = APIRouter()
     openapi_extra=takes(CompletionRequest),
     responses={**answers(CompletionDocument), **errors(*GENERATION_ERRORS)},
 )
-async def create_completion(request: Request, services: Services) -> Response:
+async def create_completion(request: Request, caller: Caller, services: Services) -> Response:
     """Continue one or several prompts, each a text or token ids, whole or as a stream of server-sent events."""
-    return await serve(request, services, COMPLETIONS)
+    return await serve(request, services, caller, COMPLETIONS)
 
 
 def _tokenise(services: GatewayServices, body: CompletionRequest) -> Prompts:

@@ -18,7 +18,6 @@ from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api import sse
 from loramux.platform.openai_api.answers import Answer
-from loramux.platform.openai_api.authentication import authenticate
 from loramux.platform.openai_api.endpoint import B, Endpoint, Prompts, Received
 from loramux.platform.openai_api.error_responses import engine_unavailable, json_response, request_id_of
 from loramux.platform.openai_api.planning import check_untokenised, make_plan
@@ -33,9 +32,11 @@ CLIENT_CLOSED = 499
 """What the metrics say of a request whose client left; nobody receives it."""
 
 
-async def serve(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Response:
-    """Answer a request of `endpoint`; raises ApiError when it fails before its first token."""
-    caller = await authenticate(request, services)
+async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
+    """Answer a request of `endpoint`; raises ApiError when it fails before its first token.
+
+    The first step is done: every route names `authentication.Caller`, so that none can forget to authenticate.
+    """
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body)
     prompts = await tokenise(services, endpoint, received)
