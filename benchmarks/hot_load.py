@@ -4,7 +4,7 @@ On a CPU, in turns, for adapters of several ranks on all linears of a 1B Llama, 
 system's memory (warm) and, after it was asked to drop the files, from the disk (cold):
 
     plain     each file's pages are read in order, straight into the same pages of the pool, by one thread
-    memory    by leases of the tiers, one after another, into host memory: open, lock, read, verify
+    memory    by fetches of the disk tier, one after another, into host memory: open, lock, read, verify
     fetch     the same by as many threads as the staging process has: what a GPU, which copies by itself, is fed with
     pool      by the staging process into memory that it shares, and from there by a thread to the pages of the pool
     one       the same, each adapter from its request to its published tables before the next
@@ -42,19 +42,23 @@ from benchmarks.hot_load_files import HotFiles, target_of
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
+from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import AdapterUnavailable
-from loramux.adapter_store.tiers.host_slab import HostSlab
-from loramux.adapter_store.tiers.host_store import HostStore
-from loramux.adapter_store.tiers.staging import StagingProcess
+from loramux.adapter_store.tiers.disk_tier import DiskTier
+from loramux.adapter_store.tiers.host_slab import EngineMemory, HostSlab
+from loramux.adapter_store.tiers.host_tier import HostTier
+from loramux.adapter_store.tiers.packed_source import PackedSource
+from loramux.adapter_store.tiers.staging_client import StagingClient
 from loramux.adapter_store.tiers.staging_link import OPEN_S
-from loramux.adapter_store.tiers.tier_figures import TierFigures
-from loramux.adapter_store.tiers.tiered_store import TieredStore
-from loramux.engine.adapters.adapter_loading import Copied, Fetched
+from loramux.adapter_store.tiers.tier_figures import StageCounts
+from loramux.engine.adapters.adapter_load import AdapterLoad
+from loramux.engine.adapters.adapter_pool import AdapterPool, Demand
+from loramux.engine.adapters.page_copier import PageCopier
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.adapters.staged_fetching import StagedFetcher
-from loramux.engine.adapters.tier_loader import TierLoader
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import SWITCH_INTERVAL_S
+from loramux.engine.pages.eviction import LeastRecentlyUsed
+from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool
 
 SCRATCH = Path(__file__).parent / "scratch" / "hot_load"
@@ -73,43 +77,45 @@ class CheckError(Exception):
     """What was loaded is not what was stored."""
 
 
-class OpenLoader:
-    """A loader over a staging process, and what wakes whoever waits for it."""
+class OpenPool:
+    """An adapter pool over a staging process, and what wakes whoever waits for it."""
 
-    def __init__(self, bench: Bench, figures: TierFigures) -> None:
+    def __init__(self, bench: Bench) -> None:
         files = bench.files
         self._wake_read, self._wake_write = os.pipe()
-        self._staging = StagingProcess(
+        self.stager = StagingClient(
             files.target,
             f"file://{files.directory / 'no_blobs'}",
             str(files.directory),
             files.tier_bytes,
-            bench.memory_bytes,
+            EngineMemory(bench.memory_bytes),
+            # Without a host tier, so that each load begins at the disk tier.
+            HostTier(0),
             bench.num_loaders,
-            figures,
+            self._wake,
         )
-        self._staging.await_opened(OPEN_S)
-        # Without a host tier, so that each load begins at the disk tier.
-        self._fetcher = StagedFetcher(self._staging, HostStore(0, figures), bench.num_loaders, self._wake)
-        self.loader = TierLoader(self._fetcher, bench.views, bench.tables, bench.accelerator, self._wake, figures)
+        self.stager.await_opened(OPEN_S)
+        copier = PageCopier(bench.views.raw, bench.accelerator, self._wake, self.stager.figures)
+        pages = PagePool(bench.views.raw.shape[0])
+        self.adapters = AdapterPool(pages, files.count, self.stager, copier, bench.tables, LeastRecentlyUsed())
 
     @property
     def processor_s(self) -> float:
         """Processor time of the staging process so far."""
         clock = ctypes.c_int()
-        pid = self._staging.pid
+        pid = self.stager.pid
         if pid is None or ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
             raise OSError("the staging process is gone")
         return time.clock_gettime(clock.value)
 
     def wait(self) -> None:
-        """Until there may be an event."""
-        ready = select.select([self._fetcher, self._wake_read], [], [])[0]
+        """Until something may have come."""
+        ready = select.select([self.stager, self._wake_read], [], [])[0]
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
 
     def close(self) -> None:
-        self.loader.close()
+        self.adapters.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -132,15 +138,19 @@ class Bench:
         self.tables = SlotTables(target, files.count, self.accelerator, ())
         self.memory_bytes = (MAX_UNDER_WAY + 1) * (files.payload_bytes + (1 << 20))
         self._slab = HostSlab(np.empty(self.memory_bytes, np.uint8))
-        self.store = self.open_store()
-        self.figures = TierFigures()
-        self._opened = OpenLoader(self, self.figures)
+        self.source = self.open_source()
+        self._opened = OpenPool(self)
         self._newest = self._opened
 
-    def open_store(self) -> TieredStore:
-        """Without a host tier, so that each load begins at the disk tier, and without blobs behind it."""
+    def open_source(self) -> PackedSource:
+        """A disk tier without blobs behind it."""
         files = self.files
-        return TieredStore(MemoryBlobStore(), files.target, files.directory, files.tier_bytes, 0, self._slab.allocate)
+        disk = DiskTier(files.directory, files.tier_bytes, files.target.pack_key)
+        return PackedSource(MemoryBlobStore(), disk, files.target, self._slab.allocate)
+
+    def stage_counts(self) -> dict[tuple[str, str], StageCounts]:
+        """What the staging process that stays open, and the pool that it feeds, have counted."""
+        return {(one.tier, one.stage): one for one in self._opened.stager.counts().stages}
 
     @property
     def processor_s(self) -> float:
@@ -153,7 +163,9 @@ class Bench:
             self._newest.close()
             self._newest = self._opened
         if way == FIRST:
-            self._newest = OpenLoader(self, TierFigures())
+            self._newest = OpenPool(self)
+        for digest in self.files.digests:
+            self._newest.adapters.unload(digest)
 
     def close(self) -> None:
         self.prepare(POOL)
@@ -173,11 +185,11 @@ class Bench:
 
     def memory(self) -> None:
         for digest in self.files.digests:
-            self._lease(digest)
+            self._fetch(digest)
 
     def fetch(self) -> None:
         with ThreadPoolExecutor(self.num_loaders) as threads:
-            for _ in threads.map(self._lease, self.files.digests):
+            for _ in threads.map(self._fetch, self.files.digests):
                 continue
 
     def pool(self) -> None:
@@ -189,30 +201,26 @@ class Bench:
     def first(self) -> None:
         self._load(MAX_UNDER_WAY)
 
-    def _lease(self, digest: str) -> None:
-        self.store.lease(digest).release()
+    def _fetch(self, digest: str) -> None:
+        self.source.fetch(digest, Cancellation())
 
     def _load(self, max_under_way: int) -> None:
         """Bring every adapter to its pages, at most so many at a time, as the engine's thread would between steps."""
-        loader = self._newest.loader
-        numbers = {digest: number for number, digest in enumerate(self.files.digests)}
-        waiting, num_left, num_under_way = deque(numbers), len(numbers), 0
-        while num_left:
-            while waiting and num_under_way < max_under_way:
-                loader.fetch(waiting.popleft())
-                num_under_way += 1
+        adapters = self._newest.adapters
+        waiting, under_way = deque(self.files.digests), dict[str, AdapterLoad]()
+        while waiting or under_way:
+            while waiting and len(under_way) < max_under_way:
+                digest = waiting.popleft()
+                under_way[digest] = adapters.prefetch(digest)
             self._newest.wait()
-            for event in loader.events():
-                pages = self.pages(numbers[event.digest])
-                match event:
-                    case Fetched():
-                        loader.copy(event.digest, pages)
-                    case Copied():
-                        loader.publish(event.digest, numbers[event.digest], pages)
-                        num_left -= 1
-                        num_under_way -= 1
-                    case _:
-                        raise CheckError(f"an adapter could not be loaded: {event.message}")
+            for load in adapters.poll(Demand({digest: position for position, digest in enumerate(under_way)})):
+                if load.failure is not None:
+                    raise CheckError(f"an adapter could not be loaded: {load.failure}")
+                del under_way[load.digest]
+
+    def _pages_of(self, way: str, number: int, digest: str) -> list[int]:
+        load = None if way == PLAIN else self._newest.adapters.find(digest)
+        return self.pages(number) if load is None else load.pages
 
     def check(self) -> int:
         """Compare every byte in the pool with what was stored, and have a damaged file refused; returns the bytes."""
@@ -222,7 +230,7 @@ class Bench:
             self.views.raw.zero_()
             load()
             for number, digest in enumerate(self.files.digests):
-                found = self.views.raw[self.pages(number)].numpy()
+                found = self.views.raw[self._pages_of(way, number, digest)].numpy()
                 if not np.array_equal(found, self.files.payload(digest)):
                     raise CheckError("what came to the pool is not what was stored")
                 num_bytes += found.nbytes
@@ -239,9 +247,9 @@ class Bench:
             file.seek(-1000, os.SEEK_END)
             file.write(bytes([byte ^ 1]))
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        for store in (self.store, self.open_store()):
+        for source in (self.source, self.open_source()):
             try:
-                store.lease(digest).release()
+                source.fetch(digest, Cancellation())
             except AdapterUnavailable:
                 continue
             raise CheckError("a damaged file was served")
@@ -305,9 +313,9 @@ def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stage
 def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
     """Seconds a gigabyte of each stage of the store's loads inside the block, from the engine's own figures."""
     found: dict[str, float] = {}
-    before = {(one.tier, one.stage): one for one in bench.figures.snapshot().stages}
+    before = bench.stage_counts()
     yield found
-    after = {(one.tier, one.stage): one for one in bench.figures.snapshot().stages}
+    after = bench.stage_counts()
     num_bytes = after["disk", "read"].num_bytes - before["disk", "read"].num_bytes
     for (tier, stage), one in after.items():
         if one.count > before[tier, stage].count:

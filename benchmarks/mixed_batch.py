@@ -25,10 +25,10 @@ from rich.table import Table
 from benchmarks import peft_ways
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES, load_peft, make_base
-from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.formats.canonical import write_canonical
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
+from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.config import EngineConfig, pack_target
 from loramux.engine.messages import Add, Finished, Load, SamplingParams, StepOutput
@@ -51,24 +51,6 @@ class Way:
         return self.num_tokens / statistics.median(self.seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldLease:
-    packed: PackedAdapter
-
-    def release(self) -> None:
-        """Held for the whole run."""
-
-
-class HeldSource:
-    """Packed adapters in memory."""
-
-    def __init__(self, packed: list[PackedAdapter]) -> None:
-        self._packed = {one.digest: one for one in packed}
-
-    def lease(self, digest: str, cancel: Cancellation | None = None) -> HeldLease:
-        return HeldLease(self._packed[digest])
-
-
 def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtype: str) -> list[PackedAdapter]:
     """Save peft's adapters and take them the way an upload goes."""
     directory = scratch / "adapters"
@@ -88,7 +70,7 @@ def assemble(base: Path, packed: list[PackedAdapter], dtype: str, threads: int) 
     config = EngineConfig(
         model_dir=str(base), blob_url="", cache_dir="", dtype=dtype, pool_bytes=2 << 30, num_threads=threads
     )
-    assembled = assemble_engine(config, lambda: None, HeldSource(packed))
+    assembled = assemble_engine(config, lambda: None, MemoryStager({one.digest: one for one in packed}))
     for one in packed:
         assembled.engine.load(b"", Load(call_id=one.digest, digest=one.digest))
     while assembled.engine.has_work:
@@ -127,7 +109,7 @@ def check(base: Path, prompts: torch.Tensor, model: Any, packed: list[PackedAdap
     expected, _ = peft_ways.mixed_batch(model, prompts, NUM_CHECKED_TOKENS)
     assembled = assemble(base, packed, "float32", threads)
     found, _ = run_loramux(assembled, prompts, NUM_CHECKED_TOKENS, [one.digest for one in packed])
-    assembled.loader.close()
+    assembled.adapters.close()
     if found != expected:
         raise SystemExit("loramux and peft disagree in float32: nothing was measured")
 
@@ -177,7 +159,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way],
         record("loramux, base only", run_loramux(assembled, prompts, arguments.output, [None] * count)[1])
         record("loramux, distinct adapters", run_loramux(assembled, prompts, arguments.output, digests)[1])
         record("loramux, one adapter", run_loramux(assembled, prompts, arguments.output, digests[:1] * count)[1])
-    assembled.loader.close()
+    assembled.adapters.close()
     workload = (
         f"{arguments.model} ({shape.num_layers} layers, hidden {shape.hidden_size}), bfloat16: {count} requests with "
         f"{count} adapters of rank {rank} on all seven linears, prompt {arguments.prompt}, output {arguments.output}, "

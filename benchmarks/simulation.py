@@ -22,11 +22,12 @@ from rich.console import Console
 from benchmarks.gpu.bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from loramux.engine.adapters.adapter_pool import AdapterPool
+from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
-from loramux.engine.execution.simulation import GREEDY, SimulatedExecutor, SimulatedLoader
+from loramux.engine.execution.simulation import GREEDY, SimulatedExecutor, SimulatedPages, simulated_adapters
 from loramux.engine.messages import Add, Finished, StepOutput
-from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
@@ -51,14 +52,15 @@ class SteadyLoad:
         self._rng = random.Random(1)
         self._num_wanted = num_running + num_running // 8
         pages = PagePool(NUM_PAGES)
-        loader = SimulatedLoader(ADAPTERS)
-        reclaimer = Reclaimer(pages, LeastRecentlyUsed())
-        prefixes = PrefixCache(pages, reclaimer.policy, PAGE_TOKENS)
-        queue = FairQueue()
-        adapters = AdapterPool(pages, 16, loader, reclaimer, on_residency=queue.set_resident)
-        kv = KvPages(pages, reclaimer, prefixes, PAGE_TOKENS)
+        policy, queue = LeastRecentlyUsed(), FairQueue()
+        stager, adapter_pages = MemoryStager(simulated_adapters(ADAPTERS)), SimulatedPages()
+        adapters = AdapterPool(
+            pages, 16, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident
+        )
+        prefixes = PrefixCache(pages, policy, PAGE_TOKENS)
+        kv = KvPages(pages, adapters.reclaimer, prefixes, PAGE_TOKENS)
         self._scheduler = Scheduler(queue, kv, adapters, SchedulerLimits(256, num_running, look_ahead=num_running))
-        self._executor = SimulatedExecutor(VOCAB_SIZE, PAGE_TOKENS, NUM_PAGES, loader)
+        self._executor = SimulatedExecutor(VOCAB_SIZE, PAGE_TOKENS, NUM_PAGES, adapter_pages)
         limits = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, (), PAGE_TOKENS)
         self._engine = Engine(
             limits,

@@ -15,16 +15,14 @@ from pathlib import Path
 import torch
 
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.tiers.host_store import HostStore
-from loramux.adapter_store.tiers.load_timelines import LoadTimelines
-from loramux.adapter_store.tiers.staging import StagingProcess, StagingRefused
+from loramux.adapter_store.tiers.host_slab import EngineMemory
+from loramux.adapter_store.tiers.host_tier import HostTier
+from loramux.adapter_store.tiers.staging_client import StagingClient, StagingRefused
 from loramux.adapter_store.tiers.staging_link import OPEN_S
-from loramux.adapter_store.tiers.tier_figures import TierFigures
-from loramux.engine.adapters.adapter_fetching import AdapterSource, Fetcher, LeasingFetcher
 from loramux.engine.adapters.adapter_pool import AdapterPool
+from loramux.engine.adapters.page_copier import PageCopier
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.adapters.staged_fetching import StagedFetcher
-from loramux.engine.adapters.tier_loader import TierLoader
+from loramux.engine.adapters.stager import Stager
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.device.accelerator import Accelerator
@@ -43,7 +41,7 @@ from loramux.engine.model.decoder import Decoder
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.model_files import model_sha256
 from loramux.engine.model.weights import WeightSource, open_weights
-from loramux.engine.pages.eviction import POLICIES, Reclaimer
+from loramux.engine.pages.eviction import POLICIES
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.pool_memory import allocate_pool, in_gib, pool_bytes_of
@@ -68,43 +66,45 @@ class AssembledEngine:
     """An engine and what its process must close or announce."""
 
     engine: Engine
-    loader: TierLoader
-    fetcher: Fetcher
+    adapters: AdapterPool
+    stager: Stager
     views: PoolViews
     ready: EngineReady
 
 
-def open_fetcher(
-    config: EngineConfig, target: PackTarget, accelerator: Accelerator, wake: Callable[[], None], figures: TierFigures
-) -> StagedFetcher:
+def open_stager(
+    config: EngineConfig, target: PackTarget, accelerator: Accelerator, host: HostTier, wake: Callable[[], None]
+) -> StagingClient:
     """A staging process for the tiers that the configuration names, and the host tier in the memory that both share.
 
     Raises ConfigNotUsable for tiers that cannot be used.
     """
+    memory = EngineMemory(config.host_tier_bytes + SPARE_BYTES)
     with ExitStack() as stack:
         try:
-            staging = StagingProcess(
+            stager = StagingClient(
                 target,
                 config.blob_url,
                 config.cache_dir,
                 config.disk_tier_bytes,
-                config.host_tier_bytes + SPARE_BYTES,
+                memory,
+                host,
                 config.num_loaders,
-                figures,
+                wake,
             )
-            stack.callback(staging.close)
-            accelerator.pin(torch.from_numpy(staging.memory[: config.host_tier_bytes]))
-            staging.await_opened(OPEN_S)
+            stack.callback(stager.close)
+            accelerator.pin(torch.from_numpy(memory.array[: config.host_tier_bytes]))
+            stager.await_opened(OPEN_S)
         except StagingRefused as error:
             raise ConfigNotUsable(str(error)) from error
         stack.pop_all()
-    return StagedFetcher(staging, HostStore(config.host_tier_bytes, figures), config.num_loaders, wake)
+    return stager
 
 
 def assemble_engine(
     config: EngineConfig,
     wake: Callable[[], None],
-    source: AdapterSource | None = None,
+    stager: Stager | None = None,
     weights: WeightSource | None = None,
     backend: Backend | None = None,
     note_running: Callable[[list[str]], None] | None = None,
@@ -137,21 +137,17 @@ def assemble_engine(
     views = allocate(pool_bytes_of(config.pool_bytes, backend.accelerator.memory()))
     kernels = backend.make_kernels(views, decoder.shapes)
     pages = PagePool(views.raw.shape[0])
-    reclaimer = Reclaimer(pages, POLICIES[config.eviction_policy]())
-    timelines = None if spans is None else LoadTimelines()
-    loading = TierFigures(timelines)
-    fetcher = (
-        open_fetcher(config, target, backend.accelerator, wake, loading)
-        if source is None
-        else LeasingFetcher(source, config.num_loaders, wake, loading)
+    policy, queue = POLICIES[config.eviction_policy](), FairQueue()
+    host = HostTier(config.host_tier_bytes)
+    stager = stager or open_stager(config, target, backend.accelerator, host, wake)
+    copier = PageCopier(views.raw, backend.accelerator, wake, stager.figures)
+    adapters = AdapterPool(
+        pages, config.max_resident_adapters, stager, copier, tables, policy, on_residency=queue.set_resident
     )
-    loader = TierLoader(fetcher, views, tables, backend.accelerator, wake, loading)
-    queue = FairQueue()
-    adapters = AdapterPool(pages, config.max_resident_adapters, loader, reclaimer, on_residency=queue.set_resident)
     executor = make_executor(kernels, decoder)
     warm_up(executor, config, page_tokens, backend.compiles)
-    prefixes = PrefixCache(pages, reclaimer.policy, page_tokens, identity=(repr(model).encode(), dtype.encode()))
-    kv = KvPages(pages, reclaimer, prefixes, page_tokens)
+    prefixes = PrefixCache(pages, policy, page_tokens, identity=(repr(model).encode(), dtype.encode()))
+    kv = KvPages(pages, adapters.reclaimer, prefixes, page_tokens)
     scheduler_limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
     scheduler = Scheduler(queue, kv, adapters, scheduler_limits)
     stats = EngineStats(
@@ -159,12 +155,12 @@ def assemble_engine(
         adapters,
         prefixes,
         scheduler,
-        loading=loading,
-        contents=fetcher.contents,
+        loading=stager.counts,
+        contents=stager.contents,
         page_bytes=views.raw[0].nbytes,
         graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
     )
-    traces = None if spans is None or timelines is None else SequenceTraces(spans, timelines)
+    traces = None if spans is None else SequenceTraces(spans)
     engine = Engine(
         limits=EngineLimits(
             model.vocab_size,
@@ -175,7 +171,7 @@ def assemble_engine(
             config.max_waiting_s,
             config.max_pinned_share,
         ),
-        parts=EngineParts(pages, adapters, prefixes, scheduler, executor, protect=fetcher.protect),
+        parts=EngineParts(pages, adapters, prefixes, scheduler, executor, protect=host.protect),
         observers=Observers(stats, traces, note_running),
         seeds=random.Random(config.seed),
         clock=time.monotonic,
@@ -190,7 +186,7 @@ def assemble_engine(
         model_sha256=model_sha256(Path(config.model_dir)),
         ran_at_death=config.ran_at_death,
     )
-    return AssembledEngine(engine, loader, fetcher, views, ready)
+    return AssembledEngine(engine, adapters, stager, views, ready)
 
 
 def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:

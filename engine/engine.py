@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loramux.engine.adapters.adapter_calls import AdapterCalls, PinLimits
-from loramux.engine.adapters.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
+from loramux.engine.adapters.adapter_load import AdapterLoad
+from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.adapter_strikes import AdapterStrikes
 from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.batch import ScheduledSequence, build_batch
@@ -80,7 +81,7 @@ class Engine:
     With `lookahead` the next step is scheduled and submitted while the device still runs this one, so that the device
     never waits for the host; tokens are then committed one `step` later. A sequence that turns out to have ended wastes
     a row of the step that was submitted already. The pages it gives back may be used at once: steps run in order, and
-    whoever else writes pages waits for the steps submitted before (see `TierLoader`).
+    whoever else writes pages waits for the steps submitted before (see `PageCopier`).
     """
 
     def __init__(
@@ -206,9 +207,8 @@ class Engine:
         self._calls.add_wanted(demand.queue_positions)
         settled = self._adapters.poll(demand)
         if self._traces is not None:
-            for entry in settled:
-                waiting = self._live.of_digest(entry.digest)
-                self._traces.loaded(entry.digest, waiting, entry.num_pages, entry.failure)
+            for load in settled:
+                self._traces.loaded(load, self._live.of_digest(load.digest))
         self._end_failed(settled)
         self._calls.settle(settled)
         scheduled = self._scheduler.schedule()
@@ -393,11 +393,11 @@ class Engine:
             for sequence in self._live.of_digest(digest):
                 self._end(sequence, "error", "adapter_unavailable", "the adapter was unloaded")
 
-    def _end_failed(self, settled: list[AdapterEntry]) -> None:
-        for entry in settled:
-            if entry.phase is AdapterPhase.FAILED:
-                for sequence in self._live.of_digest(entry.digest):
-                    self._end(sequence, "error", "adapter_unavailable", entry.failure)
+    def _end_failed(self, settled: list[AdapterLoad]) -> None:
+        for load in settled:
+            if load.failure is not None:
+                for sequence in self._live.of_digest(load.digest):
+                    self._end(sequence, "error", "adapter_unavailable", load.failure)
 
     def _end_unfit(self) -> None:
         for sequence in self._scheduler.take_unfit():
@@ -412,5 +412,5 @@ class Engine:
         self._pages.check_integrity()
         if not self._live:
             assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle
-            held = sum(len(entry.pages) for entry in self._adapters.entries())
+            held = sum(len(load.pages) for load in self._adapters.loads())
             assert self._pages.num_owned(PageOwner.ADAPTER) == held

@@ -6,8 +6,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from loramux.adapter_store.tiers.tier_contents import TierContents
-from loramux.adapter_store.tiers.tier_figures import TierFigures
-from loramux.engine.adapters.adapter_pool import AdapterPhase, AdapterPool
+from loramux.adapter_store.tiers.tier_figures import LoadCounts
+from loramux.engine.adapters.adapter_load import AdapterPhase
+from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.batch import ScheduledSequence
 from loramux.engine.messages import GraphMemory, ResidentAdapter, Stats, StepTimes, Waiting
 from loramux.engine.pages.page_pool import PageOwner, PagePool
@@ -26,13 +27,13 @@ class EngineStats:
         adapters: AdapterPool,
         prefixes: PrefixCache,
         scheduler: Scheduler,
-        loading: TierFigures | None = None,
+        loading: Callable[[], LoadCounts] | None = None,
         contents: Callable[[], tuple[TierContents, ...]] = tuple,
         page_bytes: int = 0,
         graphs: Callable[[], GraphMemory] = GraphMemory,
     ) -> None:
         self._pages = pages
-        self._loading = loading or TierFigures()
+        self._loading = loading or TierFigures().snapshot
         self._contents = contents
         self._page_bytes = page_bytes
         self._graphs = graphs
@@ -79,7 +80,7 @@ class EngineStats:
         self._completion_tokens += num_tokens
 
     def snapshot(self, call_id: str, with_tiers: bool = False) -> Stats:
-        resident = [entry for entry in self._adapters.entries() if entry.phase is AdapterPhase.RESIDENT]
+        resident = [load for load in self._adapters.loads() if load.phase is AdapterPhase.RESIDENT]
         return Stats(
             call_id=call_id,
             num_steps=self._num_steps,
@@ -104,18 +105,18 @@ class EngineStats:
             num_prefix_evictions=self._prefixes.num_evictions,
             step_times=StepTimes(bounds_s=STEP_BOUNDS_S, counts=tuple(self._step_counts), seconds=self._step_seconds),
             waiting=self._waiting(),
-            loading=self._loading.snapshot(),
+            loading=self._loading(),
             adapters=tuple(
                 ResidentAdapter(
-                    digest=entry.digest,
-                    slot=entry.slot,
-                    num_pages=entry.num_pages,
+                    digest=load.digest,
+                    slot=load.slot,
+                    num_pages=load.num_pages,
                     # A pin is one of the pool's users.
-                    num_users=entry.num_users - entry.is_pinned,
-                    is_pinned=entry.is_pinned,
-                    idle_s=self._adapters.idle_s(entry),
+                    num_users=load.num_users - load.is_pinned,
+                    is_pinned=load.is_pinned,
+                    idle_s=self._adapters.idle_s(load),
                 )
-                for entry in resident
+                for load in resident
             ),
             num_pinned_pages=self._adapters.num_pinned_pages,
             page_bytes=self._page_bytes,

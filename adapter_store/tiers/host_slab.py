@@ -117,5 +117,43 @@ class HostSlab:
                 self._free.append((start, stop))
 
 
+class EngineMemory:
+    """The memory that an engine shares with its staging processes, and its pieces in use.
+
+    A piece lasts as long as a view of it, whatever becomes of the process that filled it.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.descriptor = shared_memory(num_bytes)
+        weakref.finalize(self, os.close, self.descriptor)
+        self.array = mapped(self.descriptor)
+        self._pieces: dict[int, int] = {}
+        # Appended to on whatever thread the last view of a piece goes.
+        self._unused: deque[int] = deque()
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Begin and length of each piece that `take_unused` has not returned."""
+        return list(self._pieces.items())
+
+    @property
+    def has_unused(self) -> bool:
+        return bool(self._unused)
+
+    def use(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """A piece that a process has filled, uint8 `[num_bytes]`."""
+        self._pieces[begin] = num_bytes
+        return piece_of(self.array, begin, num_bytes, partial(self._unused.append, begin))
+
+    def take_unused(self) -> list[int]:
+        """Where the pieces began that have gone out of use since the last call."""
+        begins = []
+        while self._unused:
+            begin = self._unused.popleft()
+            del self._pieces[begin]
+            begins.append(begin)
+        return begins
+
+
 def _rounded(num_bytes: int) -> int:
     return -(-max(1, num_bytes) // ALIGNMENT) * ALIGNMENT

@@ -10,6 +10,7 @@ from itertools import islice
 
 from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.adapter_store.tiers.tier_contents import MAX_LISTED, KeptAdapter, TierContents
+from loramux.adapter_store.tiers.tier_figures import Held, Tier
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class _Group:
 
 
 class HostTier:
-    """Not thread-safe: its owner holds a lock. A leased entry stays even where the bound is exceeded by it.
+    """Belongs to one thread. A leased entry stays even where the bound is exceeded by it.
 
     The bound comes before the floors: a protected adapter that nobody leases gives way when nothing else is left.
     """
@@ -58,15 +59,12 @@ class HostTier:
         return entry.packed
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for an adapter that is coming, so that its memory can be taken before it is added.
+        """Keep room for adapters that are coming, instead of what was reserved before.
 
-        Whoever reserves gives the room back by `unreserve`.
+        Their memory is taken before they are added.
         """
-        self._reserved_bytes += num_bytes
+        self._reserved_bytes = num_bytes
         self._evict()
-
-    def unreserve(self, num_bytes: int) -> None:
-        self._reserved_bytes -= num_bytes
 
     def add(self, packed: PackedAdapter, num_leases: int) -> None:
         """Keep an adapter that is leased `num_leases` times from the start."""
@@ -97,6 +95,10 @@ class HostTier:
         members = frozenset(digests)
         used = sum(entry.num_bytes for digest, entry in self._entries.items() if digest in members)
         self._groups[group] = _Group(members, floor_bytes, used)
+
+    def held(self) -> dict[Tier, Held]:
+        """What is counted of it."""
+        return {"host": Held(self.used_bytes, self.num_evictions)}
 
     def contents(self) -> TierContents:
         now_s = time.monotonic()

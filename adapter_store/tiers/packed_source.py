@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
+from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import (
     AdapterCorrupt,
     AdapterRejected,
     AdapterUnavailable,
     BlobNotFound,
     BlobStoreUnavailable,
+    LoadCancelled,
+    StoreError,
 )
 from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.checksums import PayloadCheck, Proof
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packed_file import HostMemory, read_open_packed, write_packed
+from loramux.adapter_store.formats.packed_file import HostMemory, plain_memory, read_open_packed, write_packed
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.tiers.disk_tier import DiskTier, HeldFile
-from loramux.adapter_store.tiers.tier_figures import Tier, TierFigures
+from loramux.adapter_store.tiers.tier_figures import Held, Tier, TierFigures
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _CANONICAL_ATTEMPTS = 2
 _MAX_PROOFS = 1 << 14
+_MAX_DOWNLOADS = 64
+"""Threads for loads from the blob store, those included that nobody waits for but that hang in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,10 @@ class FileIdentity:
 
 
 class PackedSource:
-    """Reads packed adapters for one target. Thread-safe; each call is for another digest than those under way.
+    """Fetches packed adapters for one target from the disk, else from the blob store. Thread-safe.
+
+    Two fetches of one adapter at a time are right but do the work twice. Nobody asks for that: an engine asks for each
+    adapter once, and begins again only after it has cancelled.
 
     What is verified, and when:
 
@@ -58,53 +69,107 @@ class PackedSource:
     away, and a packed file that is missing or wrong in the blob store is rebuilt from the canonical one.
     """
 
-    def __init__(self, blobs: BlobStore, target: PackTarget, disk: DiskTier, figures: TierFigures) -> None:
+    def __init__(
+        self, blobs: BlobStore, disk: DiskTier, target: PackTarget, allocate: HostMemory = plain_memory
+    ) -> None:
         self._blobs = blobs
         self._target = target
         self._pack_key = target.pack_key
-        self._disk = disk
-        self._figures = figures
+        self.disk = disk
+        self._allocate = allocate
+        self.figures = TierFigures(
+            held=lambda: {"disk": Held(disk.used_bytes, disk.num_evictions)}, breaker=lambda: blobs.breaker_state
+        )
         self._lock = threading.Lock()
         self._proofs: OrderedDict[str, tuple[FileIdentity, Proof]] = OrderedDict()
+        # So that whoever waits for the blob store can leave.
+        self._downloads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="download")
 
-    def from_disk(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter | None:
-        """An adapter in memory from `allocate`; None where the disk tier has none, or had wrong bytes."""
-        check_wanted()
-        with self._figures.timed("disk", "lookup"):
+    def fetch(self, digest: str, cancellation: Cancellation) -> PackedAdapter:
+        """An adapter in memory from `allocate`; blocks. Raises AdapterUnavailable or AdapterCorrupt.
+
+        The caller reads by itself, to the end, what the disk has. It waits for the blob store no longer than until it
+        is cancelled, and leaves with LoadCancelled. The download then ends after the part that it is at: a packed file
+        that it was getting goes to the disk.
+        """
+        if not _DIGEST.fullmatch(digest):
+            raise AdapterUnavailable("what was asked for is no digest")
+        _check_wanted(digest, cancellation)
+        try:
+            packed = self._from_disk(digest)
+            if packed is None:
+                packed = self._await_download(digest, cancellation)
+        except LoadCancelled:
+            self.figures.count_end("given_up")
+            raise
+        except BaseException as failure:
+            self.figures.count_end("failed")
+            if isinstance(failure, StoreError) and not isinstance(failure, BlobStoreUnavailable):
+                raise
+            # Of files it says no names.
+            what = failure.strerror if isinstance(failure, OSError) else type(failure).__name__
+            reason = str(failure) if isinstance(failure, BlobStoreUnavailable) else what
+            raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {reason}") from failure
+        self.figures.count_end("loaded")
+        return packed
+
+    def _await_download(self, digest: str, cancellation: Cancellation) -> PackedAdapter:
+        stages = self.figures.noted
+
+        def download() -> PackedAdapter:
+            with self.figures.noting(stages):
+                return self._from_blobs(digest, lambda: _check_wanted(digest, cancellation))
+
+        try:
+            downloading = self._downloads.submit(download)
+        except RuntimeError as error:
+            # There are no more threads. It was queued all the same, and must find that nobody wants it.
+            cancellation.cancel()
+            raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more") from error
+        woken = threading.Event()
+        downloading.add_done_callback(lambda _: woken.set())
+        cancellation.when_cancelled(woken.set)
+        woken.wait()
+        if not downloading.done():
+            raise _cancelled(digest)
+        return downloading.result()
+
+    def _from_disk(self, digest: str) -> PackedAdapter | None:
+        """None where the disk tier has no such file, or had wrong bytes."""
+        with self.figures.timed("disk", "lookup"):
             held = self._hold(digest)
-        self._figures.count_lookup("disk", held is not None)
+        self.figures.count_lookup("disk", held is not None)
         if held is None:
             return None
         with held:
             try:
-                return self._read(held.descriptor, held.status, digest, allocate, "disk")
+                return self._read(held.descriptor, held.status, digest, "disk")
             except (AdapterCorrupt, OSError):
-                self._figures.count_end("set_aside")
+                self.figures.count_end("set_aside")
                 with suppress(OSError):
-                    self._disk.forget(digest, held.status.st_ino)
+                    self.disk.forget(digest, held.status.st_ino)
         return None
 
-    def from_blobs(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
-        """An adapter in memory from `allocate`.
+    def _from_blobs(self, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter:
+        """Between its parts it calls `check_wanted`, whose exception ends it.
 
-        Between its parts it calls `check_wanted`, whose exception ends it; a packed file that has come by then stays on
-        the disk. Raises AdapterUnavailable, AdapterCorrupt, BlobStoreUnavailable or OSError.
+        Raises AdapterUnavailable, AdapterCorrupt, BlobStoreUnavailable or OSError.
         """
         check_wanted()
         key = packed_key(digest, self._pack_key)
-        file = self._disk.new_file()
+        file = self.disk.new_file()
         try:
             try:
                 self._get(key, file)
                 self._keep_unless(check_wanted, digest, file)
-                packed = self._read_path(file, digest, allocate)
+                packed = self._read_path(file, digest)
             except BlobNotFound:
-                return self._rebuild(digest, allocate, check_wanted)
+                return self._rebuild(digest, check_wanted)
             except AdapterCorrupt:
                 # The store's own checks may have found it, or ours.
                 self._set_aside(file)
                 self._blobs.delete(key)
-                return self._rebuild(digest, allocate, check_wanted)
+                return self._rebuild(digest, check_wanted)
             self._keep(digest, file)
             return packed
         finally:
@@ -112,21 +177,21 @@ class PackedSource:
 
     def _hold(self, digest: str) -> HeldFile | None:
         try:
-            return self._disk.hold(digest)
+            return self.disk.hold(digest)
         except OSError:
             # A file that cannot be opened is as good as none.
             return None
 
-    def _rebuild(self, digest: str, allocate: HostMemory, check_wanted: Callable[[], None]) -> PackedAdapter:
+    def _rebuild(self, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter:
         """Pack an adapter for our target and give the packed file to the blob store too."""
         check_wanted()
-        canonical, file = self._disk.new_file(), self._disk.new_file()
+        canonical, file = self.disk.new_file(), self.disk.new_file()
         try:
             self._get_canonical(digest, canonical)
             check_wanted()
-            with self._figures.timed("blobs", "pack", canonical.stat().st_size):
+            with self.figures.timed("blobs", "pack", canonical.stat().st_size):
                 write_packed(file, pack(canonical, self._target), self._target)
-            packed = self._read_path(file, digest, allocate)
+            packed = self._read_path(file, digest)
             # The adapter can be served without it; the next engine will try again.
             with suppress(BlobStoreUnavailable):
                 self._blobs.put(packed_key(digest, self._pack_key), file)
@@ -139,14 +204,14 @@ class PackedSource:
         return packed
 
     def _get(self, key: str, file: Path) -> None:
-        with self._figures.timed("blobs", "fetch") as stage:
+        with self.figures.timed("blobs", "fetch") as stage:
             try:
                 self._blobs.get(key, file)
             except BlobNotFound:
-                self._figures.count_lookup("blobs", False)
+                self.figures.count_lookup("blobs", False)
                 raise
             stage.num_bytes = file.stat().st_size
-        self._figures.count_lookup("blobs", True)
+        self.figures.count_lookup("blobs", True)
 
     def _get_canonical(self, digest: str, destination: Path) -> None:
         for _ in range(_CANONICAL_ATTEMPTS):
@@ -154,32 +219,30 @@ class PackedSource:
                 self._get(canonical_key(digest), destination)
             except BlobNotFound:
                 raise AdapterUnavailable(f"the blob store does not hold adapter {digest[:12]}") from None
-            with self._figures.timed("blobs", "verify", destination.stat().st_size):
+            with self.figures.timed("blobs", "verify", destination.stat().st_size):
                 is_right = digest_of(destination) == digest
             if is_right:
                 return
             self._set_aside(destination)
         raise AdapterCorrupt(f"the blob store holds wrong bytes for adapter {digest[:12]}")
 
-    def _read_path(self, path: Path, digest: str, allocate: HostMemory) -> PackedAdapter:
+    def _read_path(self, path: Path, digest: str) -> PackedAdapter:
         with path.open("rb", buffering=0) as file:
-            return self._read(file.fileno(), os.fstat(file.fileno()), digest, allocate, "blobs")
+            return self._read(file.fileno(), os.fstat(file.fileno()), digest, "blobs")
 
-    def _read(
-        self, descriptor: int, status: os.stat_result, digest: str, allocate: HostMemory, verifies: Tier
-    ) -> PackedAdapter:
+    def _read(self, descriptor: int, status: os.stat_result, digest: str, verifies: Tier) -> PackedAdapter:
         identity = FileIdentity.of(status)
         with self._lock:
             known = self._proofs.pop(digest, None)
         check = PayloadCheck(known[1] if known is not None and known[0] == identity else None)
-        packed = read_open_packed(descriptor, status, check, self._target, digest, allocate)
+        packed = read_open_packed(descriptor, status, check, self._target, digest, self._allocate)
         assert check.proof is not None
         with self._lock:
             self._proofs[digest] = (identity, check.proof)
             if len(self._proofs) > _MAX_PROOFS:
                 self._proofs.popitem(last=False)
-        self._figures.count_stage("disk", "read", packed.payload.nbytes, check.read_s)
-        self._figures.count_stage(verifies, "verify", packed.payload.nbytes, check.verify_s)
+        self.figures.count_stage("disk", "read", packed.payload.nbytes, check.read_s)
+        self.figures.count_stage(verifies, "verify", packed.payload.nbytes, check.verify_s)
         return packed
 
     def _keep_unless(self, check_wanted: Callable[[], None], digest: str, file: Path) -> None:
@@ -193,10 +256,19 @@ class PackedSource:
     def _keep(self, digest: str, file: Path) -> None:
         # Without a place on the disk the adapter can be served all the same.
         with suppress(OSError):
-            self._disk.add(digest, file)
+            self.disk.add(digest, file)
 
     def _set_aside(self, file: Path) -> None:
-        self._figures.count_end("set_aside")
+        self.figures.count_end("set_aside")
         # Whether or not there is room to keep it, it is not used.
         with suppress(OSError):
-            self._disk.set_aside(file)
+            self.disk.set_aside(file)
+
+
+def _check_wanted(digest: str, cancellation: Cancellation) -> None:
+    if cancellation.is_cancelled:
+        raise _cancelled(digest)
+
+
+def _cancelled(digest: str) -> LoadCancelled:
+    return LoadCancelled(f"adapter {digest[:12]} is no longer wanted")

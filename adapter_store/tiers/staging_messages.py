@@ -7,15 +7,14 @@ from typing import Any
 
 import msgspec
 
-from loramux.adapter_store.tiers.load_timelines import PassedStage
 from loramux.adapter_store.tiers.tier_contents import TierContents
-from loramux.adapter_store.tiers.tier_figures import LoadCounts
+from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage
 
 MAX_PACKET_BYTES = 64 << 10
 MAX_MESSAGE_CHARS = 2000
 """Of what is said of a failure."""
 
-MAX_NUMBERS = 1000
+MAX_PIECES = 1000
 """Pieces that one packet names."""
 
 
@@ -31,16 +30,16 @@ class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Occupied(msgspec.Struct, frozen=True, tag=True):
-    """Pieces of the shared memory that a process before this one gave out: number, begin and length in bytes of each.
+    """Pieces of the shared memory that a process before this one gave out: begin and length in bytes of each.
 
-    They come before anything else, and are given back by their numbers like any others.
+    They come before anything else, and are given back like any others.
     """
 
-    pieces: tuple[tuple[int, int, int], ...]
+    pieces: tuple[tuple[int, int], ...]
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Bring the adapter into the shared memory; answered by one Staged or Failed."""
+    """Bring the adapter into the shared memory; answered by one Staged or Failed of the same number."""
 
     number: int
     digest: str
@@ -53,9 +52,9 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """What was staged under these numbers is no longer used."""
+    """The pieces of the shared memory that begin there are no longer used."""
 
-    numbers: tuple[int, ...]
+    begins: tuple[int, ...]
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):

@@ -26,10 +26,9 @@ from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import InvalidBlobUrl, StoreError
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.tiers.host_slab import HostSlab, mapped, shared_memory
-from loramux.adapter_store.tiers.leases import Lease
-from loramux.adapter_store.tiers.load_timelines import LoadTimelines, PassedStage
+from loramux.adapter_store.tiers.packed_source import PackedSource
 from loramux.adapter_store.tiers.staging_messages import (
     MAX_MESSAGE_CHARS,
     MAX_PACKET_BYTES,
@@ -51,25 +50,22 @@ from loramux.adapter_store.tiers.staging_messages import (
     decode_to_staging,
     encode,
 )
-from loramux.adapter_store.tiers.tier_figures import TierFigures, without_host
-from loramux.adapter_store.tiers.tiered_store import TieredStore
+from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 
 class StagingServer:
-    """Answers one engine. What it gives out it holds until it comes back, by the numbers of the engine's requests."""
+    """Answers one engine. A piece of the shared memory that it gives out it holds until the engine releases it."""
 
-    def __init__(self, end: socket.socket, store: TieredStore, slab: HostSlab, num_threads: int) -> None:
+    def __init__(self, end: socket.socket, source: PackedSource, slab: HostSlab, num_threads: int) -> None:
         self._end = end
-        self._store = store
+        self._source = source
         self._slab = slab
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="staging")
         # Who looks does not wait for a blob store.
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
         self._sending = threading.Lock()
-        # Leases, and pieces that an earlier process gave out.
-        self._given_out: dict[int, Lease | npt.NDArray[np.uint8]] = {}
-        # By where they begin, until the first request comes.
-        self._inherited: dict[int, npt.NDArray[np.uint8]] = {}
+        # By where they begin; some of them an earlier process gave out.
+        self._given_out: dict[int, npt.NDArray[np.uint8]] = {}
         self._under_way: dict[int, Cancellation] = {}
 
     def serve(self) -> None:
@@ -78,97 +74,70 @@ class StagingServer:
         while packet := self._end.recv(MAX_PACKET_BYTES):
             match decode_to_staging(packet):
                 case Occupied(pieces=pieces):
-                    self._occupy(pieces)
+                    for begin, num_bytes in pieces:
+                        self._given_out[begin] = self._slab.occupy(begin, num_bytes)
                 case Stage(number=number, digest=digest):
-                    self._inherited.clear()
                     cancellation = self._under_way[number] = Cancellation()
                     self._threads.submit(self._stage, number, digest, cancellation)
                 case Cancel(number=number):
                     cancelled = self._under_way.get(number)
                     if cancelled is not None:
                         cancelled.cancel()
-                case Release(numbers=numbers):
-                    for number in numbers:
-                        self._take_back(number)
+                case Release(begins=begins):
+                    for begin in begins:
+                        del self._given_out[begin]
                 case Look():
                     self._looking.submit(self._look)
                 case Ping():
                     self._send(Pong())
 
-    def _occupy(self, pieces: tuple[tuple[int, int, int], ...]) -> None:
-        for number, begin, num_bytes in pieces:
-            # One adapter may have been given out twice.
-            if begin not in self._inherited:
-                self._inherited[begin] = self._slab.occupy(begin, num_bytes)
-            self._given_out[number] = self._inherited[begin]
-
     def _stage(self, number: int, digest: str, cancellation: Cancellation) -> None:
-        timelines = self._store.figures.timelines
-        assert timelines is not None
-        timelines.begin(digest)
+        stages: list[PassedStage] = []
         try:
-            self._give_out(number, self._store.lease(digest, cancel=cancellation))
+            with self._source.figures.noting(stages):
+                packed = self._source.fetch(digest, cancellation)
+            staged = Staged(
+                number,
+                self._slab.offset_of(packed.payload),
+                packed.layout.ranks.tobytes(),
+                packed.layout.outer_ranks.tobytes(),
+                packed.scales.tobytes(),
+                packed.outer_scales.tobytes(),
+                tuple(stages),
+                self._counts(),
+            )
+            payload = packed.payload
+            # The engine may release it at once, and then nothing here may hold it.
+            del packed
+            if staged.begin is None:
+                with _memory_of(payload.reshape(-1)) as descriptor:
+                    self._send(staged, descriptor)
+            else:
+                self._given_out[staged.begin] = payload
+                del payload
+                try:
+                    self._send(staged)
+                except BaseException:
+                    del self._given_out[staged.begin]
+                    raise
         except StoreError as error:
-            self._send(Failed(number, str(error)[:MAX_MESSAGE_CHARS], self._stages(digest), self._counts()))
+            self._send(Failed(number, str(error)[:MAX_MESSAGE_CHARS], tuple(stages), self._counts()))
         except Exception as error:
             # Whatever else goes wrong must still reach the requests that wait for this adapter.
-            message = f"loading failed: {type(error).__name__}"
-            self._send(Failed(number, message, self._stages(digest), self._counts()))
+            self._send(Failed(number, f"loading failed: {type(error).__name__}", tuple(stages), self._counts()))
         finally:
             self._under_way.pop(number, None)
 
-    def _give_out(self, number: int, lease: Lease) -> None:
-        try:
-            staged = self._staged(number, lease.packed)
-            if staged.begin is None:
-                with lease, _memory_of(lease.packed.payload.reshape(-1)) as descriptor:
-                    self._send(staged, descriptor)
-                return
-        except BaseException:
-            lease.release()
-            raise
-        self._given_out[number] = lease
-        # The engine may give it back at once, and then nothing here may hold it.
-        del lease
-        try:
-            self._send(staged)
-        except BaseException:
-            self._take_back(number)
-            raise
-
-    def _staged(self, number: int, packed: PackedAdapter) -> Staged:
-        return Staged(
-            number,
-            self._slab.offset_of(packed.payload),
-            packed.layout.ranks.tobytes(),
-            packed.layout.outer_ranks.tobytes(),
-            packed.scales.tobytes(),
-            packed.outer_scales.tobytes(),
-            self._stages(packed.digest),
-            self._counts(),
-        )
-
-    def _take_back(self, number: int) -> None:
-        given_out = self._given_out.pop(number)
-        if isinstance(given_out, Lease):
-            given_out.release()
-
-    def _stages(self, digest: str) -> tuple[PassedStage, ...]:
-        timelines = self._store.figures.timelines
-        timeline = None if timelines is None else timelines.take(digest)
-        # The host tier is the engine's; ours keeps nothing.
-        return () if timeline is None else tuple(one for one in timeline.stages if one.tier != "host")
-
     def _look(self) -> None:
-        (disk,) = (one for one in self._store.contents() if one.tier == "disk")
+        contents = encode(self._source.disk.contents())
         try:
-            with _memory_of(np.frombuffer(encode(disk), np.uint8)) as descriptor:
+            with _memory_of(np.frombuffer(contents, np.uint8)) as descriptor:
                 self._send(Looked(self._counts()), descriptor)
         except OSError:
             self._send(Looked(self._counts()))
 
     def _counts(self) -> msgspec.Raw:
-        return msgspec.Raw(encode(without_host(self._store.figures.snapshot())))
+        return msgspec.Raw(encode(self._source.figures.snapshot()))
 
     def _send(self, message: FromStaging, *descriptors: int) -> None:
         # Where the engine is gone, `serve` ends the process.
@@ -206,15 +175,9 @@ def main() -> None:
 
 def _serve(end: socket.socket, slab: HostSlab, config: StagingConfig) -> None:
     try:
-        store = TieredStore(
-            open_blob_store(config.blob_url),
-            PackTarget.from_document(config.target),
-            Path(config.disk_dir),
-            config.disk_bytes,
-            host_bytes=0,
-            allocate=slab.allocate,
-            figures=TierFigures(LoadTimelines()),
-        )
+        target = PackTarget.from_document(config.target)
+        blobs = open_blob_store(config.blob_url)
+        disk = DiskTier(Path(config.disk_dir), config.disk_bytes, target.pack_key)
     except InvalidBlobUrl as error:
         end.send(encode(Refused(str(error))))
         return
@@ -226,7 +189,8 @@ def _serve(end: socket.socket, slab: HostSlab, config: StagingConfig) -> None:
         end.send(encode(Refused(message)))
         return
     with suppress(ConnectionResetError):
-        StagingServer(end, store, slab, config.num_threads).serve()
+        source = PackedSource(blobs, disk, target, slab.allocate)
+        StagingServer(end, source, slab, config.num_threads).serve()
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from loramux.adapter_store.blobs.circuit_breaker import BreakerState
-from loramux.adapter_store.tiers.load_timelines import LoadTimelines
 
 Tier = Literal["host", "disk", "blobs", "pool"]
 Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
@@ -29,6 +28,17 @@ STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("pool", "copy"),
 )
 """All that are counted, so that the number of series is fixed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedStage:
+    """A stage of one load. Times are nanoseconds since 1970; of stages that alternate, each ends with the last."""
+
+    tier: str
+    stage: str
+    started_ns: int
+    ended_ns: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,17 +111,6 @@ def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
     )
 
 
-def without_host(counts: LoadCounts) -> LoadCounts:
-    """What a process counted whose own host tier is no engine's."""
-    return replace(
-        counts,
-        tiers=tuple(TierCounts(tier=one.tier) if one.tier == "host" else one for one in counts.tiers),
-        stages=tuple(
-            StageCounts(tier=one.tier, stage=one.stage) if one.tier == "host" else one for one in counts.stages
-        ),
-    )
-
-
 def of_the_past(counts: LoadCounts) -> LoadCounts:
     """What a process counted that is gone, and holds nothing any more."""
     return replace(counts, tiers=tuple(replace(one, used_bytes=0) for one in counts.tiers), breaker="closed")
@@ -134,22 +133,25 @@ class TimedStage:
     num_bytes: int
 
 
-class TierFigures:
-    """Counts for one engine, and with `timelines` also when each load passed its stages. Thread-safe."""
+def closed() -> BreakerState:
+    """The breaker of a process that has no blob store."""
+    return "closed"
 
-    def __init__(self, timelines: LoadTimelines | None = None) -> None:
-        self.timelines = timelines
+
+class TierFigures:
+    """Counts of one process. `held` says what its bounded tiers hold, `breaker` how its blob store is. Thread-safe."""
+
+    def __init__(
+        self, held: Callable[[], Mapping[Tier, Held]] = dict, breaker: Callable[[], BreakerState] = closed
+    ) -> None:
+        self._held = held
+        self._breaker = breaker
         self._lock = threading.Lock()
         self._hits = dict.fromkeys(TIERS, 0)
         self._misses = dict.fromkeys(TIERS, 0)
         self._stages = dict.fromkeys(STAGES, (0, 0, 0.0))
-        self.breaker: Callable[[], BreakerState] = lambda: "closed"
-        """Set by whoever has the blob store."""
-        self.held: Callable[[], Mapping[Tier, Held]] = dict
-        """What bounded tiers hold; set by whoever has them."""
-        self.elsewhere: Callable[[], LoadCounts] | None = None
-        """What another process counted for the same engine; set by whoever has it."""
         self._ends = {"loaded": 0, "failed": 0, "given_up": 0, "set_aside": 0}
+        self._thread = threading.local()
 
     def count_lookup(self, tier: Tier, is_hit: bool) -> None:
         with self._lock:
@@ -159,12 +161,30 @@ class TierFigures:
         with self._lock:
             count, total_bytes, total_s = self._stages[tier, stage]
             self._stages[tier, stage] = (count + 1, total_bytes + num_bytes, total_s + seconds)
-        if self.timelines is not None:
-            self.timelines.note(tier, stage, num_bytes, seconds)
+        noted = self.noted
+        if noted is not None:
+            now_ns = time.time_ns()
+            noted.append(
+                PassedStage(
+                    tier=tier, stage=stage, started_ns=now_ns - int(seconds * 1e9), ended_ns=now_ns, num_bytes=num_bytes
+                )
+            )
 
-    def of_load(self, digest: str) -> AbstractContextManager[None]:
-        """What the calling thread counts in the block belongs to the load of this adapter."""
-        return nullcontext() if self.timelines is None else self.timelines.of(digest)
+    @property
+    def noted(self) -> list[PassedStage] | None:
+        """Where the calling thread notes its stages: see `noting`."""
+        noted: list[PassedStage] | None = getattr(self._thread, "noted", None)
+        return noted
+
+    @contextmanager
+    def noting(self, stages: list[PassedStage] | None) -> Iterator[None]:
+        """Append each stage that the calling thread counts in the block to `stages`, those of one load."""
+        before = self.noted
+        self._thread.noted = stages
+        try:
+            yield
+        finally:
+            self._thread.noted = before
 
     @contextmanager
     def timed(self, tier: Tier, stage: Stage, num_bytes: int = 0) -> Iterator[TimedStage]:
@@ -179,11 +199,7 @@ class TierFigures:
             self._ends[end] += 1
 
     def snapshot(self) -> LoadCounts:
-        own = self._own()
-        return own if self.elsewhere is None else added(own, self.elsewhere())
-
-    def _own(self) -> LoadCounts:
-        held = self.held()
+        held = self._held()
         with self._lock:
             return LoadCounts(
                 tiers=tuple(
@@ -204,5 +220,5 @@ class TierFigures:
                 num_failed=self._ends["failed"],
                 num_given_up=self._ends["given_up"],
                 num_set_aside=self._ends["set_aside"],
-                breaker=self.breaker(),
+                breaker=self._breaker(),
             )

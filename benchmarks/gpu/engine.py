@@ -17,6 +17,7 @@ import torch
 from benchmarks.gpu.bench import Bench, CheckError
 from benchmarks.gpu.model import Model
 from benchmarks.gpu.random_models import RandomAdapters, RandomWeights, model_directory
+from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.assembly import DTYPES, AssembledEngine, assemble_engine
 from loramux.engine.batch import Batch
 from loramux.engine.config import EngineConfig
@@ -244,8 +245,8 @@ def open_engine(
         )
         with ExitStack() as stack:
             stack.callback(_leave_stream, bench)
-            assembled = assemble_engine(config, wake.set, adapters, weights, backend)
-            stack.callback(assembled.loader.close)
+            assembled = assemble_engine(config, wake.set, MemoryStager(adapters.packed), weights, backend)
+            stack.callback(assembled.adapters.close)
             observed = ObservedExecutor(bench, assembled.engine._executor)
             assembled.engine._executor = observed
             yield RunningEngine(assembled, observed, wake)

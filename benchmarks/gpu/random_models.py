@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.model import Model
-from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.engine.assembly import DTYPES
@@ -62,14 +61,6 @@ class RandomWeights:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, spread, generator=generator)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldLease:
-    packed: PackedAdapter
-
-    def release(self) -> None:
-        """Held for the whole run."""
-
-
 class RandomAdapters:
     """Adapters by digest; those made together hold the same random numbers in one place of host memory.
 
@@ -81,7 +72,7 @@ class RandomAdapters:
         self._bench = bench
         with model_directory(model, 1) as directory:
             self._target = pack_target(ModelConfig.load(directory), dtype)
-        self._packed: dict[str, PackedAdapter] = {}
+        self.packed: dict[str, PackedAdapter] = {}
 
     def make(
         self, digests: Iterable[str], rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0
@@ -93,7 +84,7 @@ class RandomAdapters:
             "", layout, (ranks > 0).astype(np.float32), _random_payload(self._bench, self._target, ranks)
         )
         listed = list(digests)
-        self._packed |= {digest: dataclasses.replace(made, digest=digest) for digest in listed}
+        self.packed |= {digest: dataclasses.replace(made, digest=digest) for digest in listed}
         return listed
 
     def layout(self, rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0) -> AdapterLayout:
@@ -108,10 +99,7 @@ class RandomAdapters:
         return self._target.geometry.total_page_bytes
 
     def num_pages(self, digest: str) -> int:
-        return self._packed[digest].num_pages
-
-    def lease(self, digest: str, cancel: Cancellation | None = None) -> HeldLease:
-        return HeldLease(self._packed[digest])
+        return self.packed[digest].num_pages
 
 
 def _random_payload(bench: Bench, target: PackTarget, ranks: np.ndarray) -> np.ndarray:

@@ -14,10 +14,12 @@ from safetensors.torch import save
 
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import canonical_key
+from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.formats.canonical import write_canonical
 from loramux.adapter_store.formats.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX, module_key
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.tiers.tiered_store import TieredStore
+from loramux.adapter_store.tiers.disk_tier import DiskTier
+from loramux.adapter_store.tiers.packed_source import PackedSource
 from loramux.engine.config import pack_target
 from loramux.engine.model.model_config import ModelConfig
 
@@ -60,11 +62,11 @@ class AdapterFiles:
 
     def pack(self, digests: tuple[str, ...], dtype: str, disk_bytes: int, say: Callable[[str], None]) -> None:
         """See to it that the packed files lie in the disk tier, the way an engine's own first use would."""
-        store = TieredStore(
-            open_blob_store(self.blob_url), pack_target(self.model, dtype), self.cache_dir, disk_bytes, host_bytes=0
-        )
+        target = pack_target(self.model, dtype)
+        disk = DiskTier(self.cache_dir, disk_bytes, target.pack_key)
+        source = PackedSource(open_blob_store(self.blob_url), disk, target)
         for number, digest in enumerate(digests, 1):
-            store.lease(digest).release()
+            source.fetch(digest, Cancellation())
             if number % SAY_EVERY == 0:
                 say(f"  {number} of {len(digests)} adapters are packed and on disk")
 

@@ -106,5 +106,5 @@ def open_engine(
     try:
         yield OpenEngine(assembled, wake)
     finally:
-        assembled.loader.close()
+        assembled.adapters.close()
         gc.unfreeze()

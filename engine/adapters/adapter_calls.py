@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loramux.engine.adapters.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool
+from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
+from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.live_sequences import LiveSequences
 from loramux.engine.messages import AdapterState, Load, Pin, Unload, is_duration
 from loramux.engine.pages.eviction import AFTER_ALL
@@ -90,9 +91,9 @@ class AdapterCalls:
         if not pin.is_pinned:
             self._end_pin(pin.digest)
             self._supersede(pin.digest, (Pin,))
-            entry = self._adapters.find(pin.digest)
-            is_resident = entry is not None and entry.phase is AdapterPhase.RESIDENT
-            self._answer(owner, pin, "resident" if is_resident else "absent", entry if is_resident else None)
+            adapter = self._adapters.find(pin.digest)
+            is_resident = adapter is not None and adapter.phase is AdapterPhase.RESIDENT
+            self._answer(owner, pin, "resident" if is_resident else "absent", adapter if is_resident else None)
             return
         asked = {one.call.digest for one in self._waiting if isinstance(one.call, Pin)}
         if len({*self._pins, *asked, pin.digest}) > self._limits.num_adapters:
@@ -137,40 +138,39 @@ class AdapterCalls:
 
     def evict_when_idle(self, digest: str) -> None:
         """Evict an adapter as soon as no sequence uses it; one that is pinned is loaded and pinned again."""
-        entry = self._adapters.find(digest)
-        if entry is not None and entry.is_pinned:
+        adapter = self._adapters.find(digest)
+        if adapter is not None and adapter.is_pinned:
             self._adapters.unpin(digest)
             self._lost_pins[digest] = None
         self._adapters.evict_when_idle(digest)
 
-    def settle(self, settled: list[AdapterEntry]) -> None:
+    def settle(self, settled: list[AdapterLoad]) -> None:
         """Answer what has become possible or impossible; `settled` adapters became resident or failed just now."""
-        for entry in settled:
-            self._settle(entry)
+        for adapter in settled:
+            self._settle(adapter)
         for digest in list(self._unloads):
             if not self._live.wants(digest) and self._adapters.unload(digest):
                 self._prefixes.purge(digest)
                 for pending in self._unloads.pop(digest):
                     self._answer(pending.owner, pending.unload, "absent")
         for digest in list(self._lost_pins):
-            entry = self._adapters.prefetch(digest)
-            if is_usable(entry) and self._try_pin(entry):
+            adapter = self._adapters.prefetch(digest)
+            if is_usable(adapter) and self._try_pin(adapter):
                 del self._lost_pins[digest]
         self._waiting = [one for one in self._waiting if not self._is_done(one)]
 
-    def _settle(self, entry: AdapterEntry) -> None:
+    def _settle(self, adapter: AdapterLoad) -> None:
         """Tell those who waited for an adapter; a load is through even where the adapter has had to go again."""
-        if self.is_draining(entry.digest):
+        if self.is_draining(adapter.digest):
             return
-        is_failed = entry.phase is AdapterPhase.FAILED
-        if is_failed and entry.digest in self._lost_pins:
-            self._end_pin(entry.digest)
+        if adapter.failure is not None and adapter.digest in self._lost_pins:
+            self._end_pin(adapter.digest)
         waiting, self._waiting = self._waiting, []
         for one in waiting:
-            if one.call.digest == entry.digest and is_failed:
-                self._fail(one.owner, one.call, "adapter_unavailable", entry.failure)
-            elif one.call.digest == entry.digest and isinstance(one.call, Load):
-                self._answer(one.owner, one.call, "resident", entry)
+            if one.call.digest == adapter.digest and adapter.failure is not None:
+                self._fail(one.owner, one.call, "adapter_unavailable", adapter.failure)
+            elif one.call.digest == adapter.digest and isinstance(one.call, Load):
+                self._answer(one.owner, one.call, "resident", adapter)
             else:
                 self._waiting.append(one)
 
@@ -180,18 +180,18 @@ class AdapterCalls:
         if self.is_draining(call.digest):
             return False
         # Asked for again each time: an adapter may have come and gone before anybody looked.
-        entry = self._adapters.prefetch(call.digest)
+        adapter = self._adapters.prefetch(call.digest)
         is_new = isinstance(call, Pin) and call.digest not in self._pins
-        if is_new and sum(self._pins.values()) + entry.num_pages > self._limits.num_pages:
+        if is_new and sum(self._pins.values()) + adapter.num_pages > self._limits.num_pages:
             limit = f"at most {self._limits.num_pages} of the pool's pages may be pinned"
-            self._fail(owner, call, "pin_limit", f"{limit}, and this adapter's {entry.num_pages} would exceed that")
+            self._fail(owner, call, "pin_limit", f"{limit}, and this adapter's {adapter.num_pages} would exceed that")
             return True
-        if not is_usable(entry):
+        if not is_usable(adapter):
             return False
-        if is_new and not self._try_pin(entry):
+        if is_new and not self._try_pin(adapter):
             self._fail(owner, call, "pin_limit", "a request that was accepted already needs the pages of this adapter")
             return True
-        self._answer(owner, call, "resident", entry)
+        self._answer(owner, call, "resident", adapter)
         return True
 
     def _wait(self, owner: bytes, call: Load | Pin) -> None:
@@ -199,19 +199,19 @@ class AdapterCalls:
             self._adapters.prefetch(call.digest)
         self._waiting.append(WaitingCall(owner, call))
 
-    def _try_pin(self, entry: AdapterEntry) -> bool:
-        self._adapters.pin(entry)
+    def _try_pin(self, adapter: AdapterLoad) -> bool:
+        self._adapters.pin(adapter)
         if self._leaves_room():
-            self._pins[entry.digest] = entry.num_pages
+            self._pins[adapter.digest] = adapter.num_pages
             return True
-        self._adapters.unpin(entry.digest)
+        self._adapters.unpin(adapter.digest)
         return False
 
     def _end_pin(self, digest: str) -> None:
         self._pins.pop(digest, None)
         self._lost_pins.pop(digest, None)
-        entry = self._adapters.find(digest)
-        if entry is not None and entry.is_pinned:
+        adapter = self._adapters.find(digest)
+        if adapter is not None and adapter.is_pinned:
             self._adapters.unpin(digest)
 
     def _supersede(self, digest: str, kinds: tuple[type[Load] | type[Pin], ...]) -> None:
@@ -222,8 +222,8 @@ class AdapterCalls:
             else:
                 self._waiting.append(one)
 
-    def _answer(self, owner: bytes, call: Load | Unload | Pin, state: str, entry: AdapterEntry | None = None) -> None:
-        num_pages = 0 if entry is None else entry.num_pages
+    def _answer(self, owner: bytes, call: Load | Unload | Pin, state: str, adapter: AdapterLoad | None = None) -> None:
+        num_pages = 0 if adapter is None else adapter.num_pages
         self._post(owner, AdapterState(call_id=call.call_id, digest=call.digest, state=state, num_pages=num_pages))
 
     def _fail(self, owner: bytes, call: Load | Unload | Pin, code: str, message: str) -> None:
@@ -231,6 +231,6 @@ class AdapterCalls:
         self._post(owner, answer)
 
 
-def is_usable(entry: AdapterEntry) -> bool:
+def is_usable(adapter: AdapterLoad) -> bool:
     """Whether sequences may begin to use this copy of the adapter."""
-    return entry.phase is AdapterPhase.RESIDENT and not entry.evict_when_idle
+    return adapter.phase is AdapterPhase.RESIDENT and not adapter.evict_when_idle

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,6 +14,13 @@ from loramux.engine.batch import OuterSlots
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.model.model_config import EMBEDDING, HEAD
 from loramux.kernels.tables import AdapterTables
+
+
+class TableWriter(Protocol):
+    """What the pool asks of the tables."""
+
+    def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
+        """Describe the adapter that lies in `pages`, to steps that are submitted from now on."""
 
 
 class SlotTables:

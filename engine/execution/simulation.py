@@ -1,14 +1,15 @@
-"""A device and a loader without a model: the engine's scheduling runs on them at full speed, deterministically."""
+"""A device and its pages without a model: the engine's scheduling runs on them at full speed, deterministically."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from loramux.engine.adapters.adapter_loading import Copied, Fetched, LoadEvent, LoadFailed
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.batch import Batch
 from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample
 from loramux.engine.messages import SamplingParams
@@ -33,12 +34,12 @@ class SimulatedExecutor:
         vocab_size: int,
         page_tokens: int,
         num_pages: int,
-        loader: SimulatedLoader,
+        adapter_pages: SimulatedPages,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self._vocab_size = vocab_size
         self._page_tokens = page_tokens
-        self._loader = loader
+        self._adapter_pages = adapter_pages
         self._eos_token_ids = eos_token_ids
         # What the step before chose, for rows whose token the host did not know when it built the batch.
         self._chosen: list[int | None] = []
@@ -49,7 +50,7 @@ class SimulatedExecutor:
     def submit(self, batch: Batch) -> FinishedStep:
         self.batches.append(batch)
         slots, sample_rows = batch.slots.tolist(), batch.sample_rows.tolist()
-        salts = {slot: _salt(self._loader.digest_of_slot(slot)) for slot in set(slots)}
+        salts = {slot: _salt(self._adapter_pages.digest_of_slot(slot)) for slot in set(slots)}
         states = self._write(batch, slots, salts)
         chosen = [self._next_token(states[row], salts[slots[row]]) for row in sample_rows]
         num_greedy = [one.params for one in batch.samples].count(GREEDY)
@@ -57,7 +58,7 @@ class SimulatedExecutor:
             # What sampling would come to, at a tenth of its time.
             sampled = [SampledToken(token) for token in chosen]
         else:
-            digests = [self._loader.digest_of_slot(slots[row]) for row in sample_rows]
+            digests = [self._adapter_pages.digest_of_slot(slots[row]) for row in sample_rows]
             sampled = sample(self._logits(chosen, digests), batch.samples, self._eos_token_ids)
         self._chosen = [one.token_id for one in sampled]
         return FinishedStep(sampled)
@@ -118,53 +119,44 @@ def _salt(digest: str | None) -> int:
     return 0 if digest is None else sum(digest.encode())
 
 
-class SimulatedLoader:
-    """Adapters of given page counts; `hold` keeps loads waiting until `let_go`."""
+def simulated_adapters(num_pages: Mapping[str, int]) -> dict[str, PackedAdapter]:
+    """Adapters of so many pages, without contents, by digest."""
+    ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
+    return {
+        digest: PackedAdapter(digest, AdapterLayout(ranks, np.zeros((0, 0, 2), np.int32), number), scales, payload)
+        for digest, number in num_pages.items()
+    }
 
-    def __init__(self, num_pages: dict[str, int]) -> None:
-        self._num_pages = num_pages
-        self._events: list[LoadEvent] = []
-        self._held: list[LoadEvent] = []
+
+class SimulatedPages:
+    """An adapter pool's copier and tables: knows whose adapter is in each slot.
+
+    A copy takes until the next `poll`, or, where it was asked for while `is_holding`, until `let_go`.
+    """
+
+    def __init__(self) -> None:
+        self._copied: list[AdapterLoad] = []
+        self._withheld: list[AdapterLoad] = []
         self._slots: dict[int, str] = {}
         self.is_holding = False
-        self.num_fetches = 0
 
     def digest_of_slot(self, slot: int) -> str | None:
         return None if slot < 0 else self._slots[slot]
 
-    def fetch(self, digest: str) -> None:
-        self.num_fetches += 1
-        if digest not in self._num_pages:
-            self._report(LoadFailed(digest, "the store has no such adapter"))
-            return
-        empty = np.zeros((0, 0), np.int32)
-        self._report(Fetched(digest, AdapterLayout(empty, empty, self._num_pages[digest])))
+    def copy(self, load: AdapterLoad) -> None:
+        (self._withheld if self.is_holding else self._copied).append(load)
 
-    def cancel(self, digest: str) -> None:
-        self._events, self._held = (
-            [event for event in events if event.digest != digest] for events in (self._events, self._held)
-        )
-
-    def copy(self, digest: str, pages: list[int]) -> None:
-        self._report(Copied(digest))
-
-    def publish(self, digest: str, slot: int, pages: list[int]) -> None:
-        self._slots[slot] = digest
-
-    def drop(self, digest: str) -> None:
-        """Nothing is held in memory."""
-
-    def events(self) -> list[LoadEvent]:
-        events, self._events = self._events, []
-        return events
-
-    def hold(self) -> None:
-        self.is_holding = True
+    def poll(self) -> list[tuple[AdapterLoad, str | None]]:
+        copied, self._copied = self._copied, []
+        return [(load, None) for load in copied]
 
     def let_go(self) -> None:
-        self._events.extend(self._held)
-        self._held.clear()
+        self._copied += self._withheld
+        self._withheld.clear()
         self.is_holding = False
 
-    def _report(self, event: LoadEvent) -> None:
-        (self._held if self.is_holding else self._events).append(event)
+    def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
+        self._slots[slot] = packed.digest
+
+    def close(self) -> None:
+        """Nothing is under way."""

@@ -188,15 +188,14 @@ class Reclaimer:
     the latest position first.
     """
 
-    def __init__(self, pages: PagePool, policy: EvictionPolicy) -> None:
+    def __init__(self, pages: PagePool, policy: EvictionPolicy, waited_for: WaitedFor | None = None) -> None:
         self._pages = pages
         self.policy = policy
-        self.waited_for: WaitedFor | None = None
-        """Set by whoever knows."""
+        self._waited_for = waited_for
 
     def can_make_room(self, num_pages: int, position: int) -> bool:
         """Whether `num_pages` are free or could be freed for a sequence at queue position `position`."""
-        num_kept = 0 if self.waited_for is None else self.waited_for.num_pages_before(position)
+        num_kept = 0 if self._waited_for is None else self._waited_for.num_pages_before(position)
         return self._pages.num_free + self.policy.num_pages - num_kept >= num_pages
 
     def make_room(self, num_pages: int, position: int) -> bool:
@@ -213,9 +212,9 @@ class Reclaimer:
     def evict_one(self, position: int, slots_only: bool = False) -> bool:
         """Evict the item that gives way first to a sequence at queue position `position`; False where there is none."""
         item = self.policy.take(lambda one: not one.is_waited_for, slots_only)
-        if item is None and self.waited_for is not None:
+        if item is None and self._waited_for is not None:
             # Only adapters are waited for: it has a slot.
-            item = self.waited_for.last_after(position)
+            item = self._waited_for.last_after(position)
             if item is not None:
                 self.policy.discard(item)
         if item is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
-from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterEntry, AdapterPhase, AdapterPool, Demand
+from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
+from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool, Demand
 from loramux.engine.batch import ScheduledSequence
 from loramux.engine.cached_page import CachedPage
 from loramux.engine.pages.kv_pages import RUNNING, KvPages
@@ -235,7 +236,7 @@ class Scheduler:
         return admitted
 
     def _begin(
-        self, sequence: Sequence, entry: AdapterEntry | None, prefix: list[CachedPage], position: int, budget: int
+        self, sequence: Sequence, entry: AdapterLoad | None, prefix: list[CachedPage], position: int, budget: int
     ) -> ScheduledSequence | None:
         """Let a waiting sequence run with at most `budget` tokens; None, and nothing changed, without room."""
         num_pending = sequence.num_tokens - self._kv.num_tokens_in(prefix)

@@ -52,7 +52,7 @@ EXIT_DEVICE_FAILED = 4
 """The device failed while the engine served; the reason is the last line on standard error."""
 
 LOADING_POLL_MS = 50
-"""How long to wait for an event while adapters load; the loader wakes the loop sooner."""
+"""How long to wait for an event while adapters load; the stager wakes the loop sooner."""
 
 IDLE_POLL_MS = 250
 """An idle loop passes this often for no reason but to show that it could: see `StepRecord`."""
@@ -73,8 +73,8 @@ class EngineServer:
         import zmq
 
         self._engine = assembled.engine
-        self._fetcher = assembled.fetcher
-        self._fetcher_fd = -1
+        self._stager = assembled.stager
+        self._stager_fd = -1
         self._num_looks = 0
         self._ready = assembled.ready
         self._socket = socket
@@ -98,7 +98,7 @@ class EngineServer:
             self._beat()
             ran = self._engine.step() if self._engine.has_work else False
             if self._num_looks:
-                self._fetcher.attend()
+                self._stager.attend()
             if self._engine.num_sequences == 0:
                 self._record.note_running([])
             self._record.note_pass(ran)
@@ -122,12 +122,12 @@ class EngineServer:
 
     def _receive(self, timeout_ms: int) -> None:
         """Take every message that is there, waiting for the first at most `timeout_ms`."""
-        self._follow_fetcher()
+        self._follow_stager()
         ready = dict(self._poller.poll(timeout_ms))
         if self._wake_fd in ready:
             os.read(self._wake_fd, 4096)
-        if self._fetcher_fd in ready:
-            self._fetcher.attend()
+        if self._stager_fd in ready:
+            self._stager.attend()
         while True:
             try:
                 owner, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
@@ -141,15 +141,15 @@ class EngineServer:
                 continue
             self._dispatch(owner, message)
 
-    def _follow_fetcher(self) -> None:
-        """Poll what the fetcher waits for, which is another descriptor once it has begun anew."""
-        descriptor = self._fetcher.fileno()
-        if descriptor != self._fetcher_fd:
-            if self._fetcher_fd >= 0:
-                self._poller.unregister(self._fetcher_fd)
+    def _follow_stager(self) -> None:
+        """Poll what the stager waits for, which is another descriptor once another process runs."""
+        descriptor = self._stager.fileno()
+        if descriptor != self._stager_fd:
+            if self._stager_fd >= 0:
+                self._poller.unregister(self._stager_fd)
             if descriptor >= 0:
                 self._poller.register(descriptor, self._zmq.POLLIN)
-            self._fetcher_fd = descriptor
+            self._stager_fd = descriptor
 
     def _dispatch(self, owner: bytes, message: ToEngine) -> None:
         self._link(owner)
@@ -171,7 +171,7 @@ class EngineServer:
                 self._engine.pin(owner, message)
             case StatsRequest(with_tiers=True):
                 self._num_looks += 1
-                self._fetcher.look(lambda: self._answer(owner, message))
+                self._stager.look(lambda: self._answer(owner, message))
             case StatsRequest():
                 self._link(owner).post(self._engine.stats(message))
             case Credit(count=count):
@@ -292,7 +292,7 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
     finally:
         socket.close()
         context.term()
-        assembled.loader.close()
+        assembled.adapters.close()
 
 
 if __name__ == "__main__":

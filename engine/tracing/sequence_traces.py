@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from loramux.adapter_store.tiers.load_timelines import LoadTimeline, LoadTimelines
+from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.sequence import Sequence
 from loramux.engine.tracing.spans import SpanRecord, SpanSink
 
@@ -27,9 +27,8 @@ class SequenceTraces:
     first of them `engine.load_adapter` where its adapter was not in the pool.
     """
 
-    def __init__(self, sink: SpanSink, timelines: LoadTimelines, clock_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, sink: SpanSink, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._sink = sink
-        self._timelines = timelines
         self._clock_ns = clock_ns
         self._lives: dict[Sequence, _Life] = {}
 
@@ -50,18 +49,13 @@ class SequenceTraces:
         if life is not None and life.first_token_ns is None:
             life.first_token_ns = self._clock_ns()
 
-    def loaded(self, digest: str, waiting: Iterable[Sequence], num_pages: int, failure: str) -> None:
+    def loaded(self, load: AdapterLoad, waiting: Iterable[Sequence]) -> None:
         """An adapter became resident, or failed to; `waiting` wanted it."""
-        timeline = self._timelines.take(digest)
-        if timeline is None:
-            return
         now_ns = self._clock_ns()
         for sequence in waiting:
             life = self._lives.get(sequence)
             if life is not None and life.began_ns is None and sequence.add.traceparent is not None:
-                self._sink.record(
-                    sequence.add.traceparent, _load_span(digest, timeline, life.added_ns, now_ns, num_pages, failure)
-                )
+                self._sink.record(sequence.add.traceparent, _load_span(load, life.added_ns, now_ns))
 
     def ended(self, sequence: Sequence, reason: str, code: str | None) -> None:
         life = self._lives.pop(sequence, None)
@@ -104,10 +98,8 @@ class SequenceTraces:
             self._sink.record(traceparent, span)
 
 
-def _load_span(
-    digest: str, timeline: LoadTimeline, added_ns: int, ended_ns: int, num_pages: int, failure: str
-) -> SpanRecord:
-    is_its_own = added_ns <= timeline.started_ns
+def _load_span(load: AdapterLoad, added_ns: int, ended_ns: int) -> SpanRecord:
+    is_its_own = added_ns <= load.started_ns
     stages = tuple(
         SpanRecord(
             name=f"store.{passed.tier}.{passed.stage}",
@@ -116,15 +108,15 @@ def _load_span(
             ended_ns=passed.ended_ns,
             attributes={"loramux.bytes": passed.num_bytes},
         )
-        for passed in timeline.stages
+        for passed in load.stages
     )
     return SpanRecord(
         name="engine.load_adapter",
         scope="loramux.engine",
         # Who came while it was under way waited for the rest only, and has no part in its stages.
-        started_ns=max(added_ns, timeline.started_ns),
+        started_ns=max(added_ns, load.started_ns),
         ended_ns=ended_ns,
-        attributes={"loramux.digest": digest, "loramux.pages": num_pages, "loramux.joined": not is_its_own},
-        failure=failure or None,
+        attributes={"loramux.digest": load.digest, "loramux.pages": load.num_pages, "loramux.joined": not is_its_own},
+        failure=load.failure,
         children=stages if is_its_own else (),
     )

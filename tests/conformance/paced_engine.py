@@ -27,13 +27,6 @@ from tests.engine.simulated_engine import simulate_engine
 STEP_S = 0.01
 
 
-class NoFetcher:
-    """The simulated device's loader works in time of its own."""
-
-    def fileno(self) -> int:
-        return -1
-
-
 class NotedEngine:
     """The engine, with its ends written down as it tells them."""
 
@@ -92,7 +85,7 @@ def main() -> None:
         # The device keeps what it was given, which a test looks at and a server must not.
         simulation.executor.batches = _Nothing()  # type: ignore[assignment]
         record = StepRecord(StepRecord.new_file(256))
-        assembled = SimpleNamespace(engine=engine, ready=ready, fetcher=NoFetcher())
+        assembled = SimpleNamespace(engine=engine, ready=ready, stager=simulation.stager)
         EngineServer(assembled, socket, wake, record, ended).serve()  # type: ignore[arg-type]
     context.destroy(linger=0)
 

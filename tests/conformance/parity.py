@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.batch import Batch
 from loramux.engine.config import EngineConfig, pack_target
@@ -27,7 +29,6 @@ from tests.conformance.tiny_models import (
     SHAPE,
     WINDOW,
     AdapterPlan,
-    MemorySource,
     add_adapters,
     make_base,
     pack_peft_directory,
@@ -43,7 +44,7 @@ class Subject:
     directory: Path
     reference: Any
     digests: dict[str, str]
-    source: MemorySource
+    adapters: dict[str, PackedAdapter]
     num_pages: dict[str, int]
 
     def assemble(self, backend: Backend | None = None, **settings: Any) -> AssembledEngine:
@@ -54,7 +55,7 @@ class Subject:
             dtype="float32",
             **{"pool_bytes": 96 << 20, "max_batch_tokens": 64, "max_sequences": 16, **settings},
         )
-        return assemble_engine(config, lambda: None, self.source, backend=backend)
+        return assemble_engine(config, lambda: None, MemoryStager(self.adapters), backend=backend)
 
     @torch.no_grad()
     def reference_logits(self, name: str | None, tokens: list[int]) -> torch.Tensor:
@@ -91,7 +92,7 @@ def make_subject(
         directory / "base",
         reference,
         {name: one.digest for name, one in packed.items()},
-        MemorySource(list(packed.values())),
+        {one.digest: one for one in packed.values()},
         {name: one.num_pages for name, one in packed.items()},
     )
 

@@ -148,7 +148,7 @@ def test_no_step_hides_that_its_device_failed(
     with pytest.raises(RuntimeError) as failed:
         finished(engine)
     assert device_fault(failed.value) is not None
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_a_lost_card_is_found_by_a_request_that_waits_for_its_adapter(subject: Subject, card: PlayedCard) -> None:
@@ -158,7 +158,7 @@ def test_a_lost_card_is_found_by_a_request_that_waits_for_its_adapter(subject: S
     assembled.engine.add(b"", add("a", digest=subject.digests["r3"]))
     with pytest.raises(torch.AcceleratorError, match="fell off the bus"):
         finished(assembled.engine)
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_an_adapter_whose_copy_fails_fails_its_own_requests_once(
@@ -182,7 +182,7 @@ def test_an_adapter_whose_copy_fails_fails_its_own_requests_once(
     engine.add(b"", add("again", digest=digest))
     assert finished(engine)["again"].reason == "length"
     engine.check_integrity()
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_a_capture_that_finds_no_memory_is_one_line_and_the_step_runs(
@@ -196,4 +196,4 @@ def test_a_capture_that_finds_no_memory_is_one_line_and_the_step_runs(
     lines = capsys.readouterr().err.splitlines()
     assert lines
     assert all(line.endswith("runs without a graph, capturing it failed: CUDA error: out of memory") for line in lines)
-    assembled.loader.close()
+    assembled.adapters.close()

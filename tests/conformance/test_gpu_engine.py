@@ -130,7 +130,7 @@ def test_a_mixed_batch_equals_transformers_and_peft(
     assert any(batch.max_q > 1 and (batch.slots >= 0).any() for batch, _ in recorder.steps)
     assert assembled.engine.stats(StatsRequest(call_id="")).max_adapters_in_step >= 3
     assembled.engine.check_integrity()
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 @pytest.fixture(
@@ -160,7 +160,7 @@ def test_adapters_of_the_embedding_and_the_head_have_shapes_of_their_own(
     # Resident or not, they cost a batch without them nothing: a call of any of their kernels would now fail.
     monkeypatch.setattr(executor._kernels, "outer", None)
     tokens_of(assembled.engine, [add for _, add in requests_of(outer_subject, [("r3", 1)], num_tokens=1).values()])
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def note_groups(executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
@@ -194,7 +194,7 @@ def test_adapters_of_few_modules_launch_nothing_for_the_others(
             assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
         assert launched == expected
     assert LayerGroups.QKV in {shape.groups for shape in executor._graphs}
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 @pytest.mark.campaign
@@ -210,7 +210,7 @@ def test_a_long_prompt_is_taken_in_large_segments(
     for sequence_id, (name, add) in asked.items():
         assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
     assert LARGE_SEGMENT_ROWS in {shape.segment_rows for shape in executor._has_run}
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pyt
     (narrow,) = set(executor._graphs) - warmed
     assert (narrow.groups, narrow.is_decode) == (LayerGroups.QKV, True)
     assert len(launched) == 1
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_a_shape_whose_capture_fails_runs_uncaptured(
@@ -263,7 +263,7 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
     told = [line for line in capsys.readouterr().err.splitlines() if "runs without a graph" in line]
     assert len(told) == accelerator.num_captures == len(executor._uncapturable) > 0, "each shape is tried once"
     assembled.engine.check_integrity()
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_the_memory_that_captures_take_is_counted(subject: Subject) -> None:
@@ -283,7 +283,7 @@ def test_the_memory_that_captures_take_is_counted(subject: Subject) -> None:
     num_decodes = sum(shape.is_decode for shape in reachable_shapes(16, 4))
     graphs = assembled.engine.stats(StatsRequest(call_id="")).graphs
     assert (graphs.num_graphs, graphs.num_bytes) == (num_decodes, num_decodes * (3 << 20))
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, mo
             assert_parity(subject, adapter, add, recorder.by_sequence[add.sequence_id])
         assert executor.num_graphs == 2
     assert len(executor._has_run) > 2
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
@@ -328,7 +328,7 @@ def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
     assert {name for name, _, _ in launched} == {"lora_gather", "lora_shrink", "lora_expand"}
     assert launched == warmed, "a step launched what was not warmed up"
     assert any(shape.has_outer for shape in executor._graphs)
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int, int]]) -> Callable[..., None]:

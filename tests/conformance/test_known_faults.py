@@ -60,14 +60,14 @@ def test_a_reused_page_keeps_nothing_of_its_former_owner(subject: Subject, monke
         run(assembled.engine)
         assert_parity(subject, name, add, recorder.by_sequence[add.sequence_id])
     assert assembled.engine.stats(StatsRequest(call_id="")).num_adapter_evictions >= 5
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_one_adapter_that_is_not_finite_poisons_nobody(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation keeps such an adapter out; one that came in all the same ends its own requests only."""
-    sound = subject.source.lease(subject.digests["r8"]).packed
+    sound = subject.adapters[subject.digests["r8"]]
     payload = np.full_like(sound.payload, 0xFF)
-    subject.source.add(PackedAdapter(BROKEN, sound.layout, sound.scales, payload))
+    subject.adapters[BROKEN] = PackedAdapter(BROKEN, sound.layout, sound.scales, payload)
     assembled = poisoned(subject.assemble())
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = {name: a_request(subject, name, 20 + index) for index, name in enumerate([None, "r8", "r16"])}
@@ -83,4 +83,4 @@ def test_one_adapter_that_is_not_finite_poisons_nobody(subject: Subject, monkeyp
     assert (ends["broken"].code, ends["broken"].completion_tokens) == ("not_finite", 0)
     for name, add in asked.items():
         assert_parity(subject, name, add, recorder.by_sequence[add.sequence_id])
-    assembled.loader.close()
+    assembled.adapters.close()

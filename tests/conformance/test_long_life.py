@@ -166,4 +166,4 @@ def test_aborts_evictions_preemptions_and_reloads_change_no_answer(subject: Subj
     life.check()
     print(f"{dict(life.events())} in {life.num_turns} turns and {len(life.asked)} requests")
     assert life.engine.stats(StatsRequest(call_id="")).cached_tokens > 0
-    life.assembled.loader.close()
+    life.assembled.adapters.close()

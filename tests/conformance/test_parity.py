@@ -25,7 +25,6 @@ from tests.conformance.tiny_models import (
     SMALL_WINDOW,
     VOCAB_SIZE,
     AdapterPlan,
-    MemorySource,
     make_base,
 )
 
@@ -78,7 +77,7 @@ def test_each_request_alone_equals_transformers_and_peft(subject: Subject, monke
         assembled.engine.add(b"", add)
         run(assembled.engine)
         assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 @pytest.mark.parametrize(("step_tokens", "max_tokens"), STEPS)
@@ -99,7 +98,7 @@ def test_one_mixed_batch_equals_transformers_and_peft(
     assert stats.num_adapter_pages == sum(subject.num_pages.values())
     assert stats.num_kv_pages == 0
     assembled.engine.check_integrity()
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_base_rows_are_bit_equal_to_the_same_batch_without_adapters(
@@ -123,8 +122,8 @@ def test_base_rows_are_bit_equal_to_the_same_batch_without_adapters(
                 num_changed += not torch.equal(logits[row], expected[row])
     assert num_compared == 4 * FEW_TOKENS
     assert num_changed == len(PLANS) * FEW_TOKENS
-    mixed.loader.close()
-    plain.loader.close()
+    mixed.adapters.close()
+    plain.adapters.close()
 
 
 OUTER_PLANS = [
@@ -196,7 +195,7 @@ def test_adapters_of_the_embedding_and_the_head_equal_peft(
             else:
                 assert not torch.equal(logits[row], expected[row])
     assert num_equal > 12
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 def test_a_batch_without_such_adapters_launches_nothing_for_them(
@@ -218,7 +217,7 @@ def test_a_batch_without_such_adapters_launches_nothing_for_them(
     run(assembled.engine)
     for sequence_id, (name, add) in asked.items():
         assert_parity(outer_subject, name, add, recorder.by_sequence[sequence_id])
-    assembled.loader.close()
+    assembled.adapters.close()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +231,7 @@ def test_longrope_follows_the_longest_context_that_is_served(
     """transformers chooses by each sequence's length; where the two choices agree, so do the logits."""
     make_base("phi3-longrope", tmp_path)
     untouched = Phi3ForCausalLM.from_pretrained(tmp_path).eval()
-    assembled = Subject(tmp_path, untouched, {}, MemorySource([]), {}).assemble(max_model_len=max_model_len)
+    assembled = Subject(tmp_path, untouched, {}, {}, {}).assemble(max_model_len=max_model_len)
     recorder = Recorder(assembled.engine, monkeypatch)
     prompt = torch.randint(2, VOCAB_SIZE, (num_prompt,), generator=torch.Generator().manual_seed(2)).tolist()
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -243,4 +242,4 @@ def test_longrope_follows_the_longest_context_that_is_served(
     with torch.no_grad():
         theirs = untouched(input_ids=torch.tensor([[*prompt, *generated[:-1]]])).logits[0, num_prompt - 1 :]
     assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
-    assembled.loader.close()
+    assembled.adapters.close()

@@ -25,7 +25,6 @@ from tests.conformance.tiny_models import (
     ALL_LINEARS,
     SMALL_SHAPE,
     VOCAB_SIZE,
-    MemorySource,
     make_base,
     pack_peft_directory,
 )
@@ -116,7 +115,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory = tmp_path_factory.mktemp("differential")
     base = make_base("llama", directory / "base", SMALL_SHAPE)
     target = pack_target(ModelConfig.load(directory / "base"), "float32")
-    return Pair(base, Subject(directory / "base", None, {}, MemorySource([]), {}), target, directory)
+    return Pair(base, Subject(directory / "base", None, {}, {}, {}), target, directory)
 
 
 def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int) -> Counter[str]:
@@ -145,7 +144,7 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
             outcomes["refused by both"] += 1
             continue
         prompt = [chance.randrange(2, VOCAB_SIZE) for _ in range(9)]
-        pair.subject.source.add(packed)
+        pair.subject.adapters[packed.digest] = packed
         sequence_id = f"{index}"
         assembled.engine.add(
             b"",
@@ -163,7 +162,7 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
         assert difference <= TOLERANCE, f"{index}: {difference:.2e} with {settings} in {dtype}"
         largest = max(largest, difference)
         outcomes["equal"] += 1
-    assembled.loader.close()
+    assembled.adapters.close()
     print(f"{dict(outcomes)}, largest relative difference {largest:.1e}")
     return outcomes
 

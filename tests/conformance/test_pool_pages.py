@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.assembly import assemble_engine
 from loramux.engine.config import EngineConfig, pack_target
 from loramux.engine.messages import Load, StatsRequest
@@ -12,7 +13,6 @@ from tests.conformance.tiny_models import (
     ALL_LINEARS,
     PLANS,
     AdapterPlan,
-    MemorySource,
     add_adapters,
     make_base,
     pack_peft_directory,
@@ -27,7 +27,7 @@ def test_sixteen_adapters_take_their_packed_pages_and_no_more(tmp_path: Path) ->
     config = EngineConfig(
         model_dir=str(tmp_path / "base"), blob_url="", cache_dir="", dtype="float32", pool_bytes=64 << 20
     )
-    assembled = assemble_engine(config, lambda: None, MemorySource(packed))
+    assembled = assemble_engine(config, lambda: None, MemoryStager({one.digest: one for one in packed}))
     for one in packed:
         assembled.engine.load(b"", Load(call_id=one.digest, digest=one.digest))
     while assembled.engine.has_work:
@@ -35,4 +35,4 @@ def test_sixteen_adapters_take_their_packed_pages_and_no_more(tmp_path: Path) ->
     stats = assembled.engine.stats(StatsRequest(call_id=""))
     assert len(stats.adapters) == 16
     assert stats.num_adapter_pages == sum(len(one.payload) for one in packed)
-    assembled.loader.close()
+    assembled.adapters.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loramux.adapter_store.tiers.staging import RESTART_S
+from loramux.adapter_store.tiers.staging_client import RESTART_S
 from tests.adapter_store.waiting import wait_until
 from tests.conformance.served import deployment
 

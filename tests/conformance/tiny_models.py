@@ -29,7 +29,6 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.formats.canonical import write_canonical
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
@@ -281,24 +280,3 @@ def pack_peft_directory(directory: Path, target: PackTarget) -> PackedAdapter:
     canonical = directory / "canonical.safetensors"
     write_canonical(tensors, report.scales, canonical)
     return pack(canonical, target)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLease:
-    packed: PackedAdapter
-
-    def release(self) -> None:
-        """Nothing to give back."""
-
-
-class MemorySource:
-    """Packed adapters by digest."""
-
-    def __init__(self, packed: list[PackedAdapter]) -> None:
-        self._packed = {one.digest: one for one in packed}
-
-    def add(self, packed: PackedAdapter) -> None:
-        self._packed[packed.digest] = packed
-
-    def lease(self, digest: str, cancel: Cancellation | None = None) -> MemoryLease:
-        return MemoryLease(self._packed[digest])

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from loramux.engine.adapters.adapter_pool import AdapterPool
+from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
-from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedLoader
+from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
 from loramux.engine.messages import AdapterState, Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
-from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
@@ -44,7 +45,8 @@ class Simulation:
     prefixes: PrefixCache
     scheduler: Scheduler
     executor: SimulatedExecutor
-    loader: SimulatedLoader
+    stager: MemoryStager
+    adapter_pages: SimulatedPages
     clock: Clock
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -102,6 +104,14 @@ class Simulation:
         self.step()
         self.engine.check_integrity()
 
+    def hold_loads(self) -> None:
+        """Keep adapters that are requested, and copies that are begun, on their way until `let_loads_go`."""
+        self.stager.is_holding = self.adapter_pages.is_holding = True
+
+    def let_loads_go(self) -> None:
+        self.stager.let_go()
+        self.adapter_pages.let_go()
+
     def expected(self, add: Add) -> list[int]:
         return self.executor.generate(add.prompt, add.max_tokens, add.digest)
 
@@ -118,20 +128,21 @@ def simulate_engine(
     **waiting: float,
 ) -> Simulation:
     pages = PagePool(num_pages)
-    loader = SimulatedLoader(adapters or {})
-    reclaimer = Reclaimer(pages, LeastRecentlyUsed())
-    prefixes = PrefixCache(pages, reclaimer.policy, 16)
-    queue = FairQueue()
-    pool = AdapterPool(pages, num_slots, loader, reclaimer, on_residency=queue.set_resident)
-    kv = KvPages(pages, reclaimer, prefixes, 16)
+    policy, queue = LeastRecentlyUsed(), FairQueue()
+    stager, adapter_pages = MemoryStager(simulated_adapters(adapters or {})), SimulatedPages()
+    pool = AdapterPool(
+        pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident
+    )
+    prefixes = PrefixCache(pages, policy, 16)
+    kv = KvPages(pages, pool.reclaimer, prefixes, 16)
     scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
-    executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, loader, eos)
+    executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, adapter_pages, eos)
     limits = EngineLimits(VOCAB_SIZE, max_model_len, eos, 16, **waiting)
     clock = Clock()
     parts = EngineParts(pages, pool, prefixes, scheduler, executor)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
-    return Simulation(engine, pages, pool, prefixes, scheduler, executor, loader, clock)
+    return Simulation(engine, pages, pool, prefixes, scheduler, executor, stager, adapter_pages, clock)
 
 
 def stats_of(simulation: Simulation) -> Stats:

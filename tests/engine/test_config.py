@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.tiers.tier_figures import TierFigures
-from loramux.engine.assembly import open_fetcher
+from loramux.adapter_store.tiers.host_tier import HostTier
+from loramux.engine.assembly import open_stager
 from loramux.engine.config import EngineConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.errors import ConfigNotUsable
@@ -45,7 +45,7 @@ def test_a_disk_tier_that_cannot_be_written_is_refused_without_its_path(target: 
     place.write_text("a file where a directory should be")
     settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
     with pytest.raises(ConfigNotUsable, match="give another disk_tier_dir") as refused:
-        open_fetcher(settings, target, HostAccelerator(), lambda: None, TierFigures())
+        open_stager(settings, target, HostAccelerator(), HostTier(0), lambda: None)
     assert "secret-name" not in str(refused.value)
 
 
@@ -59,8 +59,8 @@ def test_the_host_tier_is_memory_that_the_device_knows(target: PackTarget, tmp_p
         def pin(self, memory: torch.Tensor) -> None:
             pinned.append(memory)
 
-    fetcher = open_fetcher(settings, target, Watched(), lambda: None, TierFigures())
-    fetcher.close()
+    stager = open_stager(settings, target, Watched(), HostTier(1 << 20), lambda: None)
+    stager.close()
     (memory,) = pinned
     assert memory.numel() == 1 << 20
 

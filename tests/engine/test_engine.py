@@ -119,11 +119,11 @@ def test_an_abort_bills_what_was_committed_or_kept(simulation: Simulation, keep:
 
 
 def test_an_abort_while_waiting_bills_nothing(simulation: Simulation) -> None:
-    simulation.loader.is_holding = True
+    simulation.hold_loads()
     simulation.add("s", digest="a")
     simulation.step()
     simulation.engine.abort(b"gateway", Abort(sequence_id="s"))
-    simulation.loader.let_go()
+    simulation.let_loads_go()
     simulation.run()
     assert (simulation.finished["s"].prompt_tokens, simulation.finished["s"].completion_tokens) == (0, 0)
 

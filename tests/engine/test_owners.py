@@ -74,7 +74,7 @@ def test_nobody_ends_or_extends_anothers_sequence(simulation: Simulation) -> Non
 
 
 def test_what_a_dead_gateway_asked_for_is_forgotten(simulation: Simulation) -> None:
-    simulation.loader.hold()
+    simulation.hold_loads()
     simulation.engine.load(FIRST, Load(call_id="l", digest="b"))
     running = simulation.make_add("running", (1, 2, 3), 30)
     simulation.engine.add(FIRST, simulation.make_add("gone", (1, 2, 3), 30))

@@ -100,14 +100,14 @@ def test_base_traffic_never_waits_for_adapters(lookahead: bool) -> None:
     """Requests for the base queued behind adapters that were still loading."""
     names = {f"adapter{i}": 1 for i in range(200)}
     simulation = simulate_engine(adapters=names, max_sequences=4, lookahead=lookahead)
-    simulation.loader.is_holding = True
+    simulation.hold_loads()
     for name in names:
         simulation.add(name, digest=name)
     adds = [simulation.add(f"base{i}", max_tokens=3) for i in range(8)]
     for _ in range(20):
         simulation.step()
     assert [simulation.tokens[add.sequence_id] for add in adds] == [simulation.expected(add) for add in adds]
-    simulation.loader.let_go()
+    simulation.let_loads_go()
     run_and_check(simulation)
 
 

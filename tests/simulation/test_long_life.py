@@ -59,14 +59,14 @@ class Life:
             broken = self.simulation.executor.not_finite_for
             broken.clear() if broken else broken.add(rng.choice(list(self.names)))
         if rng.random() < 0.05:
-            self.simulation.loader.is_holding = True
+            self.simulation.hold_loads()
         elif rng.random() < 0.2:
-            self.simulation.loader.let_go()
+            self.simulation.let_loads_go()
         self._step()
 
     def end(self) -> None:
         simulation = self.simulation
-        simulation.loader.let_go()
+        simulation.let_loads_go()
         simulation.executor.not_finite_for.clear()
         for _ in range(20_000):
             if not simulation.engine.has_work:

@@ -16,11 +16,11 @@ from loramux.adapter_store.formats.float_formats import to_float32
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import read_packed, write_packed
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
-from loramux.adapter_store.tiers.tiered_store import TieredStore
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import A, B, LinearShape, PageGeometry, part_layout
 from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
 from tests.adapter_store.linears import fused_linears, llama_linears, outer_linears
+from tests.adapter_store.tiers.open_source import fetch, open_source
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB_SIZE = 32, 8, 4, 8, 56, 72
 QUERIES, KEYS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
@@ -158,10 +158,9 @@ def test_a_rank_rebuilds_its_part_from_the_canonical_upload(
     geometry = replace(target.geometry, num_kv_heads=target.geometry.num_kv_heads // 2)
     for tp_rank in range(2):
         rank = replace(target, geometry=geometry, tp_size=2, tp_rank=tp_rank)
-        store = TieredStore(blobs, rank, tmp_path / "disk", 1 << 30, 1 << 30)
-        with store.lease(stored.digest) as lease:
-            wanted = pack(blobs.read_bytes(f"adapters/{stored.digest}.safetensors"), rank)
-            np.testing.assert_array_equal(lease.packed.payload, wanted.payload)
+        found = fetch(open_source(blobs, rank, tmp_path), stored.digest)
+        wanted = pack(blobs.read_bytes(f"adapters/{stored.digest}.safetensors"), rank)
+        np.testing.assert_array_equal(found.payload, wanted.payload)
         assert blobs.exists(f"packed/{stored.digest}/{rank.pack_key}")
     assert blobs.num_gets == {"packed": 2, "adapters": 2}
 

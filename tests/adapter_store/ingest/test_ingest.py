@@ -25,11 +25,11 @@ from loramux.adapter_store.ingest.worker import IngestWorker
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.adapter_store.registry.version_states import VersionStates
-from loramux.adapter_store.tiers.tiered_store import TieredStore
 from loramux.adapter_store.validation.validator import SubprocessValidator, ValidationFailed
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, FailingBlobStore, IngestWorld, chunks
+from tests.adapter_store.tiers.open_source import fetch, open_source
 from tests.adapter_store.waiting import wait_until
 
 
@@ -50,8 +50,7 @@ def test_an_adapter_goes_all_the_way_to_the_engine(
     world.assert_nothing_left_over(version)
     ref = world.registry.resolve("acme", "support")
     assert ref is not None
-    with TieredStore(blobs, target, tmp_path / "disk", 1 << 30, 1 << 30).lease(ref.digest) as lease:
-        assert lease.packed.num_pages == version.num_pages
+    assert fetch(open_source(blobs, target, tmp_path), ref.digest).num_pages == version.num_pages
 
 
 def test_identical_bytes_give_the_existing_version(world: IngestWorld, make_adapter: Any) -> None:

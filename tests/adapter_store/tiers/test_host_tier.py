@@ -27,7 +27,7 @@ def test_room_is_made_before_memory_is_taken() -> None:
     tier = filled(30, "a", "b", "c")
     tier.reserve(20)
     assert content(tier) == "c"
-    tier.unreserve(20)
+    tier.reserve(0)
     tier.add(adapter("d", 20), 0)
     assert content(tier) == "cd"
 

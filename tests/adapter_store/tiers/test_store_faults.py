@@ -1,4 +1,4 @@
-"""Leases while the blob store fails in every way: never a wrong byte, every error in time, and nobody else notices."""
+"""Fetches while the blob store fails in every way: never a wrong byte, every error in time, nobody else notices."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from loramux.adapter_store.blobs.retry_budget import RetryBudget
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 from loramux.adapter_store.errors import AdapterCorrupt, AdapterUnavailable
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.tiers.tiered_store import TieredStore
+from loramux.adapter_store.tiers.packed_source import PackedSource
 from tests.adapter_store.blobs.fault_proxy import Fault, FaultProxy, SeededPlan, no_faults
 from tests.adapter_store.blobs.limits import HURRIED
 from tests.adapter_store.stored_adapter import StoredAdapter
+from tests.adapter_store.tiers.open_source import fetch, open_source
 
-NUM_RESIDENT, NUM_COLD, NUM_THREADS = 3, 8, 6
+NUM_ON_DISK, NUM_COLD, NUM_THREADS = 3, 8, 6
 # A load reads the packed file and twice the canonical one, deletes, and writes the packed file.
 DEADLINE_S = 4 * HURRIED.body_s + HURRIED.call_s
 MARGIN_S = 1.0
-RESIDENT_S = 0.5
-"""A resident adapter's lease touches memory alone; this is for threads that wait for a core."""
+ON_DISK_S = 0.5
+"""To read a small file; most of it is for threads that wait for a core."""
 
 
 @pytest.mark.parametrize(
     ("num_faults", "seed"), [(40, 1), pytest.param(1000, 2, marks=pytest.mark.campaign)], ids=["40", "1000"]
 )
 @pytest.mark.timeout(900)
-def test_no_wrong_byte_is_served_and_resident_adapters_do_not_notice(
+def test_no_wrong_byte_is_served_and_adapters_on_the_disk_do_not_notice(
     fault_proxy: FaultProxy,
     s3_bucket: str,
     target: PackTarget,
@@ -53,27 +54,28 @@ def test_no_wrong_byte_is_served_and_resident_adapters_do_not_notice(
         CircuitBreaker(first_open_s=0.02, max_open_s=0.1),
         RetryBudget(capacity=50, refill_per_s=50),
     )
-    resident = [store_adapter(blobs, is_packed=True, seed=number) for number in range(NUM_RESIDENT)]
+    on_disk = [store_adapter(blobs, is_packed=True, seed=number) for number in range(NUM_ON_DISK)]
     cold = [store_adapter(blobs, is_packed=number % 2 == 0, seed=100 + number) for number in range(NUM_COLD)]
-    num_bytes = sum(adapter.packed.payload.nbytes for adapter in resident)
-    # Cold adapters find room neither on the disk nor, once released, in memory: each lease asks the blob store.
-    store = TieredStore(blobs, target, tmp_path / "disk", disk_bytes=0, host_bytes=num_bytes)
-    held = [store.lease(adapter.digest) for adapter in resident]
+    # Cold adapters find no room on the disk: each fetch asks the blob store.
+    without_disk = open_source(blobs, target, tmp_path / "cold", disk_bytes=0)
+    with_disk = open_source(blobs, target, tmp_path / "warm")
+    for adapter in on_disk:
+        fetch(with_disk, adapter.digest)
     fault_proxy.hang_s = HURRIED.read_s * 2
     fault_proxy.drip_s = 0.01
     fault_proxy.plan = SeededPlan(seed, rate=0.4)
 
     is_over = threading.Event()
     outcomes: Counter[str] = Counter()
-    slowest_s = {"resident": 0.0, "cold": 0.0}
+    slowest_s = {"on disk": 0.0, "cold": 0.0}
     trouble: list[str] = []
 
-    def ask(kind: str, adapter: StoredAdapter, limit_s: float) -> None:
+    def ask(kind: str, source: PackedSource, adapter: StoredAdapter, limit_s: float) -> None:
         begin = time.monotonic()
         try:
-            with store.lease(adapter.digest) as lease:
-                is_right = np.array_equal(lease.packed.payload, adapter.packed.payload)
-                is_right &= np.array_equal(lease.packed.scales, adapter.packed.scales)
+            found = fetch(source, adapter.digest)
+            is_right = np.array_equal(found.payload, adapter.packed.payload)
+            is_right &= np.array_equal(found.scales, adapter.packed.scales)
             outcome = "served" if is_right else "WRONG"
         except (AdapterUnavailable, AdapterCorrupt) as error:
             outcome = type(error).__name__
@@ -84,20 +86,20 @@ def test_no_wrong_byte_is_served_and_resident_adapters_do_not_notice(
         slowest_s[kind] = max(slowest_s[kind], took_s)
         if took_s > limit_s or outcome not in ("served", "AdapterUnavailable", "AdapterCorrupt"):
             trouble.append(f"{kind}: {outcome} after {took_s:.2f} s")
-        if kind == "resident" and outcome != "served":
-            trouble.append(f"a resident adapter was not served: {outcome}")
+        if kind == "on disk" and outcome != "served":
+            trouble.append(f"an adapter on the disk was not served: {outcome}")
 
     def ask_cold(number: int) -> None:
         chooser = random.Random(seed + number)
         while not is_over.is_set():
-            ask("cold", chooser.choice(cold), DEADLINE_S + MARGIN_S)
+            ask("cold", without_disk, chooser.choice(cold), DEADLINE_S + MARGIN_S)
 
-    def ask_resident() -> None:
+    def ask_disk() -> None:
         while not is_over.wait(0.002):
-            ask("resident", random.choice(resident), RESIDENT_S)
+            ask("on disk", with_disk, random.choice(on_disk), ON_DISK_S)
 
     threads = [threading.Thread(target=ask_cold, args=(number,)) for number in range(NUM_THREADS)]
-    threads.append(threading.Thread(target=ask_resident))
+    threads.append(threading.Thread(target=ask_disk))
     begin = time.monotonic()
     for thread in threads:
         thread.start()
@@ -119,10 +121,8 @@ def test_no_wrong_byte_is_served_and_resident_adapters_do_not_notice(
     fault_proxy.plan = no_faults
     time.sleep(0.2)
     for adapter in cold:
-        with store.lease(adapter.digest) as lease:
-            assert np.array_equal(lease.packed.payload, adapter.packed.payload), "nothing wrong has stayed"
-    for lease in held:
-        lease.release()
+        found = fetch(without_disk, adapter.digest)
+        assert np.array_equal(found.payload, adapter.packed.payload), "nothing wrong has stayed"
 
 
 def test_a_packed_blob_that_is_damaged_where_it_lies_is_made_again(
@@ -134,9 +134,8 @@ def test_a_packed_blob_that_is_damaged_where_it_lies_is_made_again(
     answer = packed.get()
     right = answer["Body"].read()
     packed.put(Body=right[:-1] + bytes([right[-1] ^ 1]), Metadata=answer["Metadata"])
-    store = TieredStore(blobs, target, tmp_path / "disk", disk_bytes=1 << 30, host_bytes=1 << 30)
-    with store.lease(stored.digest) as lease:
-        assert np.array_equal(lease.packed.payload, stored.packed.payload)
+    found = fetch(open_source(blobs, target, tmp_path), stored.digest)
+    assert np.array_equal(found.payload, stored.packed.payload)
     assert packed.get()["Body"].read() == right
 
 
@@ -149,7 +148,6 @@ def test_a_canonical_blob_that_is_damaged_where_it_lies_is_not_served(
     answer = canonical.get()
     right = answer["Body"].read()
     canonical.put(Body=right[:-1] + bytes([right[-1] ^ 1]), Metadata=answer["Metadata"])
-    store = TieredStore(blobs, target, tmp_path / "disk", disk_bytes=1 << 30, host_bytes=1 << 30)
     with pytest.raises((AdapterUnavailable, AdapterCorrupt)):
-        store.lease(stored.digest)
+        fetch(open_source(blobs, target, tmp_path), stored.digest)
     assert blobs.exists(canonical_key(stored.digest)), "what cannot be made again stays for whoever looks into it"

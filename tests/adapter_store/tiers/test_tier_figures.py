@@ -9,11 +9,9 @@ import pytest
 
 from loramux.adapter_store.errors import AdapterUnavailable
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.adapter_store.tiers.tier_figures import STAGES, LoadCounts
-from loramux.adapter_store.tiers.tiered_store import TieredStore
+from loramux.adapter_store.tiers.tier_figures import STAGES, LoadCounts, PassedStage
 from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
-
-PLENTY = 1 << 30
+from tests.adapter_store.tiers.open_source import fetch, open_source
 
 
 def lookups(counts: LoadCounts) -> dict[str, tuple[int, int]]:
@@ -30,12 +28,13 @@ def test_a_load_is_counted_tier_by_tier(target: PackTarget, tmp_path: Path, stor
     stored = store_adapter(blobs)
     size = stored.packed.payload.nbytes
     num_canonical = len(blobs.read_bytes(f"adapters/{stored.digest}.safetensors"))
-    store = TieredStore(blobs, target, tmp_path / "disk", PLENTY, PLENTY)
-    store.lease(stored.digest).release()
-    counts = store.figures.snapshot()
-    assert lookups(counts) == {"host": (0, 1), "disk": (0, 1), "blobs": (1, 1)}
+    source = open_source(blobs, target, tmp_path)
+    noted: list[PassedStage] = []
+    with source.figures.noting(noted):
+        fetch(source, stored.digest)
+    counts = source.figures.snapshot()
+    assert lookups(counts) == {"host": (0, 0), "disk": (0, 1), "blobs": (1, 1)}
     assert stages(counts) == {
-        "host lookup": (1, 0),
         "disk lookup": (1, 0),
         "blobs fetch": (1, num_canonical),
         "blobs verify": (2, num_canonical + size),
@@ -43,29 +42,29 @@ def test_a_load_is_counted_tier_by_tier(target: PackTarget, tmp_path: Path, stor
         "disk read": (1, size),
     }
     held = {tier.tier: tier.used_bytes for tier in counts.tiers}
-    assert held["host"] == size
-    assert held["disk"] == store.disk_used_bytes > size
-    store.lease(stored.digest).release()
-    assert lookups(store.figures.snapshot())["host"] == (1, 1)
+    assert held["disk"] == source.disk.used_bytes > size
+    passed = [f"{one.tier} {one.stage}" for one in noted]
+    assert sorted(passed) == sorted([*stages(counts), "blobs verify"]), "also what a thread of the source passed"
+    assert all(one.started_ns <= one.ended_ns for one in noted)
 
-    again = TieredStore(blobs, target, tmp_path / "disk", PLENTY, 0)
+    again = open_source(blobs, target, tmp_path)
     for _ in range(3):
-        again.lease(stored.digest).release()
+        fetch(again, stored.digest)
     counts = again.figures.snapshot()
-    assert lookups(counts) == {"host": (0, 3), "disk": (3, 0), "blobs": (0, 0)}
+    assert len(noted) == len(passed), "what is counted outside the block is not noted"
+    assert lookups(counts) == {"host": (0, 0), "disk": (3, 0), "blobs": (0, 0)}
     assert stages(counts)["disk verify"] == stages(counts)["disk read"] == (3, 3 * size)
-    assert {tier.tier: tier.num_evictions for tier in counts.tiers}["host"] == 3
     assert (counts.num_loaded, counts.num_failed, counts.num_given_up, counts.num_set_aside) == (3, 0, 0, 0)
     assert all(one.seconds > 0 for one in counts.stages if one.count)
 
 
 def test_failures_are_counted_and_the_series_are_always_the_same(target: PackTarget, tmp_path: Path) -> None:
-    store = TieredStore(WatchedBlobStore(), target, tmp_path / "disk", PLENTY, PLENTY)
-    before = store.figures.snapshot()
+    source = open_source(WatchedBlobStore(), target, tmp_path)
+    before = source.figures.snapshot()
     for number in range(5):
         with pytest.raises(AdapterUnavailable):
-            store.lease(f"{number:064x}")
-    after = store.figures.snapshot()
+            fetch(source, f"{number:064x}")
+    after = source.figures.snapshot()
     assert (after.num_failed, after.num_loaded) == (5, 0)
     assert lookups(after)["blobs"] == (0, 10)
     for counts in (before, after):

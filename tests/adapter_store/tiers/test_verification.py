@@ -16,10 +16,9 @@ from loramux.adapter_store.errors import AdapterCorrupt
 from loramux.adapter_store.formats.checksums import CHUNK_BYTES, NUM_LANES, LaneSums, PayloadCheck, Proof
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import read_open_packed, write_packed
-from loramux.adapter_store.tiers.tiered_store import TieredStore
+from loramux.adapter_store.tiers.packed_source import PackedSource
 from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
-
-PLENTY = 1 << 30
+from tests.adapter_store.tiers.open_source import fetch, open_source
 
 
 def lane_sums(payload: npt.NDArray[np.uint8]) -> bytes:
@@ -154,26 +153,26 @@ def test_a_packed_file_is_read_in_order_once_and_to_where_it_stays(
 
 
 class Bench:
-    """A store without a host tier: each lease reads the file on the disk."""
+    """Each fetch reads the file on the disk."""
 
     def __init__(self, target: PackTarget, tmp_path: Path, store_adapter: Any) -> None:
         self.blobs = WatchedBlobStore()
         self._target = target
-        self._directory = tmp_path / "disk"
+        self._directory = tmp_path
         self.stored = store_adapter(self.blobs, is_packed=True)
-        self.store = self.reopen()
+        self.source = self.reopen()
 
-    def reopen(self) -> TieredStore:
-        return TieredStore(self.blobs, self._target, self._directory, PLENTY, 0)
+    def reopen(self) -> PackedSource:
+        return open_source(self.blobs, self._target, self._directory)
 
     @property
     def path(self) -> Path:
-        (path,) = self._directory.glob("*/*.packed")
+        (path,) = self._directory.glob("disk/*/*.packed")
         return path
 
-    def lease(self, store: TieredStore | None = None) -> None:
-        with (store or self.store).lease(self.stored.digest) as lease:
-            np.testing.assert_array_equal(lease.packed.payload, self.stored.packed.payload)
+    def fetch(self, source: PackedSource | None = None) -> None:
+        found = fetch(source or self.source, self.stored.digest)
+        np.testing.assert_array_equal(found.payload, self.stored.packed.payload)
 
 
 @pytest.fixture
@@ -191,28 +190,28 @@ def test_sha_256_is_computed_once_a_run_and_file(bench: Bench, monkeypatch: pyte
 
     monkeypatch.setattr(PayloadCheck, "run", watched)
     for _ in range(3):
-        bench.lease()
+        bench.fetch()
     assert runs == [False, True, True]
     restarted = bench.reopen()
     for _ in range(2):
-        bench.lease(restarted)
+        bench.fetch(restarted)
     assert runs[3:] == [False, True], "what an earlier run left is verified before its first use"
     # The same bytes in another file, as another engine may write it.
     copy = bench.path.with_suffix(".copy")
     copy.write_bytes(bench.path.read_bytes())
     copy.replace(bench.path)
-    bench.lease()
+    bench.fetch()
     assert runs[5:] == [False]
     os.utime(bench.path, ns=(0, 1))
-    bench.lease()
+    bench.fetch()
     assert runs[6:] == [False], "it may have been written to"
 
 
 @pytest.mark.parametrize("restores_times", [True, False], ids=["as if nothing was", "noticeably"])
 @pytest.mark.parametrize("position", [0.0, 0.3, 0.999999], ids=["first", "inside", "last"])
 def test_a_file_that_is_changed_underneath_is_not_served(bench: Bench, restores_times: bool, position: float) -> None:
-    bench.lease()
-    bench.lease()
+    bench.fetch()
+    bench.fetch()
     path = bench.path
     before = path.stat()
     begin = before.st_size - bench.stored.packed.payload.nbytes
@@ -223,39 +222,39 @@ def test_a_file_that_is_changed_underneath_is_not_served(bench: Bench, restores_
         file.write(bytes([byte[0] ^ 4]))
     if restores_times:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    bench.lease()
-    counts = bench.store.figures.snapshot()
+    bench.fetch()
+    counts = bench.source.figures.snapshot()
     assert (counts.num_set_aside, bench.blobs.num_gets["packed"]) == (1, 2)
     bench.blobs.is_down = True
-    bench.lease()
+    bench.fetch()
 
 
 def test_a_file_that_vanishes_or_is_cut_short_is_had_again(bench: Bench) -> None:
-    bench.lease()
+    bench.fetch()
     os.truncate(bench.path, bench.path.stat().st_size - 1)
-    bench.lease()
+    bench.fetch()
     bench.path.unlink()
-    bench.lease()
+    bench.fetch()
     assert bench.blobs.num_gets["packed"] == 3
 
 
 def test_a_file_of_another_adapter_under_this_name_is_not_served(bench: Bench, store_adapter: Any) -> None:
     other = store_adapter(bench.blobs, seed=9, is_packed=True)
-    bench.lease()
+    bench.fetch()
     path = bench.path
-    bench.store.lease(other.digest).release()
+    fetch(bench.source, other.digest)
     path.write_bytes(path.with_name(f"{other.digest}.packed").read_bytes())
-    bench.lease()
-    assert bench.store.figures.snapshot().num_set_aside == 1
+    bench.fetch()
+    assert bench.source.figures.snapshot().num_set_aside == 1
 
 
 def test_wrong_bytes_everywhere_are_an_error(bench: Bench) -> None:
-    bench.lease()
+    bench.fetch()
     bench.path.write_bytes(b"LMXPACK\x02" + b"\xff" * 100)
     for key in list(bench.blobs.list_keys()):
         bench.blobs.damage(key)
     with pytest.raises(AdapterCorrupt):
-        bench.lease()
+        bench.fetch()
 
 
 @pytest.mark.parametrize("broken", ["hold", "forget", "add"])
@@ -266,8 +265,8 @@ def test_trouble_with_the_disk_tier_does_not_keep_an_adapter_away(
         raise OSError(5, "input/output error")
 
     if broken == "forget":
-        bench.lease()
+        bench.fetch()
         bench.path.write_bytes(b"wrong")
-    monkeypatch.setattr(bench.store._disk, broken, fail)
-    bench.lease()
-    bench.lease()
+    monkeypatch.setattr(bench.source.disk, broken, fail)
+    bench.fetch()
+    bench.fetch()

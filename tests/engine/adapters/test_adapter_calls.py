@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loramux.engine.adapters.adapter_pool import AdapterPhase
+from loramux.engine.adapters.adapter_load import AdapterPhase
 from loramux.engine.messages import Abort, Extend, Load, Pin, ResidentAdapter, Unload
 from tests.engine.simulated_engine import Simulate, Simulation, stats_of
 
@@ -83,13 +83,13 @@ def test_an_unload_comes_to_its_end_although_requests_keep_coming(simulation: Si
     assert len(refused) > 5
     assert {(one.code, one.message) for one in refused} == {("adapter_unavailable", "the adapter is being unloaded")}
     use(simulation, "a")
-    assert simulation.loader.num_fetches == 2
+    assert simulation.stager.num_requests == 2
 
 
 def test_an_overdue_unload_frees_an_adapter_that_is_being_copied(simulation: Simulation) -> None:
     calls = Calls(simulation)
     simulation.add("s", digest="a")
-    simulation.loader.hold()
+    simulation.hold_loads()
     simulation.step()
     assert phase_of(simulation, "a") is AdapterPhase.COPYING
     call = calls.unload("a", deadline_s=3.0)
@@ -99,7 +99,7 @@ def test_an_overdue_unload_frees_an_adapter_that_is_being_copied(simulation: Sim
     simulation.add("late", digest="a")
     simulation.step()
     assert calls.outcome(call) is None
-    simulation.loader.let_go()
+    simulation.let_loads_go()
     simulation.run(max_steps=20)
     assert simulation.finished["late"].code == "adapter_unavailable"
     assert calls.outcome(call) == "absent"
@@ -108,10 +108,10 @@ def test_an_overdue_unload_frees_an_adapter_that_is_being_copied(simulation: Sim
 
 def test_an_overdue_unload_gives_up_a_fetch_and_waits_for_no_store(simulation: Simulation) -> None:
     calls = Calls(simulation)
-    simulation.loader.hold()
+    simulation.hold_loads()
     simulation.add("s", digest="a")
     simulation.step()
-    assert phase_of(simulation, "a") is AdapterPhase.FETCHING
+    assert phase_of(simulation, "a") is AdapterPhase.REQUESTED
     call = calls.unload("a", deadline_s=3.0)
     simulation.step()
     assert calls.outcome(call) is None, "a request still wants it"
@@ -123,36 +123,36 @@ def test_an_overdue_unload_gives_up_a_fetch_and_waits_for_no_store(simulation: S
     # What the store answers to the fetch that was given up is heard by nobody.
     late = simulation.add("late", digest="a")
     simulation.step()
-    simulation.loader.let_go()
+    simulation.let_loads_go()
     simulation.run()
     assert simulation.tokens["late"] == simulation.expected(late)
-    assert (simulation.loader.num_fetches, stats_of(simulation).num_adapter_loads) == (2, 1)
+    assert (simulation.stager.num_requests, stats_of(simulation).num_adapter_loads) == (2, 1)
 
 
 def test_an_unload_leaves_a_fetch_alone_that_a_request_waits_for(simulation: Simulation) -> None:
     calls = Calls(simulation)
-    simulation.loader.hold()
+    simulation.hold_loads()
     wanted = simulation.add("s", digest="a")
     load, unload = calls.load("b"), calls.unload("b")
     simulation.step()
     assert [calls.outcome(call) for call in (load, unload)] == ["superseded", "absent"]
     assert simulation.adapters.find("b") is None
-    assert phase_of(simulation, "a") is AdapterPhase.FETCHING
-    simulation.loader.let_go()
+    assert phase_of(simulation, "a") is AdapterPhase.REQUESTED
+    simulation.let_loads_go()
     simulation.run()
     assert simulation.tokens["s"] == simulation.expected(wanted)
 
 
 def test_the_later_of_a_load_and_an_unload_wins(simulation: Simulation) -> None:
     calls = Calls(simulation)
-    simulation.loader.hold()
+    simulation.hold_loads()
     before, unload, after = calls.load("a"), calls.unload("a"), calls.load("a")
     simulation.step()
-    simulation.loader.let_go()
+    simulation.let_loads_go()
     simulation.run()
     assert [calls.outcome(call) for call in (before, unload, after)] == ["superseded", "absent", "resident"]
     assert list(resident(simulation)) == ["a"]
-    assert simulation.loader.num_fetches == 2
+    assert simulation.stager.num_requests == 2
 
 
 def test_a_load_that_comes_after_an_unload_waits_for_it(simulation: Simulation) -> None:
@@ -163,7 +163,7 @@ def test_a_load_that_comes_after_an_unload_waits_for_it(simulation: Simulation) 
     unload, load = calls.unload("a"), calls.load("a")
     simulation.run()
     assert [one.call_id for one in simulation.answers] == [unload, load]
-    assert simulation.loader.num_fetches == 2
+    assert simulation.stager.num_requests == 2
 
 
 def test_an_unload_looks_at_no_sequence_that_does_not_want_its_adapter(
@@ -199,9 +199,9 @@ def test_a_pinned_adapter_stays_whatever_else_is_used(simulate: Simulate) -> Non
     assert resident(simulation)["a"].is_pinned
     assert resident(simulation)["a"].num_users == 0
     use(simulation, "a")
-    fetches = simulation.loader.num_fetches
+    fetches = simulation.stager.num_requests
     use(simulation, "a")
-    assert simulation.loader.num_fetches == fetches
+    assert simulation.stager.num_requests == fetches
 
 
 def test_an_adapter_that_is_unpinned_gives_way_again(simulate: Simulate) -> None:
@@ -334,7 +334,7 @@ def test_a_pinned_adapter_that_was_not_finite_comes_back_pinned(simulation: Simu
         simulation.add(f"bad{i}", digest="a", max_tokens=9)
     simulation.run()
     assert {simulation.finished[f"bad{i}"].code for i in range(2)} == {"not_finite"}
-    assert simulation.loader.num_fetches == 2
+    assert simulation.stager.num_requests == 2
     assert resident(simulation)["a"].is_pinned
     simulation.executor.not_finite_for.clear()
     use(simulation, "a")
@@ -357,7 +357,7 @@ def test_a_pin_outlives_its_gateway_and_can_be_ended_by_another(simulation: Simu
 def happenings(calls: Calls, names: list[str], rng: random.Random) -> list[Callable[[], object]]:
     """What may happen to everybody at any time."""
     simulation = calls.simulation
-    engine, loader = simulation.engine, simulation.loader
+    engine = simulation.engine
     return [
         lambda: calls.load(rng.choice(names)),
         lambda: calls.unload(rng.choice(names), rng.choice([None, 0.0, 4.0])),
@@ -366,8 +366,8 @@ def happenings(calls: Calls, names: list[str], rng: random.Random) -> list[Calla
         lambda: engine.abort(OWNER, Abort(sequence_id=f"s{rng.randrange(300)}")),
         lambda: engine.extend(OWNER, Extend(sequence_id=f"s{rng.randrange(300)}", max_tokens=60)),
         lambda: simulation.executor.not_finite_for.symmetric_difference_update({rng.choice(names)}),
-        loader.let_go,
-        loader.hold,
+        simulation.let_loads_go,
+        simulation.hold_loads,
     ]
 
 
@@ -391,7 +391,7 @@ def test_every_call_is_answered_whatever_happens(simulate: Simulate, seed: int) 
         if rng.random() < 0.3:
             rng.choice(happen)()
         simulation.step()
-    simulation.loader.let_go()
+    simulation.let_loads_go()
     simulation.executor.not_finite_for.clear()
     for _ in range(5000):
         if not simulation.engine.has_work:

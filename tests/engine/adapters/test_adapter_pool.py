@@ -6,10 +6,12 @@ import random
 
 import pytest
 
-from loramux.engine.adapters.adapter_pool import AdapterEntry, AdapterPhase, AdapterPool, Demand
-from loramux.engine.execution.simulation import SimulatedLoader
+from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
+from loramux.engine.adapters.adapter_pool import AdapterPool, Demand
+from loramux.engine.adapters.stager import MemoryStager
+from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
 from loramux.engine.messages import Abort
-from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from tests.engine.simulated_engine import Clock, Simulate, Simulation, finishes, stats_of
 
@@ -17,23 +19,25 @@ SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 
 
 class Bench:
-    """A pool of eight pages over a loader that has everything in memory; `load` takes it through all phases."""
+    """A pool of eight pages over a stager that has everything in memory; `bring` takes them through all phases."""
 
     def __init__(self, num_slots: int = 3, sizes: dict[str, int] = SIZES) -> None:
         self.pages = PagePool(8)
-        self.loader = SimulatedLoader(sizes)
+        self.stager, self.adapter_pages = MemoryStager(simulated_adapters(sizes)), SimulatedPages()
         self.clock = Clock()
         self.residency: list[tuple[str, bool]] = []
         self.pool = AdapterPool(
             self.pages,
             num_slots,
-            self.loader,
-            Reclaimer(self.pages, LeastRecentlyUsed()),
+            self.stager,
+            self.adapter_pages,
+            self.adapter_pages,
+            LeastRecentlyUsed(),
             self.clock,
             on_residency=lambda digest, is_resident: self.residency.append((digest, is_resident)),
         )
 
-    def ask(self, *digests: str, **demand: int) -> list[AdapterEntry]:
+    def ask(self, *digests: str, **demand: int) -> list[AdapterLoad]:
         """One poll while sequences wait for these adapters, in this order."""
         for digest in digests:
             self.pool.prefetch(digest)
@@ -41,21 +45,21 @@ class Bench:
         self.pages.check_integrity()
         return settled
 
-    def load(self, *digests: str) -> list[AdapterEntry]:
+    def bring(self, *digests: str) -> list[AdapterLoad]:
         """These adapters, resident and idle."""
         self.ask(*digests)
         self.ask(*digests)
         self.ask()
-        return [self.entry(digest) for digest in digests]
+        return [self.find(digest) for digest in digests]
 
-    def entry(self, digest: str) -> AdapterEntry:
-        entry = self.pool.find(digest)
-        assert entry is not None
-        return entry
+    def find(self, digest: str) -> AdapterLoad:
+        load = self.pool.find(digest)
+        assert load is not None
+        return load
 
     @property
     def phases(self) -> dict[str, AdapterPhase]:
-        return {entry.digest: entry.phase for entry in self.pool.entries()}
+        return {load.digest: load.phase for load in self.pool.loads()}
 
 
 # Loading
@@ -63,28 +67,28 @@ class Bench:
 
 def test_an_adapter_is_fetched_then_copied_then_resident() -> None:
     bench = Bench()
-    entry = bench.pool.prefetch("a")
-    assert entry.phase is AdapterPhase.FETCHING
+    load = bench.pool.prefetch("a")
+    assert load.phase is AdapterPhase.REQUESTED
     assert bench.ask("a") == []
-    assert (entry.phase, len(entry.pages), bench.pages.num_owned(PageOwner.ADAPTER)) == (AdapterPhase.COPYING, 2, 2)
+    assert (load.phase, len(load.pages), bench.pages.num_owned(PageOwner.ADAPTER)) == (AdapterPhase.COPYING, 2, 2)
     assert bench.pool.is_copying
-    assert bench.ask("a") == [entry]
-    assert (entry.phase, bench.loader.digest_of_slot(entry.slot)) == (AdapterPhase.RESIDENT, "a")
+    assert bench.ask("a") == [load]
+    assert (load.phase, bench.adapter_pages.digest_of_slot(load.slot)) == (AdapterPhase.RESIDENT, "a")
     assert not bench.pool.is_copying
     assert (bench.pool.num_loads, bench.residency) == (1, [("a", True)])
 
 
 def test_an_adapter_that_is_known_is_not_fetched_again() -> None:
     bench = Bench()
-    (entry,) = bench.load("a")
-    assert bench.pool.prefetch("a") is entry
-    assert bench.loader.num_fetches == 1
+    (load,) = bench.bring("a")
+    assert bench.pool.prefetch("a") is load
+    assert bench.stager.num_requests == 1
 
 
 def test_a_load_that_fails_says_why_and_is_forgotten() -> None:
     bench = Bench()
     (failed,) = bench.ask("missing")
-    assert (failed.phase, failed.failure) == (AdapterPhase.FAILED, "the store has no such adapter")
+    assert failed.failure == "the store has no such adapter"
     assert bench.pool.find("missing") is None
     assert bench.pages.num_free == 8
 
@@ -104,10 +108,10 @@ def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
 )
 def test_an_adapter_that_can_never_fit_is_refused(size: int, pinned: tuple[str, ...], room: str) -> None:
     bench = Bench(sizes={"a": 2, "huge": size})
-    for entry in bench.load(*pinned):
-        bench.pool.pin(entry)
+    for load in bench.bring(*pinned):
+        bench.pool.pin(load)
     (failed,) = bench.ask("huge")
-    assert (failed.phase, failed.failure) == (AdapterPhase.FAILED, f"the adapter is larger than {room}")
+    assert failed.failure == f"the adapter is larger than {room}"
     assert list(bench.phases) == list(pinned)
 
 
@@ -116,11 +120,11 @@ def test_an_adapter_that_can_never_fit_is_refused(size: int, pinned: tuple[str, 
 
 def test_an_adapter_in_use_keeps_its_slot_and_pages() -> None:
     bench = Bench(num_slots=1)
-    (used,) = bench.load("a")
+    (used,) = bench.bring("a")
     assert bench.pool.acquire(used) == used.slot
     for _ in range(3):
         bench.ask("b")
-    assert bench.phases == {"a": AdapterPhase.RESIDENT, "b": AdapterPhase.PLACING}
+    assert bench.phases == {"a": AdapterPhase.RESIDENT, "b": AdapterPhase.STAGED}
     bench.pool.release("a")
     bench.ask("b")
     assert bench.phases == {"b": AdapterPhase.COPYING}
@@ -129,9 +133,9 @@ def test_an_adapter_in_use_keeps_its_slot_and_pages() -> None:
 
 def test_each_use_is_released_before_an_adapter_can_be_evicted() -> None:
     bench = Bench(num_slots=1)
-    (entry,) = bench.load("a")
-    bench.pool.acquire(entry)
-    bench.pool.acquire(entry)
+    (load,) = bench.bring("a")
+    bench.pool.acquire(load)
+    bench.pool.acquire(load)
     bench.pool.release("a")
     assert not bench.pool.unload("a")
     bench.pool.release("a")
@@ -142,27 +146,27 @@ def test_each_use_is_released_before_an_adapter_can_be_evicted() -> None:
 
 def test_a_use_is_released_only_once() -> None:
     bench = Bench()
-    bench.load("a")
+    bench.bring("a")
     with pytest.raises(AssertionError):
         bench.pool.release("a")
 
 
 def test_an_adapter_is_used_only_while_it_is_resident() -> None:
     bench = Bench()
-    entry = bench.pool.prefetch("a")
+    load = bench.pool.prefetch("a")
     with pytest.raises(AssertionError):
-        bench.pool.acquire(entry)
+        bench.pool.acquire(load)
 
 
 def test_an_adapter_is_idle_since_its_last_use() -> None:
     bench = Bench()
-    (entry,) = bench.load("a")
-    bench.pool.acquire(entry)
+    (load,) = bench.bring("a")
+    bench.pool.acquire(load)
     bench.clock.now = 5.0
-    assert bench.pool.idle_s(entry) == 0.0
+    assert bench.pool.idle_s(load) == 0.0
     bench.pool.release("a")
     bench.clock.now = 8.0
-    assert bench.pool.idle_s(entry) == 3.0
+    assert bench.pool.idle_s(load) == 3.0
 
 
 # Who gives way
@@ -170,17 +174,17 @@ def test_an_adapter_is_idle_since_its_last_use() -> None:
 
 def test_adapters_that_nobody_waits_for_are_evicted_first() -> None:
     bench = Bench(num_slots=2)
-    bench.load("b", "a")
+    bench.bring("b", "a")
     bench.ask("c", "b")
     assert set(bench.phases) == {"b", "c"}, "a was used last, but b is waited for"
 
 
 def test_an_adapter_takes_the_room_of_a_later_position_and_of_no_earlier_one() -> None:
     bench = Bench(num_slots=1)
-    bench.load("a")
+    bench.bring("a")
     bench.ask("a", "b")
     bench.ask("a", "b")
-    assert bench.phases == {"a": AdapterPhase.RESIDENT, "b": AdapterPhase.PLACING}
+    assert bench.phases == {"a": AdapterPhase.RESIDENT, "b": AdapterPhase.STAGED}
     bench.ask("b", "a")
     assert bench.phases["b"] is AdapterPhase.COPYING
 
@@ -189,14 +193,14 @@ def test_fetched_adapters_get_room_in_the_order_of_the_queue() -> None:
     bench = Bench(num_slots=1)
     bench.pool.prefetch("b")
     bench.ask("a", "b")
-    assert bench.phases == {"b": AdapterPhase.PLACING, "a": AdapterPhase.COPYING}
+    assert bench.phases == {"b": AdapterPhase.STAGED, "a": AdapterPhase.COPYING}
 
 
 def test_the_first_that_finds_no_room_keeps_later_ones_waiting() -> None:
     bench = Bench()
-    bench.pool.acquire(*bench.load("a"))
+    bench.pool.acquire(*bench.bring("a"))
     bench.ask("a", "large", "b")
-    assert bench.phases == {"a": AdapterPhase.RESIDENT, "large": AdapterPhase.PLACING, "b": AdapterPhase.PLACING}
+    assert bench.phases == {"a": AdapterPhase.RESIDENT, "large": AdapterPhase.STAGED, "b": AdapterPhase.STAGED}
     assert [bench.pool.num_pages_wanted(position) for position in (0, 1, 2)] == [0, 7, 7]
     assert [bench.pool.can_spare(1, position) for position in (0, 1, 2)] == [True, False, False]
 
@@ -205,14 +209,14 @@ def test_the_first_that_finds_no_room_keeps_later_ones_waiting() -> None:
 def test_no_adapter_takes_pages_that_an_earlier_sequence_is_short_of(short_position: int, is_placed: bool) -> None:
     bench = Bench()
     bench.ask("missing", "a", short_position=short_position)
-    assert (bench.entry("a").phase is AdapterPhase.COPYING) == is_placed
+    assert (bench.find("a").phase is AdapterPhase.COPYING) == is_placed
 
 
 @pytest.mark.parametrize(("num_growing", "is_placed"), [(6, True), (7, False)])
 def test_an_adapter_ahead_of_its_turn_leaves_room_for_what_runs(num_growing: int, is_placed: bool) -> None:
     bench = Bench()
     bench.ask("a", num_free_sequence_slots=0, num_growing=num_growing)
-    assert (bench.entry("a").phase is AdapterPhase.COPYING) == is_placed
+    assert (bench.find("a").phase is AdapterPhase.COPYING) == is_placed
 
 
 # Adapters that leave
@@ -220,7 +224,7 @@ def test_an_adapter_ahead_of_its_turn_leaves_room_for_what_runs(num_growing: int
 
 def test_an_idle_adapter_is_unloaded_at_once() -> None:
     bench = Bench()
-    bench.load("a")
+    bench.bring("a")
     assert bench.pool.unload("a")
     assert bench.pool.unload("a"), "one that is not there is gone already"
     assert (bench.pages.num_free, bench.residency[-1]) == (8, ("a", False))
@@ -229,11 +233,11 @@ def test_an_idle_adapter_is_unloaded_at_once() -> None:
 @pytest.mark.parametrize("num_polls", [0, 1], ids=["fetching", "placing"])
 def test_an_adapter_on_its_way_is_given_up(num_polls: int) -> None:
     bench = Bench(num_slots=1)
-    bench.pool.acquire(*bench.load("a"))
+    bench.pool.acquire(*bench.bring("a"))
     bench.pool.prefetch("b")
     for _ in range(num_polls):
         bench.ask("b")
-    assert bench.phases["b"] is [AdapterPhase.FETCHING, AdapterPhase.PLACING][num_polls]
+    assert bench.phases["b"] is [AdapterPhase.REQUESTED, AdapterPhase.STAGED][num_polls]
     assert bench.pool.unload("b")
     bench.ask()
     assert bench.phases == {"a": AdapterPhase.RESIDENT}
@@ -243,12 +247,12 @@ def test_an_adapter_that_is_being_copied_is_not_unloaded() -> None:
     bench = Bench()
     bench.ask("a")
     assert not bench.pool.unload("a")
-    assert bench.ask("a") == [bench.entry("a")]
+    assert bench.ask("a") == [bench.find("a")]
 
 
 def test_an_adapter_to_be_evicted_when_idle_goes_with_its_last_use() -> None:
     bench = Bench()
-    used, _ = bench.load("a", "b")
+    used, _ = bench.bring("a", "b")
     bench.pool.acquire(used)
     for digest in ("a", "b", "unknown"):
         bench.pool.evict_when_idle(digest)
@@ -264,12 +268,12 @@ def test_an_adapter_to_be_evicted_when_idle_goes_with_its_last_use() -> None:
 
 def test_a_pinned_adapter_stays_until_it_is_unpinned() -> None:
     bench = Bench(num_slots=1)
-    (pinned,) = bench.load("a")
+    (pinned,) = bench.bring("a")
     bench.pool.pin(pinned)
     assert bench.pool.num_pinned_pages == 2
     for _ in range(3):
         bench.ask("b")
-    assert bench.phases["b"] is AdapterPhase.PLACING
+    assert bench.phases["b"] is AdapterPhase.STAGED
     bench.pool.unpin("a")
     bench.ask("b")
     assert (bench.phases, bench.pool.num_pinned_pages) == ({"b": AdapterPhase.COPYING}, 0)
@@ -277,7 +281,7 @@ def test_a_pinned_adapter_stays_until_it_is_unpinned() -> None:
 
 def test_a_sequence_never_has_pinned_pages_and_counts_its_own_adapter_once() -> None:
     bench = Bench()
-    bench.pool.pin(bench.load("a")[0])
+    bench.pool.pin(bench.bring("a")[0])
     assert bench.pool.num_pages_beside(None, 0) == 2
     assert bench.pool.num_pages_beside("b", 3) == 5
     assert bench.pool.num_pages_beside("a", 2) == 2
@@ -290,7 +294,7 @@ def test_one_fetch_serves_all_who_wait(simulation: Simulation) -> None:
     for i in range(6):
         simulation.add(f"s{i}", digest="a")
     simulation.run()
-    assert simulation.loader.num_fetches == 1
+    assert simulation.stager.num_requests == 1
 
 
 def test_more_adapters_than_slots_all_run(simulate: Simulate, simulation: Simulation) -> None:
@@ -310,7 +314,7 @@ def test_the_least_recently_used_idle_adapter_is_evicted(simulate: Simulate) -> 
         simulation.run()
     simulation.add("d", digest="d", max_tokens=1)
     simulation.run()
-    assert [entry.digest for entry in simulation.adapters.entries()] == ["a", "c", "d"]
+    assert [load.digest for load in simulation.adapters.loads()] == ["a", "c", "d"]
 
 
 def test_an_in_flight_adapter_is_never_evicted(simulate: Simulate) -> None:
@@ -327,7 +331,7 @@ def test_a_failed_adapter_is_tried_again(simulation: Simulation) -> None:
     for _ in range(2):
         simulation.add("x", digest="missing")
         simulation.run()
-    assert simulation.loader.num_fetches == 2
+    assert simulation.stager.num_requests == 2
 
 
 @pytest.mark.parametrize(
@@ -401,7 +405,7 @@ def test_adapters_that_nobody_wants_any_more_are_let_go(simulate: Simulate) -> N
         simulation.step()
         simulation.engine.abort(b"gateway", Abort(sequence_id=name))
     simulation.step()
-    assert [entry.digest for entry in simulation.adapters.entries()] == ["busy"]
+    assert [load.digest for load in simulation.adapters.loads()] == ["busy"]
     simulation.run()
 
 

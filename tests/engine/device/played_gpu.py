@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.assembly import AssembledEngine, assemble_engine
 from loramux.engine.config import EngineConfig
 from loramux.engine.device.accelerator import Accelerator, HostAccelerator
@@ -55,13 +56,6 @@ class ZeroWeights:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
-
-
-class NoAdapters:
-    """A source that is never asked."""
-
-    def lease(self, digest: str, *, cancel: object) -> Any:
-        raise KeyError(digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,4 +139,4 @@ def start_engine(
         dtype="bfloat16",
         **{"pool_bytes": 8 << 20, "max_batch_tokens": 16, "max_sequences": 4, **settings},
     )
-    return assemble_engine(config, lambda: None, NoAdapters(), ZeroWeights(), backend)
+    return assemble_engine(config, lambda: None, MemoryStager({}), ZeroWeights(), backend)

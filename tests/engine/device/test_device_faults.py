@@ -20,7 +20,7 @@ from loramux.engine.server import process
 from loramux.engine.server.process import EXIT_DEVICE_FAILED
 from loramux.engine.server.step_record import StepRecord
 from tests.engine.device.played_card import cuda_error, out_of_memory
-from tests.engine.server.assembled_parts import READY, Fetcher
+from tests.engine.server.assembled_parts import READY, Stager
 from tests.engine.simulated_engine import simulate_engine
 
 KERNEL = "@triton.jit\ndef kernel(x):\n    y = tl.load(x)\n    return tl.dot(y, y)\n"
@@ -115,16 +115,16 @@ class Loop:
         submit = fail if fails_in == "submit" else lambda batch: submitted
         self._monkeypatch.setattr(self.simulation.executor, "submit", submit)
         self.simulation.add("live")
-        fetcher = Fetcher()
+        stager = Stager()
         wake_read, wake_write = os.pipe()
         record = StepRecord(StepRecord.new_file(max_sequences=4))
         assembled = SimpleNamespace(
-            engine=self.simulation.engine, ready=READY, fetcher=fetcher, loader=SimpleNamespace(close=lambda: None)
+            engine=self.simulation.engine, ready=READY, stager=stager, adapters=SimpleNamespace(close=lambda: None)
         )
         try:
             process._serve(cast(Any, assembled), self._directory / "engine", wake_read, record, threading.Event())
         finally:
-            fetcher.close()
+            stager.close()
             os.close(wake_read)
             os.close(wake_write)
 

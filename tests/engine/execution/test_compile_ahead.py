@@ -32,7 +32,7 @@ knobs.compilation.listener = lambda **said: found.append(said["cache_hit"])
 model, capability, directory = sys.argv[1:]
 for _ in range(2):
     with played_driver(int(capability)):
-        start_engine(Path(directory), {"llama": LLAMA, "gemma": GEMMA}[model], compile_ahead).loader.close()
+        start_engine(Path(directory), {"llama": LLAMA, "gemma": GEMMA}[model], compile_ahead).adapters.close()
 assert all(found), f"{found.count(False)} of {len(found)} programs were compiled by the engine"
 print(len(found))
 """
@@ -96,7 +96,7 @@ def test_what_is_recorded_is_what_the_warm_up_looks_for(
     monkeypatch.setattr(compiler, "compile", note)
     monkeypatch.setattr(HostAccelerator, "capture", capture)
     with played_driver(90):
-        start_engine(tmp_path, model, record).loader.close()
+        start_engine(tmp_path, model, record).adapters.close()
     assert len({name.rpartition("-")[0] for name in wanted}) == 10
     assert recorded == wanted
     assert captured
@@ -119,6 +119,6 @@ def test_an_engine_that_cannot_compile_ahead_starts(
 
     monkeypatch.setattr(compiler, "compile", note)
     with played_driver(90):
-        start_engine(tmp_path, LLAMA, refuse, max_sequences=1).loader.close()
+        start_engine(tmp_path, LLAMA, refuse, max_sequences=1).adapters.close()
     assert compiled
     assert "compiled one after the other: OSError('no room for a cache')" in capsys.readouterr().err

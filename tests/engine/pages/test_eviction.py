@@ -125,9 +125,7 @@ def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaim
         thing.held = pages.alloc(2, PageOwner.ADAPTER)
         policy.add(thing)
         things.append(thing)
-    reclaimer = Reclaimer(pages, policy)
-    reclaimer.waited_for = Waiters(things)
-    return reclaimer, things
+    return Reclaimer(pages, policy, Waiters(things)), things
 
 
 def test_what_somebody_waits_for_gives_way_last_the_latest_turn_first(policy: EvictionPolicy) -> None:

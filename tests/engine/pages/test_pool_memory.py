@@ -67,4 +67,4 @@ def test_the_pool_takes_nothing_of_what_activations_need(tmp_path: Path, monkeyp
         assembled = start_engine(tmp_path, LLAMA, compile_ahead, card, pool_bytes=None, max_sequences=1)
     page_bytes = assembled.views.geometry.total_page_bytes
     assert assembled.ready.num_pages == 16 * MIB // page_bytes
-    assembled.loader.close()
+    assembled.adapters.close()

@@ -156,7 +156,7 @@ def test_what_a_broken_adapter_computed_is_forgotten(simulation: Simulation) -> 
     ask(simulation, "broken", tokens(70, seed=1), "a")
     simulation.run()
     assert simulation.finished["broken"].code == "not_finite"
-    assert all(entry.digest != "a" for entry in simulation.adapters.entries())
+    assert all(entry.digest != "a" for entry in simulation.adapters.loads())
     simulation.executor.not_finite_for.clear()
     again = [ask(simulation, "again", prompt, "a"), ask(simulation, "same", tokens(70, seed=1), "a")]
     assert answer(simulation, *again) == [0, 0]

@@ -22,13 +22,13 @@ def test_a_request_ends_at_its_deadline_and_pays_for_what_it_got(simulation: Sim
 
 
 def test_a_request_that_never_ran_by_its_deadline_costs_nothing(simulation: Simulation) -> None:
-    simulation.loader.is_holding = True
+    simulation.hold_loads()
     simulation.add("late", digest="a", timeout_s=5.0)
     simulation.step()
     simulation.clock.now = 6.0
     simulation.step()
     assert (simulation.finished["late"].prompt_tokens, simulation.finished["late"].completion_tokens) == (0, 0)
-    simulation.loader.let_go()
+    simulation.let_loads_go()
     simulation.run()
 
 

@@ -7,9 +7,10 @@ import itertools
 import pytest
 
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool
-from loramux.engine.execution.simulation import SimulatedLoader
+from loramux.engine.adapters.stager import MemoryStager
+from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
 from loramux.engine.messages import Add
-from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
+from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
 from loramux.engine.pages.page_pool import PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
@@ -32,14 +33,22 @@ class Bench:
         sizes: dict[str, int] | None = None,
     ) -> None:
         self.pages = PagePool(num_pages)
-        reclaimer = Reclaimer(self.pages, LeastRecentlyUsed())
-        self.loader = SimulatedLoader(sizes or {})
-        queue = FairQueue()
-        self.adapters = AdapterPool(self.pages, 4, self.loader, reclaimer, on_residency=queue.set_resident)
-        kv = KvPages(self.pages, reclaimer, PrefixCache(self.pages, reclaimer.policy, PAGE_TOKENS), PAGE_TOKENS)
+        policy, queue = LeastRecentlyUsed(), FairQueue()
+        self.stager, self.adapter_pages = MemoryStager(simulated_adapters(sizes or {})), SimulatedPages()
+        self.adapters = AdapterPool(
+            self.pages, 4, self.stager, self.adapter_pages, self.adapter_pages, policy, on_residency=queue.set_resident
+        )
+        kv = KvPages(self.pages, self.adapters.reclaimer, PrefixCache(self.pages, policy, PAGE_TOKENS), PAGE_TOKENS)
         limits = SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences)
         self.scheduler = Scheduler(queue, kv, self.adapters, limits)
         self._arrivals = itertools.count()
+
+    def hold_loads(self) -> None:
+        self.stager.is_holding = self.adapter_pages.is_holding = True
+
+    def let_loads_go(self) -> None:
+        self.stager.let_go()
+        self.adapter_pages.let_go()
 
     def add(self, name: str, num_prompt: int = 3, max_tokens: int = 50, **fields: object) -> Sequence:
         add = Add(sequence_id=name, prompt=(1,) * num_prompt, max_tokens=max_tokens, sampling=GREEDY, **fields)
@@ -124,11 +133,11 @@ def test_rows_of_one_adapter_are_side_by_side() -> None:
 
 def test_a_sequence_whose_adapter_loads_is_passed_over() -> None:
     bench = Bench(sizes={"a": 1})
-    bench.loader.hold()
+    bench.hold_loads()
     bench.add("cold", digest="a", priority=9)
     bench.add("base")
     assert bench.step() == {"base": 3}
-    bench.loader.let_go()
+    bench.let_loads_go()
     for _ in range(2):
         bench.step()
     assert bench.running == {"cold", "base"}
@@ -146,7 +155,7 @@ def test_a_sequence_that_never_fits_beside_its_adapter_is_handed_out_once() -> N
 
 def test_the_demand_names_adapters_in_the_order_of_the_queue() -> None:
     bench = Bench(max_sequences=3, sizes={"a": 1, "b": 1})
-    bench.loader.hold()
+    bench.hold_loads()
     bench.add("running")
     bench.step()
     for name, digest, priority in [("1", "a", 0), ("2", "b", 1), ("3", "a", 2), ("4", None, 3)]:
@@ -215,11 +224,11 @@ def test_nobody_is_preempted_while_pages_of_a_copy_are_about_to_be_evictable() -
     bench = Bench(num_pages=3, sizes={"a": 1})
     begin_all(bench, bench.add("x"), bench.add("y"))
     bench.add("waiting", digest="a")
-    bench.loader.hold()
+    bench.hold_loads()
     assert bench.step() == {}, "both need a page, and the last one is being copied to"
     assert bench.scheduler.is_short_of_pages
     assert bench.running == {"x", "y"}
-    bench.loader.let_go()
+    bench.let_loads_go()
     assert bench.step() == {"x": 1}, "the idle adapter gave its page up"
 
 
@@ -250,14 +259,14 @@ def test_a_long_prompt_is_cut_into_chunks_and_decode_goes_on(simulation: Simulat
 
 
 def test_base_traffic_does_not_wait_for_a_loading_adapter(simulation: Simulation) -> None:
-    simulation.loader.is_holding = True
+    simulation.hold_loads()
     waiting = simulation.add("waiting", digest="a")
     base = simulation.add("base")
     for _ in range(8):
         simulation.step()
     assert simulation.tokens["base"] == simulation.expected(base)
     assert "waiting" not in simulation.finished
-    simulation.loader.let_go()
+    simulation.let_loads_go()
     simulation.run()
     assert simulation.tokens["waiting"] == simulation.expected(waiting)
 
@@ -275,7 +284,7 @@ def test_preempted_sequences_are_computed_again_and_end_right(simulate: Simulate
 def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate) -> None:
     names = {f"adapter{i}": 1 for i in range(100)}
     simulation = simulate(num_slots=4, adapters=names, max_sequences=4)
-    simulation.loader.is_holding = True
+    simulation.hold_loads()
     for name in names:
         simulation.add(name, digest=name)
     base = simulation.add("base", max_tokens=3)
@@ -283,8 +292,8 @@ def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate)
         simulation.step()
     assert simulation.tokens["base"] == simulation.expected(base)
     # No more are fetched ahead than may run next.
-    assert simulation.loader.num_fetches <= 5
-    simulation.loader.let_go()
+    assert simulation.stager.num_requests <= 5
+    simulation.let_loads_go()
     simulation.run()
     assert len(simulation.finished) == 101
 

@@ -33,11 +33,11 @@ def test_an_extension_that_comes_before_the_adapter_counts_once_it_is_there(
     simulate: Simulate, wanted: int, granted: int
 ) -> None:
     simulation = simulate(num_pages=8, adapters={"a": 5})
-    simulation.loader.hold()
+    simulation.hold_loads()
     add = simulation.add("s", num_prompt=20, max_tokens=4, digest="a")
     simulation.step()
     simulation.engine.extend(b"gateway", Extend(sequence_id="s", max_tokens=wanted))
-    simulation.loader.let_go()
+    simulation.let_loads_go()
     simulation.run()
     assert simulation.tokens["s"] == simulation.executor.generate(add.prompt, granted, "a")
     assert simulation.finished["s"].reason == "length"

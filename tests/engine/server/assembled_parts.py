@@ -1,4 +1,4 @@
-"""What an engine's loop needs beside its engine: what a ready one says, and a fetcher whose looks a pipe ends."""
+"""What an engine's loop needs beside its engine: what a ready one says, and a stager whose looks a pipe ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.engine.messages import EngineReady
 READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu", dtype="float32")
 
 
-class Fetcher:
+class Stager:
     """Looks take until the other end of a pipe says so; after that there is another pipe."""
 
     def __init__(self) -> None:

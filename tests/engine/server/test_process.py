@@ -28,7 +28,7 @@ from loramux.engine.messages import (
 )
 from loramux.engine.server.process import EngineServer
 from loramux.engine.server.step_record import StepRecord
-from tests.engine.server.assembled_parts import READY, Fetcher
+from tests.engine.server.assembled_parts import READY, Stager
 from tests.engine.simulated_engine import Simulation, simulate_engine
 
 
@@ -62,14 +62,14 @@ def simulation() -> Simulation:
 
 
 @pytest.fixture
-def fetcher() -> Iterator[Fetcher]:
-    fetcher = Fetcher()
-    yield fetcher
-    fetcher.close()
+def stager() -> Iterator[Stager]:
+    stager = Stager()
+    yield stager
+    stager.close()
 
 
 @pytest.fixture
-def served(simulation: Simulation, fetcher: Fetcher, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
+def served(simulation: Simulation, stager: Stager, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
     """Two gateways of an engine whose loop runs on a thread."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
@@ -78,7 +78,7 @@ def served(simulation: Simulation, fetcher: Fetcher, tmp_path: Path) -> Iterator
     wake_read, wake_write = os.pipe()
     ended = threading.Event()
     record = StepRecord(StepRecord.new_file(max_sequences=4))
-    assembled = SimpleNamespace(engine=simulation.engine, ready=READY, fetcher=fetcher)
+    assembled = SimpleNamespace(engine=simulation.engine, ready=READY, stager=stager)
     server = EngineServer(assembled, socket, wake_read, record, ended)  # type: ignore[arg-type]
     loop = threading.Thread(target=server.serve)
     loop.start()
@@ -157,7 +157,7 @@ def num_held(gateway: Gateway) -> tuple[int, int]:
 
 
 def test_who_asks_for_the_tiers_waits_for_a_look_and_others_do_not(
-    served: tuple[Gateway, Gateway], fetcher: Fetcher
+    served: tuple[Gateway, Gateway], stager: Stager
 ) -> None:
     looking, other = served
     for number in (1, 2):
@@ -168,10 +168,10 @@ def test_who_asks_for_the_tiers_waits_for_a_look_and_others_do_not(
         plain = other.receive()
         assert isinstance(plain, Stats)
         assert plain.call_id == f"plain {number}"
-        while not fetcher.looks:
+        while not stager.looks:
             time.sleep(0.001)
-        os.write(fetcher.write, b"x")
+        os.write(stager.write, b"x")
         looked = looking.receive()
         assert isinstance(looked, Stats)
         assert looked.call_id == f"look {number}"
-        assert fetcher.num_pipes == number + 1, "it is polled again, wherever it is"
+        assert stager.num_pipes == number + 1, "it is polled again, wherever it is"

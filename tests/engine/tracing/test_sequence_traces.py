@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from loramux.adapter_store.tiers.load_timelines import MAX_LOADS, LoadTimelines
+from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
+from loramux.adapter_store.tiers.tier_figures import PassedStage
 from loramux.engine.tracing.otel_spans import MAX_WAITING, OtelSpanSink
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 from loramux.engine.tracing.spans import SpanRecord
@@ -39,24 +40,29 @@ class Spans:
         return found
 
 
-def traced(simulation: Simulation) -> tuple[Spans, LoadTimelines]:
-    spans, timelines = Spans(), LoadTimelines()
-    simulation.engine._traces = SequenceTraces(spans, timelines)
-    fetch = simulation.loader.fetch
+def traced(simulation: Simulation) -> Spans:
+    """What is told from now on, where each adapter that was staged was read from the disk."""
+    spans = Spans()
+    simulation.engine._traces = SequenceTraces(spans)
+    poll = simulation.stager.poll
 
-    def noted(digest: str) -> None:
-        timelines.begin(digest)
-        with timelines.of(digest):
-            timelines.note("disk", "read", 4096, 0.0)
-        fetch(digest)
+    def read() -> list[StagedAdapter | NotStaged]:
+        found = poll()
+        for one in found:
+            if isinstance(one, StagedAdapter):
+                now_ns = time.time_ns()
+                one.stages = [
+                    PassedStage(tier="disk", stage="read", started_ns=now_ns, ended_ns=now_ns, num_bytes=4096)
+                ]
+        return found
 
-    simulation.loader.fetch = noted  # type: ignore[method-assign]
-    return spans, timelines
+    simulation.stager.poll = read  # type: ignore[method-assign]
+    return spans
 
 
 def test_a_cold_request_waits_loads_reads_and_answers(simulate: Simulate) -> None:
     simulation = simulate(adapters={"a": 2})
-    spans, timelines = traced(simulation)
+    spans = traced(simulation)
     simulation.add("cold", digest="a", traceparent=FIRST)
     simulation.add("joins", digest="a", traceparent=SECOND)
     simulation.add("nobody asks")
@@ -71,7 +77,6 @@ def test_a_cold_request_waits_loads_reads_and_answers(simulate: Simulate) -> Non
     assert [child.name for child in load.children] == ["store.disk.read"]
     assert (load.attributes["loramux.joined"], joined.attributes["loramux.joined"]) == (False, True)
     assert joined.children == ()
-    assert timelines.take("a") is None, "nothing is kept of a load that is through"
     simulation.add("warm", digest="a", traceparent=TRACE.format("c" * 32))
     simulation.run()
     assert spans.of(TRACE.format("c" * 32)) == ["engine.queue", "engine.prefill", "engine.decode"]
@@ -81,21 +86,12 @@ def test_a_cold_request_waits_loads_reads_and_answers(simulate: Simulate) -> Non
 
 def test_a_load_that_fails_is_the_failure_of_the_wait(simulate: Simulate) -> None:
     simulation = simulate()
-    spans, _ = traced(simulation)
+    spans = traced(simulation)
     simulation.add("lost", digest="gone", traceparent=FIRST)
     simulation.run()
     assert spans.of(FIRST) == ["engine.load_adapter", "engine.queue"]
     assert spans.find(FIRST, "engine.load_adapter").failure == "the store has no such adapter"
     assert spans.find(FIRST, "engine.queue").failure == "adapter_unavailable"
-
-
-def test_loads_that_nobody_takes_are_forgotten() -> None:
-    timelines = LoadTimelines()
-    for number in range(MAX_LOADS + 5):
-        timelines.begin(str(number))
-    assert timelines.take("0") is None
-    assert timelines.take(str(MAX_LOADS)) is not None
-    timelines.note("disk", "read", 1, 0.0)
 
 
 def test_spans_become_opentelemetrys_with_their_own_times() -> None:

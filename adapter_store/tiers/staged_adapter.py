@@ -1,0 +1,41 @@
+"""What came of bringing an adapter into host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.tiers.tier_figures import PassedStage
+
+
+class StagedAdapter:
+    """A counted hold on an adapter in host memory; release it once."""
+
+    __slots__ = ("_give_back", "packed", "stages")
+
+    def __init__(
+        self, packed: PackedAdapter, give_back: Callable[[str], None], stages: Sequence[PassedStage] = ()
+    ) -> None:
+        self.packed = packed
+        self.stages = stages
+        self._give_back: Callable[[str], None] | None = give_back
+
+    @property
+    def digest(self) -> str:
+        return self.packed.digest
+
+    def release(self) -> None:
+        """Give the hold back; a second call changes nothing."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back(self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class NotStaged:
+    """An adapter that cannot be had, and why."""
+
+    digest: str
+    message: str
+    stages: Sequence[PassedStage] = ()

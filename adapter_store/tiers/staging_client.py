@@ -1,0 +1,397 @@
+"""The engine's side of staging: adapters come from host memory, else by the staging process, into what both share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.tiers.host_slab import EngineMemory, mapped
+from loramux.adapter_store.tiers.host_tier import HostTier
+from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
+from loramux.adapter_store.tiers.staging_link import StagingLink
+from loramux.adapter_store.tiers.staging_messages import (
+    MAX_PIECES,
+    Cancel,
+    Failed,
+    FromStaging,
+    Look,
+    Looked,
+    Occupied,
+    Opened,
+    Pong,
+    Refused,
+    Release,
+    Stage,
+    Staged,
+    StagingConfig,
+    decode_contents,
+    decode_counts,
+)
+from loramux.adapter_store.tiers.tier_contents import TierContents
+from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage, TierFigures, added, of_the_past
+
+MAX_ASKED = 32
+"""Adapters that the process is asked for at a time: so many descriptors may be on their way."""
+
+MAX_TRIES = 2
+"""Processes that may die over one adapter."""
+
+RESTART_S = 1.0
+"""A process that dies younger is not followed by another before it would have been as old."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class StagingRefused(StoreError):
+    """The staging process cannot work; the message says how to mend it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """An adapter that the process is to bring; its number tells its answer from that to a cancelled one."""
+
+    digest: str
+    number: int
+    stages: list[PassedStage]
+    num_tries: int = 0
+
+
+class StagingClient:
+    """Takes adapters from host memory where they are there, else has the staging process put them there.
+
+    A process that dies or hangs is followed by another. What it had not answered the next one is asked for, once; what
+    it had staged stays as it is. `memory` is where adapters lie, but for those for which it has no room.
+
+    Belongs to one thread and never waits. No thread of this process works for it: a thread takes the interpreter's lock
+    after each of its system calls, an S3 client for milliseconds at a time, and a step that finds the lock taken sleeps
+    until it is woken, which takes a tenth of a millisecond. `wake` is called where `poll` has something that nothing
+    else tells of. Raises StagingRefused where there can be no process.
+    """
+
+    def __init__(
+        self,
+        target: PackTarget,
+        blob_url: str,
+        disk_dir: str,
+        disk_bytes: int,
+        memory: EngineMemory,
+        host: HostTier,
+        num_threads: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._target = target
+        self._config = StagingConfig(
+            blob_url=blob_url,
+            disk_dir=disk_dir,
+            disk_bytes=disk_bytes,
+            target=target.document(),
+            num_threads=num_threads,
+        )
+        self._memory = memory
+        self._host = host
+        self._wake = wake
+        self._clock = clock
+        self.figures = TierFigures(held=host.held)
+        """What this process counts; `counts` adds what the others did."""
+        self._numbers = itertools.count()
+        # What somebody waits for; of that what this process has yet to be asked for; what came of it.
+        self._requests: dict[str, _Request] = {}
+        self._waiting: deque[str] = deque()
+        self._results: dict[str, StagedAdapter | NotStaged] = {}
+        # What this process has yet to answer, by number, also where it was cancelled.
+        self._asked: dict[int, str] = {}
+        # Room in host memory is kept for what is coming, as much as the last adapter took for each.
+        self._last_bytes = 0
+        self._looks: deque[Callable[[], None]] = deque()
+        self._answered_looks: list[Callable[[], None]] = []
+        # What processes that are gone counted, and what this one did, which is decoded when somebody asks.
+        self._past_counts = TierFigures().snapshot()
+        self._process_counts: msgspec.Raw | None = None
+        self._disk: TierContents | None = None
+        self._refusal: str | None = None
+        self._link: StagingLink | None = None
+        self._is_opened = False
+        try:
+            self._start()
+        except OSError as error:
+            raise StagingRefused(f"the process that fetches adapters cannot be started: {error.strerror}") from error
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs; None while there is none."""
+        return None if self._link is None else self._link.process.pid
+
+    def await_opened(self, timeout_s: float) -> None:
+        """Wait for the process to have opened its tiers. Raises StagingRefused."""
+        due_s = time.monotonic() + timeout_s
+        while not self._is_opened:
+            if self._refusal is not None:
+                raise StagingRefused(self._refusal)
+            if self._link is None or not self._link.wait(due_s - time.monotonic()):
+                raise StagingRefused("the process that fetches adapters did not start")
+            self._receive()
+
+    # What the adapter pool asks
+
+    def request(self, digest: str) -> None:
+        """Begin to bring an adapter into host memory; `poll` tells what came of it. Once at a time for each digest."""
+        assert digest not in self._requests
+        assert digest not in self._results
+        stages: list[PassedStage] = []
+        with self.figures.noting(stages), self.figures.timed("host", "lookup"):
+            packed = self._host.lease(digest)
+        self.figures.count_lookup("host", packed is not None)
+        if packed is not None:
+            self._results[digest] = StagedAdapter(packed, self._host.release, stages)
+        elif not _DIGEST.fullmatch(digest):
+            self._results[digest] = NotStaged(digest, "what was asked for is no digest", stages)
+        else:
+            self._requests[digest] = _Request(digest, next(self._numbers), stages)
+            self._waiting.append(digest)
+            self._reserve()
+            self._ask()
+        if digest in self._results:
+            self._wake()
+
+    def cancel(self, digest: str) -> None:
+        """Nobody wants it any more, and `poll` says nothing of it."""
+        result = self._results.pop(digest, None)
+        if isinstance(result, StagedAdapter):
+            result.release()
+        request = self._requests.pop(digest, None)
+        if request is None:
+            return
+        if request.number in self._asked and self._link is not None:
+            self._link.send(Cancel(request.number))
+        else:
+            self._waiting.remove(digest)
+        self._reserve()
+
+    def poll(self) -> list[StagedAdapter | NotStaged]:
+        """What was staged or failed since the last call; to be called again and again while something is requested."""
+        has_unsent = self._link is not None and self._link.has_unsent
+        if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
+            self._receive()
+        results, self._results = self._results, {}
+        return list(results.values())
+
+    # What the engine's process asks
+
+    def fileno(self) -> int:
+        """Readable when `attend` has something to do; -1 while there is no process."""
+        return -1 if self._link is None else self._link.fileno()
+
+    def attend(self) -> None:
+        """Take in what has come, and call back who looked."""
+        self._receive()
+        answered, self._answered_looks = self._answered_looks, []
+        for then in answered:
+            then()
+
+    def look(self, then: Callable[[], None]) -> None:
+        """Have `attend` call `then` once `contents` are those of now, or cannot be."""
+        if self._link is None:
+            self._answered_looks.append(then)
+        else:
+            self._looks.append(then)
+            self._link.send(Look())
+
+    def contents(self) -> tuple[TierContents, ...]:
+        """What host memory holds, and the disk tier when somebody last looked."""
+        host = self._host.contents()
+        return (host,) if self._disk is None else (host, self._disk)
+
+    def counts(self) -> LoadCounts:
+        """What this process and all its staging processes counted."""
+        return added(self.figures.snapshot(), self._counts_of_processes())
+
+    def close(self) -> None:
+        """End the process and forget what was requested."""
+        for digest in [*self._results, *self._requests]:
+            self.cancel(digest)
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    # The process
+
+    def _start(self) -> StagingLink:
+        self._release_unused()
+        link = self._link = StagingLink(self._memory.descriptor, self._clock)
+        self._started_s = self._clock()
+        self._is_opened = False
+        self._refusal = None
+        link.send(self._config)
+        pieces = self._memory.pieces
+        for begin in range(0, len(pieces), MAX_PIECES):
+            link.send(Occupied(tuple(pieces[begin : begin + MAX_PIECES])))
+        return link
+
+    def _ask(self) -> None:
+        if not self._waiting:
+            return
+        # First, so that its memory can be used for this.
+        self._release_unused()
+        link = self._link
+        if link is None:
+            if self._clock() < self._started_s + RESTART_S:
+                # Later: see `poll`.
+                return
+            self._started_s = self._clock()
+            try:
+                link = self._start()
+            except OSError:
+                self._waiting.clear()
+                self._fail(list(self._requests.values()))
+                return
+        while self._waiting and len(self._asked) < MAX_ASKED:
+            request = self._requests[self._waiting.popleft()]
+            request.num_tries += 1
+            self._asked[request.number] = request.digest
+            link.send(Stage(request.number, request.digest))
+
+    def _release_unused(self) -> None:
+        begins = self._memory.take_unused()
+        if self._link is not None:
+            for begin in range(0, len(begins), MAX_PIECES):
+                self._link.send(Release(tuple(begins[begin : begin + MAX_PIECES])))
+
+    def _receive(self) -> None:
+        """Take in what the process has said, or that it died."""
+        self._release_unused()
+        link = self._link
+        if link is not None:
+            link.flush()
+            for message, descriptors in link.packets():
+                self._take(link, message, descriptors)
+            if self._asked or self._looks:
+                link.watch()
+            if link.is_lost:
+                self._lose(link)
+        self._ask()
+
+    def _take(self, link: StagingLink, message: FromStaging, descriptors: list[int]) -> None:
+        match message:
+            case Opened(counts=counts):
+                self._is_opened = True
+                self._process_counts = counts
+            case Refused(message=text):
+                self._refusal = text
+            case Staged(begin=begin):
+                request = self._answered(message)
+                memory = None if begin is not None else _content(descriptors)
+                if request is None:
+                    if begin is not None:
+                        link.send(Release((begin,)))
+                elif begin is None and memory is None:
+                    self._settle(request, "there is no memory for the adapter")
+                else:
+                    self._keep(request, self._packed(request.digest, message, memory))
+            case Failed(message=text):
+                request = self._answered(message)
+                if request is not None:
+                    self._settle(request, text)
+            case Looked(counts=counts):
+                self._process_counts = counts
+                content = _content(descriptors)
+                if content is not None:
+                    self._disk = decode_contents(content.data)
+                self._answered_looks.append(self._looks.popleft())
+            case Pong():
+                # It was enough to hear something: see `StagingLink.watch`.
+                pass
+
+    def _answered(self, message: Staged | Failed) -> _Request | None:
+        """The request, unless it was cancelled."""
+        self._process_counts = message.counts
+        request = self._requests.get(self._asked.pop(message.number, ""))
+        if request is None or request.number != message.number:
+            return None
+        del self._requests[request.digest]
+        self._reserve()
+        request.stages.extend(message.stages)
+        return request
+
+    def _packed(self, digest: str, staged: Staged, memory: npt.NDArray[np.uint8] | None) -> PackedAdapter:
+        """An adapter in memory of its own, or else in what is shared."""
+        geometry = self._target.geometry
+        ranks = np.frombuffer(staged.ranks, np.int32).reshape(geometry.num_layers, -1)
+        layout = self._target.layout(ranks, np.frombuffer(staged.outer_ranks, np.int32))
+        shape = (layout.num_pages, geometry.num_layers, geometry.page_bytes)
+        if memory is None:
+            assert staged.begin is not None
+            memory = self._memory.use(staged.begin, math.prod(shape))
+        return PackedAdapter(
+            digest,
+            layout,
+            np.frombuffer(staged.scales, np.float32).reshape(ranks.shape).copy(),
+            memory.reshape(shape),
+            np.frombuffer(staged.outer_scales, np.float32).copy(),
+        )
+
+    def _keep(self, request: _Request, packed: PackedAdapter) -> None:
+        self._last_bytes = packed.payload.nbytes
+        self._host.add(packed, num_leases=1)
+        self._results[request.digest] = StagedAdapter(packed, self._host.release, request.stages)
+
+    def _settle(self, request: _Request, message: str) -> None:
+        self._results[request.digest] = NotStaged(request.digest, message, request.stages)
+
+    def _reserve(self) -> None:
+        """Nobody knows yet what a coming adapter will take: as much as the last one."""
+        self._host.reserve(self._last_bytes * min(len(self._requests), self._config.num_threads))
+
+    def _lose(self, link: StagingLink) -> None:
+        """The process is gone: what it owed is asked of another one, or failed."""
+        self._link = None
+        code = link.end()
+        if self._refusal is None:
+            print(f"the staging process ended: exit code {code}", file=sys.stderr)
+        self._past_counts = of_the_past(self._counts_of_processes())
+        self._process_counts = None
+        self._asked.clear()
+        self._fail([request for request in self._requests.values() if request.num_tries >= MAX_TRIES])
+        self._waiting = deque(self._requests)
+        self._answered_looks += self._looks
+        self._looks.clear()
+
+    def _fail(self, requests: list[_Request]) -> None:
+        reason = self._refusal or "the process that fetches adapters ended"
+        for request in requests:
+            del self._requests[request.digest]
+            self._settle(request, f"adapter {request.digest[:12]} cannot be loaded: {reason}")
+        self._reserve()
+
+    def _counts_of_processes(self) -> LoadCounts:
+        if self._process_counts is None:
+            return self._past_counts
+        return added(self._past_counts, decode_counts(self._process_counts))
+
+
+def _content(descriptors: list[int]) -> npt.NDArray[np.uint8] | None:
+    """A copy of the memory that came with a packet; None where there were no descriptors or no memory to be had.
+
+    A mapping would keep its descriptor, of which a process has few.
+    """
+    try:
+        return mapped(descriptors[0]).copy() if descriptors else None
+    except OSError:
+        return None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,87 @@
+"""Copies adapters from host memory into pages, on a thread of its own but for small copies."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from loramux.adapter_store.tiers.tier_figures import TierFigures
+from loramux.engine.adapters.adapter_load import AdapterLoad
+from loramux.engine.device.accelerator import Accelerator, Fence
+from loramux.engine.device.device_faults import reason_of
+
+QUICK_COPY_BYTES = 512 << 10
+"""What the thread of the steps copies itself between two steps where the pool is in host memory: that takes a tenth of
+a millisecond, as long as waking another thread and waiting for the interpreter's lock that it takes."""
+
+
+class Copier(Protocol):
+    """Called by the engine's thread only."""
+
+    def copy(self, load: AdapterLoad) -> None:
+        """Begin to copy a staged adapter into its pages, or do it at once."""
+
+    def poll(self) -> list[tuple[AdapterLoad, str | None]]:
+        """The copies that ended since the last call, each with the reason if it failed."""
+
+    def close(self) -> None:
+        """Wait for the copy under way; later ones are dropped."""
+
+
+class PageCopier:
+    """Copies beside the steps, each copy after the steps that were submitted before it was asked for.
+
+    `pages` is the pool, one page a row. `wake` is called after each copy, mostly from the copying thread, so that an
+    idle engine looks.
+    """
+
+    def __init__(
+        self, pages: torch.Tensor, accelerator: Accelerator, wake: Callable[[], None], figures: TierFigures
+    ) -> None:
+        self._pages = pages
+        self._accelerator = accelerator
+        self._wake = wake
+        self._figures = figures
+        # An adapter that is being copied holds pages and a slot: it never waits behind a slow store.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-copier")
+        self._copied: queue.SimpleQueue[tuple[AdapterLoad, str | None]] = queue.SimpleQueue()
+        self._quick_bytes_left = QUICK_COPY_BYTES
+
+    def copy(self, load: AdapterLoad) -> None:
+        assert load.staged is not None
+        # Steps submitted so far may still read these pages for their former owners.
+        after = self._accelerator.fence()
+        payload = torch.from_numpy(load.staged.packed.payload)
+        if self._accelerator.device.type == "cpu" and payload.nbytes <= self._quick_bytes_left:
+            self._quick_bytes_left -= payload.nbytes
+            self._copy(load, payload, after)
+        else:
+            self._thread.submit(self._copy, load, payload, after)
+
+    def poll(self) -> list[tuple[AdapterLoad, str | None]]:
+        self._quick_bytes_left = QUICK_COPY_BYTES
+        copied = []
+        while True:
+            try:
+                copied.append(self._copied.get_nowait())
+            except queue.Empty:
+                return copied
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _copy(self, load: AdapterLoad, payload: torch.Tensor, after: Fence) -> None:
+        failure = None
+        try:
+            with self._figures.noting(load.stages), self._figures.timed("pool", "copy", payload.nbytes):
+                self._accelerator.upload(self._pages, load.pages, payload, after)
+        except Exception as error:
+            print(f"copying adapter {load.digest} into the page pool failed: {reason_of(error)}", file=sys.stderr)
+            failure = f"copying failed: {type(error).__name__}"
+        self._copied.put((load, failure))
+        self._wake()

@@ -1,0 +1,22 @@
+"""A source of packed adapters over a disk tier, as a staging process has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loramux.adapter_store.blobs.interface import BlobStore
+from loramux.adapter_store.cancellation import Cancellation
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.tiers.disk_tier import DiskTier
+from loramux.adapter_store.tiers.packed_source import PackedSource
+
+PLENTY = 1 << 30
+
+
+def open_source(blobs: BlobStore, target: PackTarget, tmp_path: Path, disk_bytes: int = PLENTY) -> PackedSource:
+    return PackedSource(blobs, DiskTier(tmp_path / "disk", disk_bytes, target.pack_key), target)
+
+
+def fetch(source: PackedSource, digest: str) -> PackedAdapter:
+    return source.fetch(digest, Cancellation())

@@ -1,0 +1,251 @@
+"""Who waits for the blob store can leave at once, and nobody else notices; what nobody wants is given up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loramux.adapter_store.cancellation import Cancellation
+from loramux.adapter_store.errors import AdapterUnavailable, LoadCancelled
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packing import PackedAdapter
+from loramux.adapter_store.tiers.disk_tier import DiskTier, HeldFile
+from loramux.adapter_store.tiers.packed_source import PackedSource
+from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
+from tests.adapter_store.tiers.open_source import PLENTY, fetch, open_source
+from tests.adapter_store.waiting import wait_until
+
+
+class Bench:
+    """A source over blobs that can be held up, and callers on threads."""
+
+    def __init__(self, target: PackTarget, directory: Path, store_adapter: Any, pool: ThreadPoolExecutor) -> None:
+        self.blobs = WatchedBlobStore()
+        self._target = target
+        self._directory = directory
+        self._store_adapter = store_adapter
+        self._pool = pool
+        self._lock = threading.Lock()
+        self.num_downloads = 0
+        """Under way, also those that nobody waits for."""
+        self.source = self.reopen()
+
+    def reopen(self, disk_bytes: int = PLENTY) -> PackedSource:
+        source = open_source(self.blobs, self._target, self._directory, disk_bytes)
+        download = source._from_blobs
+
+        def counted(*arguments: Any) -> PackedAdapter:
+            with self._lock:
+                self.num_downloads += 1
+            try:
+                return download(*arguments)
+            finally:
+                with self._lock:
+                    self.num_downloads -= 1
+
+        source._from_blobs = counted  # type: ignore[method-assign]
+        return source
+
+    def adapter(self, seed: int = 0, is_packed: bool = True) -> Any:
+        return self._store_adapter(self.blobs, seed=seed, is_packed=is_packed)
+
+    def hold_up(self) -> None:
+        self.blobs.asked.clear()
+        self.blobs.may_answer.clear()
+
+    def fetch_elsewhere(self, digest: str, cancellation: Cancellation | None = None) -> Future[PackedAdapter]:
+        return self._pool.submit(self.source.fetch, digest, cancellation or Cancellation())
+
+    def give_up(self, digest: str) -> None:
+        """Cancel a fetch of it that hangs in the blob store."""
+        self.hold_up()
+        cancellation = Cancellation()
+        waiting = self.fetch_elsewhere(digest, cancellation)
+        assert self.blobs.asked.wait(10)
+        cancellation.cancel()
+        with pytest.raises(LoadCancelled):
+            waiting.result(10)
+
+    def files(self) -> list[str]:
+        return [path.stem for path in self._directory.glob("disk/*/*.packed")]
+
+    @property
+    def num_given_up(self) -> int:
+        return self.source.figures.snapshot().num_given_up
+
+
+@pytest.fixture
+def bench(target: PackTarget, tmp_path: Path, store_adapter: Any) -> Iterator[Bench]:
+    with ThreadPoolExecutor(8) as pool:
+        bench = Bench(target, tmp_path, store_adapter, pool)
+        yield bench
+        bench.blobs.may_answer.set()
+
+
+def assert_right(found: PackedAdapter, stored: Any) -> None:
+    np.testing.assert_array_equal(found.payload, stored.packed.payload)
+
+
+def test_who_leaves_disturbs_nobody(bench: Bench) -> None:
+    left, other = bench.adapter(seed=1), bench.adapter(seed=2)
+    bench.hold_up()
+    patient = bench.fetch_elsewhere(other.digest)
+    bench.give_up(left.digest)
+    assert not patient.done()
+    bench.blobs.may_answer.set()
+    assert_right(patient.result(10), other)
+    assert bench.num_given_up == 1
+
+
+def test_what_was_left_goes_to_the_disk_and_not_to_memory(bench: Bench) -> None:
+    stored = bench.adapter()
+    taken: list[int] = []
+    bench.source._allocate = lambda num_bytes: taken.append(num_bytes) or np.empty(num_bytes, np.uint8)
+    bench.give_up(stored.digest)
+    assert bench.num_given_up == 1
+    bench.blobs.may_answer.set()
+    wait_until(lambda: bench.files() == [stored.digest])
+    assert taken == []
+    # It was not looked at before it came there: it is now.
+    assert_right(fetch(bench.source, stored.digest), stored)
+    assert bench.blobs.num_gets == {"packed": 1}
+
+
+def test_wrong_bytes_of_a_fetch_that_was_given_up_are_not_served_later(bench: Bench, target: PackTarget) -> None:
+    stored = bench.adapter()
+    bench.blobs.damage(f"packed/{stored.digest}/{target.pack_key}")
+    bench.give_up(stored.digest)
+    bench.blobs.may_answer.set()
+    wait_until(lambda: bench.files() == [stored.digest])
+    assert_right(fetch(bench.source, stored.digest), stored)
+    assert bench.source.figures.snapshot().num_set_aside == 2, "from the disk, and then from the blob store"
+
+
+def test_an_adapter_that_is_to_be_packed_is_not_packed_for_nobody(bench: Bench) -> None:
+    stored = bench.adapter(is_packed=False)
+    bench.give_up(stored.digest)
+    assert bench.num_downloads == 1
+    bench.blobs.may_answer.set()
+    wait_until(lambda: not bench.num_downloads)
+    assert bench.files() == []
+    assert bench.blobs.num_gets == {"packed": 1}, "the canonical file is not even asked for"
+
+
+def test_who_asks_again_before_a_fetch_is_given_up_gets_the_adapter(bench: Bench) -> None:
+    """Both downloads go on to their ends, beside each other."""
+    stored = bench.adapter()
+    bench.give_up(stored.digest)
+    bench.blobs.asked.clear()
+    later = bench.fetch_elsewhere(stored.digest)
+    assert bench.blobs.asked.wait(10)
+    bench.blobs.may_answer.set()
+    assert_right(later.result(10), stored)
+    wait_until(lambda: not bench.num_downloads)
+    assert bench.files() == [stored.digest]
+    assert bench.blobs.num_gets == {"packed": 2}
+
+
+def test_a_fetch_that_was_cancelled_before_asks_nobody(bench: Bench) -> None:
+    stored = bench.adapter()
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(LoadCancelled):
+        bench.source.fetch(stored.digest, cancellation)
+    assert not bench.blobs.num_gets
+    assert bench.num_downloads == 0
+
+
+def test_what_the_disk_has_is_read_to_its_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = bench.adapter()
+    fetch(bench.source, stored.digest)
+    reads, may_read = threading.Event(), threading.Event()
+    hold = DiskTier.hold
+
+    def held_up(tier: DiskTier, digest: str) -> HeldFile | None:
+        reads.set()
+        assert may_read.wait(10)
+        return hold(tier, digest)
+
+    monkeypatch.setattr(DiskTier, "hold", held_up)
+    cancellation = Cancellation()
+    reading = bench.fetch_elsewhere(stored.digest, cancellation)
+    assert reads.wait(10)
+    cancellation.cancel()
+    may_read.set()
+    assert_right(reading.result(10), stored)
+
+
+def test_a_fetch_that_gets_no_thread_fails_once_and_leaves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor keeps what it could not start a thread for, and runs it when one of its threads is free."""
+    stored = bench.adapter()
+    kept: list[Callable[[], object]] = []
+
+    def refuse(work: Callable[..., object], *arguments: object) -> None:
+        kept.append(partial(work, *arguments))
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(bench.source._downloads, "submit", refuse)
+        with pytest.raises(AdapterUnavailable, match="cannot be loaded any more"):
+            fetch(bench.source, stored.digest)
+    assert_right(fetch(bench.source, stored.digest), stored)
+    for work in kept:
+        with pytest.raises(LoadCancelled):
+            work()
+    assert bench.blobs.num_gets == {"packed": 1}
+
+
+def test_a_store_that_hangs_for_one_adapter_keeps_no_other_waiting(bench: Bench) -> None:
+    here, away = bench.adapter(seed=1), bench.adapter(seed=2)
+    fetch(bench.source, here.digest)
+    bench.hold_up()
+    stuck = bench.fetch_elsewhere(away.digest)
+    assert bench.blobs.asked.wait(10)
+    assert_right(bench.fetch_elsewhere(here.digest).result(5), here)
+    assert not stuck.done()
+    bench.blobs.may_answer.set()
+    assert_right(stuck.result(10), away)
+
+
+def test_callers_who_come_and_go_at_random_are_all_answered(bench: Bench) -> None:
+    """The disk has room for one, so that adapters come and go as well; afterwards nothing is under way."""
+    adapters = [bench.adapter(seed=seed) for seed in range(4)]
+    source = bench.reopen(disk_bytes=2 * adapters[0].packed.payload.nbytes)
+    outcomes: list[str] = []
+
+    def call(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(40):
+            stored = adapters[random.integers(len(adapters))]
+            cancellation = Cancellation()
+            timer = threading.Timer(float(random.uniform(0, 0.004)), cancellation.cancel)
+            if random.random() < 0.7:
+                timer.start()
+            try:
+                assert_right(source.fetch(stored.digest, cancellation), stored)
+                outcomes.append("served")
+            except LoadCancelled:
+                outcomes.append("left")
+            finally:
+                timer.cancel()
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(outcomes) == 240
+    assert set(outcomes) == {"served", "left"}
+    wait_until(lambda: not bench.num_downloads)
+    counts = source.figures.snapshot()
+    assert (counts.num_loaded, counts.num_failed, counts.num_set_aside) == (outcomes.count("served"), 0, 0)
+    assert source.disk.used_bytes <= 2 * adapters[0].packed.payload.nbytes
