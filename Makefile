@@ -10,7 +10,7 @@ WARM := $(VENV)/.warm
 CLIENTS := .venv-clients
 S3_TESTS := tests/adapter_store/blobs/test_blobs.py tests/adapter_store/blobs/test_s3_blobs.py \
 	tests/adapter_store/blobs/test_s3_faults.py tests/adapter_store/tiers/test_store_faults.py \
-	tests/adapter_store/tiers/test_tiered_store.py
+	tests/adapter_store/tiers/test_packed_source.py
 HASHED := --require-hashes --no-deps --only-binary :all:
 BROWSER := greenlet|playwright
 # The wheels of the pins whose names fit, or with -v do not fit; no line says where they come from.

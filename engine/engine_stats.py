@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from loramux.adapter_store.tiers.tier_contents import TierContents
-from loramux.adapter_store.tiers.tier_figures import LoadCounts
+from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierFigures
 from loramux.engine.adapters.adapter_load import AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.batch import ScheduledSequence

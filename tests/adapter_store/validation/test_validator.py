@@ -354,9 +354,9 @@ def test_no_secret_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     ("module", "banned"),
     [
         ("validation.worker", ("torch", "sqlalchemy", "boto3", "safetensors")),
-        ("tiers.staging", ("torch", "sqlalchemy", "boto3", "safetensors")),
-        ("tiers.host_store", ("torch", "sqlalchemy", "boto3", "safetensors")),
-        ("tiers.tiered_store", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("tiers.staging_client", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("tiers.host_tier", ("torch", "sqlalchemy", "boto3", "safetensors")),
+        ("tiers.packed_source", ("torch", "sqlalchemy", "boto3", "safetensors")),
         ("blobs.blob_url", ("torch", "sqlalchemy", "boto3")),
         ("ingest.worker", ("torch", "boto3")),
     ],
