@@ -54,9 +54,7 @@ class SteadyLoad:
         pages = PagePool(NUM_PAGES)
         policy, queue = LeastRecentlyUsed(), FairQueue()
         stager, adapter_pages = MemoryStager(simulated_adapters(ADAPTERS)), SimulatedPages()
-        adapters = AdapterPool(
-            pages, 16, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident
-        )
+        adapters = AdapterPool(pages, 16, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
         prefixes = PrefixCache(pages, policy, PAGE_TOKENS)
         kv = KvPages(pages, adapters.reclaimer, prefixes, PAGE_TOKENS)
         self._scheduler = Scheduler(queue, kv, adapters, SchedulerLimits(256, num_running, look_ahead=num_running))

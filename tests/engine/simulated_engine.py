@@ -130,9 +130,7 @@ def simulate_engine(
     pages = PagePool(num_pages)
     policy, queue = LeastRecentlyUsed(), FairQueue()
     stager, adapter_pages = MemoryStager(simulated_adapters(adapters or {})), SimulatedPages()
-    pool = AdapterPool(
-        pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident
-    )
+    pool = AdapterPool(pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
     prefixes = PrefixCache(pages, policy, 16)
     kv = KvPages(pages, pool.reclaimer, prefixes, 16)
     scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
