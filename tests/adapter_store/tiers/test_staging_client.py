@@ -550,6 +550,30 @@ def test_a_process_that_says_nothing_is_killed_and_followed_by_another(
     assert f"process {stopped} is killed" in capfd.readouterr().err
 
 
+def test_a_store_that_hangs_gives_its_thread_back_when_a_request_is_cancelled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only thread is free for others although the store never answers."""
+    here, away, _ = (adapter.digest for adapter in bench.adapters)
+    staged(bench.open(), here).release()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(10)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        client = bench.open(blob_url="s3://silent", num_threads=1)
+        client.request(away)
+        client.request(here)
+        with silent.accept()[0]:
+            assert client.poll() == []
+            client.cancel(away)
+            (found,) = results(client)
+            assert found.digest == here
+            assert bench.is_right(found)
+            wait_until(lambda: not (client.poll() or client._asked))
+            assert client.counts().num_given_up == 1
+
+
 def test_a_process_that_waits_for_the_blob_store_is_let_live(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
