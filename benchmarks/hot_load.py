@@ -97,7 +97,15 @@ class OpenPool:
         self.stager.await_opened(OPEN_S)
         copier = PageCopier(bench.views.raw, bench.accelerator, self._wake, self.stager.figures)
         pages = PagePool(bench.views.raw.shape[0])
-        self.adapters = AdapterPool(pages, files.count, self.stager, copier, bench.tables, LeastRecentlyUsed())
+        self.adapters = AdapterPool(
+            pages,
+            files.count,
+            self.stager,
+            copier,
+            bench.tables,
+            LeastRecentlyUsed(),
+            on_residency=lambda digest, is_resident: None,
+        )
 
     @property
     def processor_s(self) -> float:

@@ -81,7 +81,15 @@ class Bench:
         self.woken = threading.Event()
         copier = PageCopier(self.views.raw, self.accelerator, self.woken.set, self.stager.figures)
         self.pages = PagePool(NUM_PAGES)
-        self.pool = AdapterPool(self.pages, NUM_SLOTS, self.stager, copier, self.tables, LeastRecentlyUsed())
+        self.pool = AdapterPool(
+            self.pages,
+            NUM_SLOTS,
+            self.stager,
+            copier,
+            self.tables,
+            LeastRecentlyUsed(),
+            on_residency=lambda digest, is_resident: None,
+        )
 
     def poll(self, *wanted: str) -> list[AdapterLoad]:
         return self.pool.poll(Demand({digest: position for position, digest in enumerate(wanted)}))
