@@ -66,12 +66,11 @@ async def test_metrics_are_open_to_this_machine_only(
 
 
 async def test_how_adapters_come_to_the_pool_is_scraped_while_the_engine_answers(admin_side: Any) -> None:
-    figures = TierFigures()
+    figures = TierFigures(held=lambda: {"host": Held(4096, 3)})
     figures.count_lookup("disk", True)
     figures.count_lookup("disk", False)
     figures.count_stage("disk", "read", 4096, 0.5)
     figures.count_end("loaded")
-    figures.held = lambda: {"host": Held(4096, 3)}
     stats = await admin_side.engine.stats(1.0)
     admin_side.engine.stats = lambda timeout_s: answer(msgspec.structs.replace(stats, loading=figures.snapshot()))
     async with stranger(admin_side) as http:
