@@ -188,7 +188,7 @@ class VersionClaims:
 class ClaimRenewal:
     """Renews a claim three times a lease, on a thread that lives as long as the `with` block.
 
-    A claim that is lost all the same is found out by whoever makes the next transition with it.
+    If the claim is lost anyway, the next transition that uses it raises ClaimLost.
     """
 
     def __init__(self, claims: VersionClaims, version_id: str) -> None:

@@ -59,9 +59,9 @@ class HostTier:
         return entry.packed
 
     def reserve(self, num_bytes: int) -> None:
-        """Keep room for adapters that are coming, instead of what was reserved before.
+        """Reserve room for adapters that are on their way; replaces the last reservation.
 
-        Their memory is taken before they are added.
+        Their memory is in use before they are added.
         """
         self._reserved_bytes = num_bytes
         self._evict()

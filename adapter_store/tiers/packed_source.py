@@ -1,4 +1,4 @@
-"""An adapter's packed file from the local disk, the blob store, or made anew; verified before it is used."""
+"""Fetches an adapter's packed file from the local disk or the blob store, or packs it again; verifies it first."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PackedSource:
         )
         self._lock = threading.Lock()
         self._proofs: OrderedDict[str, tuple[FileIdentity, Proof]] = OrderedDict()
-        # So that whoever waits for the blob store can leave.
+        # Downloads have threads of their own, so that a cancelled fetch returns while its download still hangs.
         self._downloads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="download")
 
     def fetch(self, digest: str, cancellation: Cancellation) -> PackedAdapter:
@@ -246,7 +246,7 @@ class PackedSource:
         return packed
 
     def _keep_unless(self, check_wanted: Callable[[], None], digest: str, file: Path) -> None:
-        """Where nobody wants the adapter any more, keep what has come all the same."""
+        """Keep the downloaded file on the disk even if the fetch was cancelled meanwhile."""
         try:
             check_wanted()
         except BaseException:
