@@ -1,4 +1,4 @@
-"""The kernels' interface, and which implementation serves a device."""
+"""The kernel interface, and the choice of implementation for a device."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, Modu
 
 
 class LoraKernels(Protocol):
-    """What adapters add to a batch; `reference.lora.ReferenceLora` specifies every method.
+    """The LoRA kernels of one device; `reference.lora.ReferenceLora` specifies every method.
 
-    Activations `[T, ...]` are float32 on CPU and of the compute dtype on a GPU; their last axes are contiguous, their
-    rows may be views of wider rows. On a GPU no method waits for the device or looks at what a tensor holds: a captured
-    graph may be replayed after the tensors of its batch, segments and tables were overwritten in place.
+    Activations `[T, ...]` are float32 on a CPU and of the compute dtype on a GPU. Their last axis is contiguous, and
+    their rows may be views into wider rows. On a GPU, no method waits for the device or reads a tensor on the host, so
+    a captured graph can be replayed after the tensors of its batch, segments and tables are overwritten in place.
     """
 
     @property
     def segment_rows(self) -> int:
-        """The most rows of a segment on this device."""
+        """Most rows in a segment on this device."""
         ...
 
     def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
-        """Scratch that one `lora_shrink` or `lora_gather` fills for the `lora_expand` after it.
+        """Scratch that one `lora_shrink` or `lora_gather` fills for the following `lora_expand`.
 
-        The next call may return it again, and `lora_add` may overwrite it.
+        The next call may return the same memory, and `lora_add` may overwrite it.
         """
         ...
 
@@ -40,9 +40,9 @@ class LoraKernels(Protocol):
         ...
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, over planes of its own.
+        """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, with its own planes.
 
-        On a CPU, tables that were rewritten come with new segments.
+        On a CPU, tables rewritten in place require a new `Segments` object.
         """
         ...
 
@@ -52,11 +52,11 @@ class LoraKernels(Protocol):
 
 
 class Kernels(LoraKernels, Protocol):
-    """The mathematics of one device over one page pool; `reference.kernels.ReferenceKernels` specifies every method."""
+    """All kernels of one device over one page pool; `reference.kernels.ReferenceKernels` specifies every method."""
 
     @property
     def outer(self) -> LoraKernels:
-        """The same for modules outside the layers."""
+        """The LoRA kernels for modules outside the layers."""
         ...
 
     def rotate_and_store(
@@ -69,10 +69,10 @@ class Kernels(LoraKernels, Protocol):
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        """Rotate the two halves of each head of q and k by its position's angles, and store k and v of each row in its
-        place of the pool.
+        """Rotate the two halves of each head of q and k by the angles of the row's position, and store each row's k and
+        v in the pool.
 
-        q is changed in place; afterwards k, and q of a row that only pads the batch, may hold anything.
+        q is changed in place. Afterwards the contents of k, and of q in padding rows, are undefined.
         """
         ...
 
@@ -91,17 +91,17 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` of rows that hold gate, then up."""
+        """`silu(gate) * up`, where each row holds gate, then up."""
         ...
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`gelu(gate) * up` of rows that hold gate, then up; gelu in its tanh form."""
+        """`gelu(gate) * up`, where each row holds gate, then up; gelu in its tanh form."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShapes:
-    """What a model will ask of its kernels, so that all they cannot do is refused before the first step."""
+    """The shapes that a model needs, so that unsupported ones are rejected before the first step."""
 
     groups: tuple[ModuleGroup, ...]
     attention: tuple[AttentionSpec, ...]
@@ -109,13 +109,13 @@ class KernelShapes:
 
 
 def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, pdl: bool = False) -> Kernels:
-    """The kernels for `device` over `pool`, which serve every one of `shapes`.
+    """The kernels for `device` over `pool`, which support all of `shapes`.
 
-    `pdl` lets an expand begin before its shrink has ended, on GPUs that can (compute capability 9).
-    Raises ValueError, naming the limit, for a device that has no kernels and for what its kernels do not take.
+    `pdl` lets an expand start before its shrink has ended, on GPUs that support it (compute capability 9 or later).
+    Raises ValueError, naming the limit, if the device has no kernels or they do not support the pool or a shape.
     """
     if device.type == "cpu":
-        # A GPU needs no numba, which refuses a numpy that is newer than it knows.
+        # Imported only here: a GPU needs no numba, which rejects numpy versions newer than it supports.
         from loramux.kernels.cpu.kernels import CpuKernels
 
         return CpuKernels(pool)
@@ -126,10 +126,10 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
     problem = capability_problem(torch.cuda.get_device_capability(device))
     if problem is not None:
         raise ValueError(problem)
-    # A machine without triton serves on its CPU.
+    # A machine without Triton can still serve on its CPU.
     try:
         from loramux.kernels.gpu.kernels import GpuKernels, check_shapes
     except ImportError as error:
-        raise ValueError(f"the GPU's kernels need triton, which cannot be imported: {error}") from error
+        raise ValueError(f"the GPU kernels need triton, which cannot be imported: {error}") from error
     check_shapes(pool, shapes.groups, shapes.attention, shapes.outer_groups)
     return GpuKernels(pool, pdl=pdl)

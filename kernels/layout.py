@@ -1,17 +1,17 @@
-"""Where every adapter element lies inside the pages of the pool.
+"""Where each element of an adapter is stored in the pages of the pool.
 
 The pool is `uint8[P, L, page_bytes]`; its adapter view is `adapter_dtype[P, L, E]`. An adapter is one stream of
-elements a layer, packed over the adapter's pages: for each module in order, the rows of A `[rank, in_features]`,
-then the rows of B-transposed `[rank, out_features]`. Row `row`, chunk `chunk` of a stream part starts at
+elements per layer, packed into the adapter's pages: for each module in order, the rows of A `[rank, in_features]`,
+then the rows of B-transposed `[rank, out_features]`. Chunk `chunk` of row `row` of a stream part starts at element
 
     e = offset + row * padded_len + chunk * chunk_len
 
-and is found at `pool[page_table[e // E], layer, e % E]`. A chunk never straddles a page.
+which is stored at `pool[page_table[e // E], layer, e % E]`. A chunk never crosses a page boundary.
 
-The outer modules, which lie outside the layers (`lm_head`, `embed_tokens`), form one more stream, over pages that come
-before those of the layers. There a page is seen as one layer of `L * E` elements (`PageGeometry.flat`), so the same
-formula holds with that page's `E` and layer 0. An embedding's A is stored by token: row `t` of `[in_features, rank]`
-begins at `offset + t * rank`, is not padded, and may straddle a page.
+The outer modules, which belong to no layer (`lm_head`, `embed_tokens`), form one more stream, in pages that precede the
+layers' pages. Each of these pages is viewed as one layer of `L * E` elements (`PageGeometry.flat`), so the same formula
+holds with that `E` and layer 0. An embedding's A is stored by token: row `t` of `[in_features, rank]` begins at
+`offset + t * rank`, is not padded, and may cross a page boundary.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MIN_CHUNK = 128
 MAX_RANK = 256
 
 A, B = 0, 1
-"""Index of the two halves of a module in the last axis of an offset table."""
+"""Indices of a module's two halves in the last axis of an offset table."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
     """One linear layer that an adapter may target: `weight[out_features, in_features]`.
 
-    An embedding is one whose inputs are one-hot rows: `in_features` tokens, of which a row picks one.
+    An embedding is a linear layer with one-hot inputs: each row selects one of `in_features` tokens.
     """
 
     name: str
@@ -45,7 +45,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """Sizes of a page; equal for every page of a pool."""
+    """Dimensions of a page, the same for every page of a pool."""
 
     num_layers: int
     num_kv_heads: int
@@ -61,12 +61,12 @@ class PageGeometry:
 
     @property
     def kv_elements(self) -> int:
-        """Elements of one page in one layer, seen as K and V."""
+        """Elements of one page in one layer, viewed as K and V."""
         return self.page_bytes // self.kv_itemsize
 
     @property
     def adapter_elements(self) -> int:
-        """`E`: elements of one page in one layer, seen as adapter weights."""
+        """`E`: elements of one page in one layer, viewed as adapter weights."""
         return self.page_bytes // self.adapter_itemsize
 
     @property
@@ -76,13 +76,13 @@ class PageGeometry:
 
     @property
     def flat(self) -> PageGeometry:
-        """The same page seen as one layer, as the outer modules' stream sees it."""
+        """The same page viewed as one layer, for the outer modules' stream."""
         return replace(self, num_layers=1, num_kv_heads=self.num_layers * self.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How the rows of one stream part are laid: padded length and the chunk that divides it, in elements."""
+    """Layout of one stream part's rows, in elements: row length, padded length, and chunk length, which divides it."""
 
     row_len: int
     padded_len: int
@@ -94,9 +94,9 @@ def _largest_power_of_two_dividing(number: int) -> int:
 
 
 def row_layout(row_len: int, page_elements: int) -> RowLayout:
-    """Lay rows of `row_len` elements over pages of `page_elements`.
+    """Lay out rows of `row_len` elements in pages of `page_elements`.
 
-    The chunk is the largest power of two, at most 1024, that divides both; where that is below 128, rows are padded
+    The chunk is the largest power of two, at most 1024, that divides both. If that is below 128, rows are first padded
     to a multiple of `min(128, largest power of two dividing page_elements)`.
     """
     page_power = _largest_power_of_two_dividing(page_elements)
@@ -122,7 +122,7 @@ class PartLayout:
 
 
 def part_layout(module: LinearShape, half: int, rank: int, page_elements: int) -> PartLayout:
-    """How half `A` or `B` of a module of this rank is laid over pages of `page_elements`."""
+    """The layout of half `A` or `B` of a module of this rank in pages of `page_elements`."""
     if half == A and module.is_embedding:
         return PartLayout(module.in_features, RowLayout(row_len=rank, padded_len=rank, chunk_len=1))
     return PartLayout(rank, row_layout(module.out_features if half == B else module.in_features, page_elements))
@@ -138,12 +138,12 @@ def _no_offsets() -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterLayout:
-    """The place of each module of one adapter.
+    """Where each module of one adapter is stored.
 
     `ranks` int32 `[num_layers, num_modules]` (0: the module is absent), `offsets` int32 `[num_layers, num_modules, 2]`
     in elements of a layer. The first `num_outer_pages` of its `num_pages` hold the outer modules: `outer_ranks` int32
-    `[num_outer_modules]`, `outer_offsets` int32 `[num_outer_modules, 2]` in elements of whole pages; both are empty
-    where the adapter's target has no outer modules.
+    `[num_outer_modules]`, `outer_offsets` int32 `[num_outer_modules, 2]` in elements of whole pages. Both are empty if
+    the adapter's target has no outer modules.
     """
 
     ranks: npt.NDArray[np.int32]
@@ -154,7 +154,7 @@ class AdapterLayout:
     outer_offsets: npt.NDArray[np.int32] = field(default_factory=_no_offsets)
 
     def rank_and_offsets(self, layer: int | None, module: int) -> tuple[int, int, int]:
-        """A module's rank and where its A and its B begin; `layer` None is an outer module."""
+        """A module's rank and the offsets of its A and B; `layer` is None for an outer module."""
         if layer is None:
             a, b = self.outer_offsets[module]
             return int(self.outer_ranks[module]), int(a), int(b)
@@ -175,8 +175,8 @@ def adapter_layout(
 ) -> AdapterLayout:
     """Compute the layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
 
-    `outer_ranks` int32 `[num_outer_modules]`; None is 0 for each.
-    Raises ValueError when a rank lies outside `[0, MAX_RANK]` or a table has another shape.
+    `outer_ranks` int32 `[num_outer_modules]`; None means that each is 0.
+    Raises ValueError if a rank is outside `[0, MAX_RANK]` or a table has the wrong shape.
     """
     if outer_ranks is None:
         outer_ranks = np.zeros(len(outer_modules), np.int32)
@@ -187,7 +187,7 @@ def adapter_layout(
         if table.shape != shape:
             raise ValueError(f"{name} have shape {table.shape}, expected {shape}")
         if table.size and (table.min() < 0 or table.max() > MAX_RANK):
-            raise ValueError(f"{name} must lie in [0, {MAX_RANK}]")
+            raise ValueError(f"{name} must be in [0, {MAX_RANK}]")
     outer_elements, page_elements = geometry.flat.adapter_elements, geometry.adapter_elements
     outer_offsets = np.zeros((len(outer_modules), 2), np.int32)
     outer_end = _lay_out(outer_modules, outer_ranks, 0, outer_elements, outer_offsets)
@@ -213,7 +213,7 @@ def _lay_out(
     page_elements: int,
     offsets: npt.NDArray[np.int32],
 ) -> int:
-    """Lay modules of `ranks` `[num_modules]` from `begin` on, note their `offsets` `[num_modules, 2]`; the end."""
+    """Lay out modules of `ranks` `[num_modules]` from `begin`, fill `offsets` `[num_modules, 2]`; return the end."""
     cursor = begin
     for m, module in enumerate(modules):
         rank = int(ranks[m])

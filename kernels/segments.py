@@ -1,4 +1,4 @@
-"""The rows of a batch grouped by adapter slot, and how many groups there can be."""
+"""The rows of a batch, grouped by adapter slot, and a bound on the number of groups."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from loramux.kernels.layout import MAX_RANK
 from loramux.kernels.tables import Segments
 
 SEGMENT_ROWS = 16
-"""The most rows of a segment on a GPU: the smallest tile that tensor cores take."""
+"""Most rows in a segment on a GPU: the smallest tile that tensor cores support."""
 
 LARGE_SEGMENT_ROWS = 64
-"""The most rows of a segment in a GPU's step with many rows per sequence: each segment reads its A and B once."""
+"""Most rows in a segment on a GPU in steps with many rows per sequence: each segment reads its A and B once."""
 
 
 def max_segments(num_tokens: int, num_sequences: int, segment_rows: int = SEGMENT_ROWS) -> int:
     """The most segments of at most `segment_rows` rows that a batch can have: the grid of a captured graph.
 
-    Each adapter, of which there are at most as many as sequences, leaves at most one segment that is not full, and no
+    A batch has at most as many adapters as sequences. Each adapter leaves at most one segment that is not full, and no
     segment is empty.
     """
     return min(num_tokens, num_tokens // segment_rows + num_sequences)
@@ -28,10 +28,10 @@ def max_segments(num_tokens: int, num_sequences: int, segment_rows: int = SEGMEN
 def group_rows(
     slots: npt.NDArray[np.int32], max_rows: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Group rows by adapter slot, smallest slot first, rows in their order: `rows`, `starts` and `slots` of `Segments`.
+    """Group rows by adapter slot, in ascending slot and row order; return `rows`, `starts` and `slots` of `Segments`.
 
-    `slots` int32 `[T]` is the adapter slot of each row, -1 for a row of the base, which is not listed. A segment has
-    at most `max_rows` rows.
+    `slots` int32 `[T]` is the adapter slot of each row, or -1 for a row without an adapter, which is not listed. A
+    segment has at most `max_rows` rows.
     """
     order = slots.argsort(kind="stable")
     rows = order[slots[order].searchsorted(0) :].astype(np.int32)
@@ -39,14 +39,14 @@ def group_rows(
     index = np.arange(rows.shape[0], dtype=np.int32)
     is_first = np.ones(rows.shape[0], np.bool_)
     is_first[1:] = grouped[1:] != grouped[:-1]
-    # The place of each row among those of its slot.
+    # The position of each row among the rows of its slot.
     place = index - np.maximum.accumulate(np.where(is_first, index, 0))
     starts = index[place % max_rows == 0]
     return rows, np.append(starts, np.int32(rows.shape[0])), grouped[starts]
 
 
 def build_segments(slots: npt.NDArray[np.int32], max_rows: int, max_rank: int = MAX_RANK) -> Segments:
-    """The segments of a batch on the CPU; the arguments are those of `group_rows` and a bound on the listed ranks."""
+    """Build a batch's segments on the CPU from the arguments of `group_rows` and a bound on the listed ranks."""
     rows, starts, segment_slots = group_rows(slots, max_rows)
     return Segments(
         torch.from_numpy(rows), torch.from_numpy(starts), torch.from_numpy(segment_slots), max_rank, max_rows

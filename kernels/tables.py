@@ -13,9 +13,9 @@ from loramux.kernels.layout import MAX_RANK, PageGeometry
 class PoolViews:
     """The page pool `uint8[P, L, page_bytes]` and its two typed views.
 
-    `kv` is `kv_dtype[P, L, page_bytes / itemsize]`; on CPU K is `[num_kv_heads, head_dim, 16]` in the first half of
-    those elements and V `[num_kv_heads, 16, head_dim]` in the second; on a GPU both are as V is. `adapter` is
-    `adapter_dtype[P, L, E]`.
+    `kv` is `kv_dtype[P, L, page_bytes / itemsize]`. On a CPU, the first half of a page's elements in a layer is K
+    `[num_kv_heads, head_dim, 16]`, the second half V `[num_kv_heads, 16, head_dim]`; on a GPU, K has the same layout
+    as V. `adapter` is `adapter_dtype[P, L, E]`.
     """
 
     raw: torch.Tensor
@@ -25,18 +25,19 @@ class PoolViews:
 
     @property
     def flat(self) -> PoolViews:
-        """The same pages seen as one layer each, `[P, 1, L * E]`, as the outer modules' stream sees them."""
+        """The same pages viewed as one layer each, `[P, 1, L * E]`, for the outer modules' stream."""
         raw, kv, adapter = (view.view(view.shape[0], 1, -1) for view in (self.raw, self.kv, self.adapter))
         return PoolViews(raw=raw, kv=kv, adapter=adapter, geometry=self.geometry.flat)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterTables:
-    """Where each resident adapter lies, by slot; written only between steps.
+    """Where each resident adapter is stored, by slot; written only between steps.
 
     `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 2]` in elements,
-    `rank` int32 `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`. `outer` are the tables of the modules outside
-    the layers, with L = 1, offsets in elements of whole pages, and this `page_table`; None where no adapter has any.
+    `rank` int32 `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`. `outer` holds the tables of the modules
+    outside the layers, with L = 1, offsets in elements of whole pages, and the same `page_table`. It is None if no
+    adapter has such modules.
     """
 
     page_table: torch.Tensor
@@ -50,9 +51,9 @@ class AdapterTables:
 class ModuleGroup:
     """Modules that share one input and therefore one shrink and one expand: q/k/v, o, gate/up, down.
 
-    `modules` index the last axis of the tables; module `i` writes columns
-    `[out_offsets[i], out_offsets[i] + out_features[i])` of the group's output. An embedding is a group of its own,
-    whose input is a token of `in_features` and whose shrink is `lora_gather`.
+    `modules` are indices into the tables' axis M. Module `i` writes columns
+    `[out_offsets[i], out_offsets[i] + out_features[i])` of the group's output. An embedding is a group of its own: its
+    input is one of `in_features` tokens, and its shrink is `lora_gather`.
     """
 
     modules: tuple[int, ...]
@@ -68,14 +69,14 @@ class ModuleGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Rows of a batch that have an adapter, grouped by slot; base rows are not listed.
+    """Rows of a batch that use an adapter, grouped by slot; rows without an adapter are not listed.
 
-    `rows` int32 `[num_lora_rows]` are token rows, `starts` int32 `[num_segments + 1]` index `rows`, and `slots` int32
-    `[num_segments]`: segment `i` is `rows[starts[i]:starts[i + 1]]` and uses adapter slot `slots[i]`. No listed adapter
-    has a rank above `max_rank`, so that planes need be no wider. `max_rows` bounds the rows of a segment; a GPU chooses
-    the size of its tiles by it.
+    `rows` int32 `[num_lora_rows]` are token rows, `starts` int32 `[num_segments + 1]` are indices into `rows`, and
+    `slots` int32 `[num_segments]` are adapter slots. Segment `i` is `rows[starts[i]:starts[i + 1]]` and uses adapter
+    slot `slots[i]`. No listed adapter has a rank above `max_rank`, so planes need not be wider. `max_rows` bounds the
+    rows of a segment; a GPU chooses its tile size by it.
 
-    A captured graph has a fixed number of segments: on a GPU slot -1 is one that is not there.
+    A captured graph has a fixed number of segments: on a GPU, slot -1 marks a padding segment.
     """
 
     rows: torch.Tensor
@@ -91,9 +92,9 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraCall:
-    """What a LoRA kernel computes: `group` of `layer`, for each of `segments`, by its adapter's entries in `tables`.
+    """The work of one LoRA call: `group` in `layer`, for each of `segments`, with its adapter's entries in `tables`.
 
-    For modules outside the layers `layer` is 0 and `tables` are `AdapterTables.outer`.
+    For modules outside the layers, `layer` is 0 and `tables` is `AdapterTables.outer`.
     """
 
     layer: int
@@ -104,18 +105,19 @@ class LoraCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
-    """Where the sequences of a step lie.
+    """The sequences of a step: their query rows, context lengths and pages.
 
-    Sequence `i` has query rows `[cu_q[i], cu_q[i + 1])`; they are the last positions of its context
-    `[0, seq_lens[i])`, whose position `p` is in page `pages[page_starts[i] + p // page_tokens]`. The pages of all
-    sequences are one ragged list, so that a step's metadata is one small copy whatever the longest context is.
+    Sequence `i` has query rows `[cu_q[i], cu_q[i + 1])`, which are the last positions of its context
+    `[0, seq_lens[i])`. Position `p` of the context is in page `pages[page_starts[i] + p // page_tokens]`. The pages of
+    all sequences form one ragged list, so a step's metadata is one small copy, however long the longest context is.
 
     `cu_q` int32 `[num_sequences + 1]`, `seq_lens` int32 `[num_sequences]`, `pages` int32 `[num_listed]`, `page_starts`
-    int32 `[num_sequences]`, and `kv_slots` int64 `[num_tokens]` is `page * page_tokens + position % page_tokens` of
-    each row. `max_q` is a bound on the query rows of any sequence, known to the host; 1 promises pure decode.
+    int32 `[num_sequences]`, and `kv_slots` int64 `[num_tokens]`, which is
+    `page * page_tokens + position % page_tokens` of each row. `max_q` bounds the query rows of any sequence and is
+    known on the host; 1 guarantees pure decode.
 
-    A captured graph has fixed numbers of sequences and rows: on a GPU a sequence without query rows is one that is not
-    there, and a row of no sequence has a negative `kv_slots`.
+    A captured graph has fixed numbers of sequences and rows. On a GPU, a padding sequence has no query rows, and a
+    padding row, which belongs to no sequence, has a negative `kv_slots`.
     """
 
     cu_q: torch.Tensor
@@ -128,9 +130,9 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a layer's attention computes: `softmax(soft_cap(q kᵀ * scale) + causal or windowed mask) v`.
+    """The attention of one layer: `softmax(soft_cap(q kᵀ * scale) + causal or windowed mask) v`.
 
-    `sliding_window` counts keys visible to a query, itself included; None is the whole context.
+    `sliding_window` is the number of keys visible to a query, including its own; None means the whole context.
     """
 
     num_heads: int

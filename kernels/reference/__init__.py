@@ -1,1 +1,1 @@
-"""Every kernel in plain PyTorch: the specification, and the oracle of the tests."""
+"""Every kernel in plain PyTorch: the specification and the test oracle."""

@@ -12,7 +12,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`residual += x` in place, then `rms_norm` of that sum; `x` and `residual` float32 `[T, n]`."""
+    """`residual += x` in place, then `rms_norm` of the sum; `x` and `residual` float32 `[T, n]`."""
     residual += x
     return rms_norm(residual, weight, eps)
 
@@ -31,12 +31,12 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gate * sigmoid(gate) * up` `[T, n]` of float32 `gate_up` `[T, 2 * n]`: gate, then up."""
+    """`gate * sigmoid(gate) * up` `[T, n]` from float32 `gate_up` `[T, 2 * n]`, which holds gate, then up."""
     gate, up = gate_up.chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gelu(gate) * up` `[T, n]` of float32 `gate_up` `[T, 2 * n]`: gate, then up; gelu in its tanh form."""
+    """`gelu(gate) * up` `[T, n]` from float32 `gate_up` `[T, 2 * n]`, gate then up; gelu in its tanh form."""
     gate, up = gate_up.chunk(2, -1)
     return functional.gelu(gate, approximate="tanh") * up

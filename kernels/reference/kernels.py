@@ -1,4 +1,4 @@
-"""The specification behind the interface of `dispatch.py`: every kernel in plain PyTorch."""
+"""The specification as an implementation of the interface in `dispatch.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec
 
 
 class ReferenceKernels(ReferenceLora):
-    """The kernels over one page pool, written for reading; each method is specified by the function that it calls."""
+    """The kernels over one page pool, written for clarity; each method is specified by the function that it calls."""
 
     @property
     def outer(self) -> ReferenceLora:
@@ -43,7 +43,7 @@ class ReferenceKernels(ReferenceLora):
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        """`rotary`, then `kv_write`: a device may do both at once."""
+        """`rotary`, then `kv_write`; a device may fuse the two."""
         self.rotary(q, k, cos, sin)
         self.kv_write(k, v, layer, batch)
 

@@ -11,7 +11,7 @@ from loramux.kernels.tables import LoraCall, PoolViews, Segments
 class ReferenceLora:
     """The specification of `LoraKernels` over one page pool.
 
-    `T` is the number of rows (tokens) of the batch, `E` the adapter elements of a page in one layer.
+    `T` is the number of rows (tokens) of the batch, `E` the number of adapter elements of a page in one layer.
     """
 
     segment_rows = 1 << 30
@@ -20,7 +20,7 @@ class ReferenceLora:
         self._pool = pool
 
     def adapter_matrix(self, call: LoraCall, slot: int, i: int, half: int) -> torch.Tensor:
-        """Read A `[rank, in_features]` or B transposed `[rank, out_features]` out of the pages, as float32.
+        """Read A `[rank, in_features]` or B transposed `[rank, out_features]` from the pages, as float32.
 
         Element `e` of the stream is `pool[page_table[slot, e // E], layer, e % E]`; row `r` starts at
         `off[slot, layer, module, half] + r * padded_len`. An embedding's A is read as it is stored,
@@ -39,14 +39,14 @@ class ReferenceLora:
         return self._pool.adapter[page, layer, element % page_elements].float()
 
     def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
-        """float32 `[num_tokens, len(group.modules), segments.max_rank]`; its content means nothing."""
+        """float32 `[num_tokens, len(group.modules), segments.max_rank]`, uninitialised."""
         return torch.empty(num_tokens, len(call.group.modules), call.segments.max_rank)
 
     def lora_shrink(self, x: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ` for each row `t` of each segment.
 
         `x` float32 `[T, in_features]`; `planes` float32 `[T, len(group.modules), max_rank]`. Rows without an adapter
-        and entries from `rank` on are left as they are.
+        and entries from `rank` on are left unchanged.
         """
         for rows, slot in _slots_of(call.segments):
             for i in range(len(call.group.modules)):
@@ -56,8 +56,8 @@ class ReferenceLora:
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, modules[i]]ᵀ` for each row of each segment.
 
-        `y` float32 `[T, group.total_out]`. Rows without an adapter are left bit for bit as they are, and so are the
-        columns of a module whose rank is 0.
+        `y` float32 `[T, group.total_out]`. Rows without an adapter and columns of a module whose rank is 0 keep
+        their exact bits.
         """
         group = call.group
         for rows, slot in _slots_of(call.segments):

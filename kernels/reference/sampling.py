@@ -1,4 +1,4 @@
-"""Choosing each row's next token in plain PyTorch: the specification of `gpu/sampling.py` and its tests' oracle."""
+"""Sampling each row's next token in plain PyTorch: the specification of `gpu/sampling.py` and its test oracle."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import torch
 def kept_weights(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """The weights from which each row draws, float64 `[S, V]`; 0 for a token that the row's settings leave out.
+    """The weights that each row samples from, float64 `[S, V]`; 0 for tokens that the row's settings exclude.
 
-    With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, a token is kept if fewer than
-    `top_k` tokens (0: off), with less than the share `top_p` of the sum of all weights, are nearer to the largest than
-    it is, and if `weight >= min_p`. The likeliest tokens are always kept, and of equal ones all are or none is.
+    With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, a token is kept if
+    `weight >= min_p`, fewer than `top_k` tokens (0: off) have a smaller `d`, and those tokens together have less than
+    the share `top_p` of the total weight. The likeliest tokens are always kept, and equally likely tokens are kept or
+    excluded together.
 
-    The shapes and dtypes are those of `sample_tokens`, the logits finite and every temperature above 0.
+    Shapes and dtypes are those of `sample_tokens`. Logits are finite, and every temperature is above 0.
     """
     rows = logits.float()
     distance = rows.amax(1, keepdim=True) - rows
     weights = torch.exp(-distance.double() / temperature.double()[:, None])
     ordered, order = distance.sort(dim=1, stable=True)
-    # How many tokens are strictly nearer: where the first of the equal ones stands.
+    # How many tokens are strictly nearer to the largest: the index of the first equal distance.
     num_nearer = torch.searchsorted(ordered, ordered)
     running = weights.gather(1, order).cumsum(1)
     mass_nearer = torch.where(num_nearer > 0, running.gather(1, (num_nearer - 1).clamp(min=0)), 0.0)
@@ -40,10 +41,11 @@ def reference_sample_tokens(
     uniform: torch.Tensor,
     out_tokens: torch.Tensor,
 ) -> None:
-    """Write each row's token to `out_tokens`, or -1 where any of the row's logits is not finite.
+    """Write each row's token to `out_tokens`, or -1 if any of the row's logits is not finite.
 
-    At temperature 0 the first index of the largest logit; otherwise the first at which the running sum of
-    `kept_weights` passes `uniform` times their sum. The arguments are those of `sample_tokens`, the sums float64.
+    At temperature 0 the token is the first index of the largest logit. Otherwise it is the first index at which the
+    running sum of `kept_weights` exceeds `uniform` times their sum. The arguments are those of `sample_tokens`; sums
+    are float64.
     """
     rows = logits.float()
     out_tokens.copy_(torch.where(torch.isfinite(rows).all(1), rows.argmax(1), -1))
