@@ -13,21 +13,21 @@ from loramux.kernels.cpu.low_rank import low_rank
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
-"""Rows of a segment: a chunk of so many rows stays in the second-level cache while an adapter piece passes over it."""
+"""Most rows in a segment: their activations stay in the L2 cache while they are multiplied by an adapter's weights."""
 
 NOWHERE = (0, 0)
-"""Address and row stride of rows that no kernel touches."""
+"""Address and row stride passed for rows that no kernel accesses."""
 
 MAX_VIEWS = 64
-"""Shapes of planes that are kept: those of a step come again in each layer, and mostly in the next step."""
+"""Most plane shapes cached: a step's shapes recur in each layer, and mostly in the next step."""
 
 
 class CpuLora:
     """Shrink, gather and expand over one page pool in host memory.
 
-    What is derived from tables and segments is kept for as long as the same object comes again, which is all layers of
-    a step. Arrays share memory with the tensors, so tables may be rewritten between steps; which groups the segments'
-    adapters change is remembered with the segments, which are new objects each step, and are not padded.
+    Values derived from tables and segments are cached as long as the same objects are passed, which is for all layers
+    of a step. Arrays share memory with the tensors, so tables may be rewritten between steps. Which groups the
+    segments' adapters change is cached per `Segments` object. Segments are new objects each step, and are not padded.
     """
 
     segment_rows = SEGMENT_ROWS
@@ -42,7 +42,7 @@ class CpuLora:
         self._planes: dict[tuple[int, int, int], torch.Tensor] = {}
         self._tables: AdapterTables | None = None
         self._segments: Segments | None = None
-        # By `ModuleGroup.modules`.
+        # Keyed by `ModuleGroup.modules`.
         self._adapted: dict[tuple[int, ...], bool] = {}
 
     def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ class CpuLora:
         planes = self._planes.get(shape)
         if planes is None:
             size = shape[0] * shape[1] * shape[2]
-            # Fresh memory would cost a page fault each 4 KiB, in every linear of every layer.
+            # Fresh memory would cost a page fault per 4 KiB, in every linear of every layer.
             if self._scratch.shape[0] < size:
                 self._scratch = torch.empty(size)
                 self._planes.clear()
@@ -79,7 +79,7 @@ class CpuLora:
             )  # fmt: skip
 
     def _run(self, x: torch.Tensor | None, planes: torch.Tensor, y: torch.Tensor | None, call: LoraCall) -> None:
-        """Shrink where there is an `x`, then expand where there is a `y`."""
+        """Shrink if `x` is given, then expand if `y` is given."""
         self._read(call)
         if self._slots.shape[0]:
             low_rank(

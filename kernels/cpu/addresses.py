@@ -1,4 +1,4 @@
-"""Where the rows of an adapter lie in the pages, as the CPU's LoRA kernels read them."""
+"""Where the rows of an adapter are stored in the pages, for the CPU's LoRA kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from loramux.kernels.layout import PageGeometry, row_layout
 from loramux.kernels.tables import ModuleGroup
 
 MODULE, IN, A_PADDED, OUT, COLUMN, B_PADDED, B_CHUNK = range(7)
-"""Columns of a plan: index of the module in the tables, row length and padded length of A, the row length of B and its
-first output column, padded length and chunk."""
+"""Columns of a plan: the module's index in the tables; row length and padded length of A; row length, first output
+column, padded length and chunk length of B."""
 
 
 def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int64]:
-    """What the kernels need to know of a group: int64 `[len(group.modules), 7]`."""
+    """The modules of a group as the kernels read them, int64 `[len(group.modules), 7]`."""
     page_elements = geometry.adapter_elements
     a = row_layout(group.in_features, page_elements)
     plan = []
@@ -29,6 +29,6 @@ def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int
 
 @helper
 def place(pool: Any, layer: int, pages: Any, e: int) -> int:
-    """The index in the flat pool `[P, L, E]` of element `e` of the stream that lies in `pages`."""
+    """The index in the flat pool `[P, L, E]` of element `e` of the stream stored in `pages`."""
     page_elements = np.int64(pool.shape[2])
     return (np.int64(pages[e // page_elements]) * pool.shape[1] + layer) * page_elements + e % page_elements

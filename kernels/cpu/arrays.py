@@ -1,4 +1,4 @@
-"""Tensors as numba takes them: arrays that share their memory, or addresses and strides."""
+"""Tensors in the forms that numba takes: arrays that share their memory, or addresses and strides."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def array(tensor: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any]:
-    """The memory of a tensor as numba reads it, bfloat16 as its bits.
+    """The memory of a tensor as a numpy array, with bfloat16 as uint16 bits.
 
-    Another dtype or layout would compile a kernel again, in the middle of a step.
+    Any other dtype or layout would recompile a kernel in the middle of a step.
     """
     assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
     assert tensor.is_contiguous()

@@ -1,4 +1,4 @@
-"""LoRA's expand on the CPU: the rows of B, weighted with the planes and added to the outputs, read from the pages."""
+"""LoRA's expand on the CPU: rows of B, read straight from the pages, weighted by planes and added to the outputs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from loramux.kernels.cpu.vectors import PANEL, floats_at, widen
 from loramux.kernels.layout import MAX_CHUNK
 
 RANK_BLOCK = 64
-"""Ranks whose parts of an output are summed before they are added to it."""
+"""Ranks whose contributions to an output are summed before they are added to it."""
 
 
 class _ExpandVisit(NamedTuple):
-    """Columns of up to RANK_BLOCK ranks, read once for a segment's rows: int64, two of them addresses; a float32."""
+    """Columns of up to RANK_BLOCK ranks, read once for all rows of a segment.
+
+    All fields are int64 except the float32 `factor`; `planes` and `y` are addresses.
+    """
 
     segment: Any
     planes: Any
@@ -32,10 +35,10 @@ class _ExpandVisit(NamedTuple):
 def _expand_row(
     v: int, y: int, pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, sums: Any
 ) -> None:  # fmt: skip
-    """Add `num_ranks` ranks' parts to `length` columns of one row, `length` a multiple of 16.
+    """Add the contributions of `num_ranks` ranks to `length` columns of one row; `length` is a multiple of 16.
 
-    `sums` is room for them: a rank's row is read from end to end, as memory likes it. Each sum has the order that
-    `add_ranks` gives it. `ahead` are the ranks that come next.
+    `sums` is scratch for them, which lets each rank's row be read sequentially. Sums are taken in the same order as in
+    `add_ranks`. `ahead` holds the places of the ranks that come next.
     """
     for e in range(length):
         sums[e] = np.float32(0)
@@ -64,7 +67,7 @@ def _expand_segment(
     planes: int, plane_step: int, y: int, y_step: int, rows: Any, begin: int, end: int,
     pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, sums: Any,
 ) -> None:  # fmt: skip
-    """Add `num_ranks` ranks' parts to `length` columns of all rows of a segment."""
+    """Add the contributions of `num_ranks` ranks to `length` columns of all rows of a segment."""
     whole = length - length % PANEL
     j = begin
     while j < end:
@@ -98,7 +101,7 @@ def _expand_visit(
     visit: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
     starts: Any, sums: Any,
 ) -> None:  # fmt: skip
-    """`ahead` is where the next visit begins."""
+    """Process one visit; `ahead` holds the pool indices where the next visit begins."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     _expand_segment(
         visit.planes, 4 * row_stride, visit.y, 4 * y_stride, rows, begin, end,
@@ -108,13 +111,13 @@ def _expand_visit(
 
 @helper
 def _expand_tasks(slot_rank: int, num_rows: int, out_features: int, chunk_len: int) -> Any:
-    """Number and cost of a segment's tasks in one module: one for each chunk of columns."""
+    """Number and cost of a segment's tasks in one module: one task per chunk of columns."""
     return (out_features + chunk_len - 1) // chunk_len, chunk_len * slot_rank * (num_rows + READ_COST)
 
 
 @helper
 def expand_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
-    """What all tasks of these segments cost, in multiplications."""
+    """Total cost of these segments' tasks, in multiplications."""
     work = 0
     for s in range(slots.shape[0]):
         for i in range(plan.shape[0]):
@@ -144,10 +147,10 @@ def expand_share(
     starts: Any,
     slots: Any,
 ) -> None:
-    """The tasks that begin in `[low, high)` of `expand_work`; the arguments are those of `low_rank.low_rank`."""
+    """Run the tasks that begin in `[low, high)` of `expand_work`; other arguments are those of `low_rank.low_rank`."""
     flat_pool = pool.reshape(-1)
     sums = np.empty(MAX_CHUNK, np.float32)
-    # A visit runs once the next one is known, so that it can fetch it.
+    # A visit runs once the next one is known, so that it can prefetch the next one's data.
     places, following = np.empty(RANK_BLOCK, np.int64), np.empty(RANK_BLOCK, np.int64)
     zero: Any = np.int64(0)
     visit, is_known = _ExpandVisit(zero, zero, zero, zero, np.float32(0), zero), False

@@ -1,6 +1,6 @@
-"""Norm, rotary embedding and gate on the CPU, each one pass over its rows.
+"""Norms, rotary embedding and gates on the CPU, each in one pass over its rows.
 
-Activations are float32 by address and row stride.
+Activations are float32, passed by address and row stride.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _add_norm_row(
     x, residual = floats_at(x_address), floats_at(residual_address)
     for i in range(size):
         residual[i] += x[i]
-    # The row is still in the cache; a loop of its own keeps the bits of `rms_norm`.
+    # The row is still in the cache, and a separate loop gives the same bits as `rms_norm`.
     _norm_row(residual_address, out_address, weight_address, size, eps)
 
 
@@ -64,7 +64,7 @@ def add_rms_norm(
     size: int,
     eps: Any,
 ) -> None:
-    """`residual[t] += x[t]`, then `out[t]` is `rms_norm` of that sum; `out` is contiguous `[num_rows, size]`."""
+    """`residual[t] += x[t]`, then `out[t]` is `rms_norm` of the sum; `out` is contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
             x, residual = x_address + 4 * t * x_stride, residual_address + 4 * t * residual_stride

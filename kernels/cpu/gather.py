@@ -1,4 +1,4 @@
-"""The rows of embedding adapters on the CPU, one for each token, read straight from the pages."""
+"""LoRA's gather on the CPU: one row of an embedding's A for each token, read straight from the pages."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def gather(
 ) -> None:
     """`planes[t, 0, :rank] = A[slot, module][:, tokens[t]]`; see `ReferenceKernels.lora_gather`.
 
-    `tokens` int32 `[T]`; `planes` are float32 by address and row stride in elements; `pool` is `[P, L, E]`, float32 or
-    the bits of bfloat16 as uint16; tables and segments have the dtypes of `tables.py`.
+    `tokens` is int32 `[T]`. `planes` is float32, passed by address and row stride in elements. `pool` is `[P, L, E]`,
+    float32 or bfloat16 bits as uint16. Tables and segments have the dtypes given in `tables.py`.
     """
     for s in prange(slots.shape[0]):
         planes, flat_pool = floats_at(planes_address), pool.reshape(-1)

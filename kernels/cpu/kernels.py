@@ -1,4 +1,4 @@
-"""The CPU's kernels over one page pool, compiled by numba."""
+"""The CPU kernels over one page pool, compiled by numba."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_WINDOW = 1 << 40
 class CpuKernels(CpuLora):
     """The kernels over one page pool in host memory.
 
-    What is derived from a batch is kept for as long as the same object comes again, which is all layers of a step. A
+    Values derived from a batch are cached as long as the same object is passed, which is for all layers of a step. A
     batch is a new object each step, and is not padded.
     """
 
@@ -27,12 +27,12 @@ class CpuKernels(CpuLora):
         super().__init__(pool)
         if pool.geometry.page_tokens != cpu_kv.PAGE_TOKENS:
             raise ValueError(
-                f"pages hold {pool.geometry.page_tokens} tokens; the CPU's kernels take {cpu_kv.PAGE_TOKENS}"
+                f"pages hold {pool.geometry.page_tokens} tokens; the CPU kernels support {cpu_kv.PAGE_TOKENS}"
             )
         if pool.geometry.head_dim % LANES:
-            raise ValueError(f"head_dim is {pool.geometry.head_dim}; the CPU's kernels take multiples of {LANES}")
+            raise ValueError(f"head_dim is {pool.geometry.head_dim}; the CPU kernels support multiples of {LANES}")
         if pool.kv.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the pool holds {pool.kv.dtype}; the CPU's kernels take float32 and bfloat16")
+            raise ValueError(f"the pool holds {pool.kv.dtype}; the CPU kernels support float32 and bfloat16")
         self.outer = CpuLora(pool.flat)
         self._kv = array(pool.kv, pool.kv.dtype)  # [P, L, kv elements]
         self._batch: AttentionBatch | None = None

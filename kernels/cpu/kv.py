@@ -1,7 +1,7 @@
-"""Pages of K and V on the CPU, and how the rows of a step are stored in them.
+"""Pages of K and V on the CPU, and storing a step's rows in them.
 
 A page of one layer holds K `[num_kv_heads, head_dim, page_tokens]`, then V `[num_kv_heads, page_tokens, head_dim]`.
-Activations are float32 by address and row stride; the pool is `[P, L, elements]`, float32 or the bits of bfloat16 as
+Activations are float32, passed by address and row stride. The pool is `[P, L, elements]`, float32 or bfloat16 bits as
 uint16.
 """
 
@@ -16,7 +16,7 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import floats_at, narrow
 
 PAGE_TOKENS = 16
-"""Tokens of a page: the scores of one head and one page are sixteen lanes."""
+"""Tokens in a page: the scores of one head over one page fill sixteen lanes."""
 
 SERIAL_WORK = 200_000
 """Elements copied below which waking the other threads costs more than it saves."""
@@ -24,7 +24,7 @@ SERIAL_WORK = 200_000
 
 @helper
 def page_start(pool: Any, page: int, layer: int) -> int:
-    """The index of a page's first element of a layer in the flat pool."""
+    """The index in the flat pool of a page's first element in a layer."""
     return (np.int64(page) * pool.shape[1] + layer) * pool.shape[2]
 
 

@@ -1,8 +1,8 @@
 """A linear layer whose weight is laid out for the CPU.
 
-A bfloat16 weight is multiplied by `amx.py` where the CPU has AMX and Linux lets the process use it, by `avx512_bf16.py`
-where it has AVX512_BF16, and by oneDNN on an ARM CPU that multiplies bfloat16. Elsewhere this file multiplies it in the
-float32 of AVX2 or AVX-512, which reads two bytes per weight of bfloat16.
+A bfloat16 weight is multiplied by `amx.py` if the CPU has AMX and Linux lets the process use it, by `avx512_bf16.py` if
+the CPU has AVX512_BF16, and by oneDNN on an ARM CPU with bfloat16 instructions. Otherwise this file multiplies it in
+float32 with AVX2 or AVX-512, still reading only two bytes per weight.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from loramux.kernels.cpu.compiled import cpu_features, helper, kernel
 from loramux.kernels.cpu.vectors import PANEL
 
 BLOCK_INPUTS = 256
-"""Inputs of a panel that all rows are multiplied with while they are in the first cache: 8 KiB of bfloat16."""
+"""Inputs in a block of a panel, which stays in the L1 cache while all rows are multiplied by it: 8 KiB of bfloat16."""
 
 SERIAL_WORK = 200_000
 """Multiplications below which waking the other threads costs more than it saves."""
 
 ROWS_HINT = 16
-"""The number of rows that oneDNN chooses its layout for: a full decode batch, the most frequent step."""
+"""Number of rows that oneDNN chooses its layout for: a full decode batch, the most frequent step."""
 
 
 class PackedLinear:
-    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`, a view with contiguous rows; `y` is such a view too.
+    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`; rows of `x` and `y` are contiguous, at any stride.
 
-    The weight `[out_features, in_features]` is kept once, laid out for what this CPU multiplies. Where it is bfloat16
-    and the CPU multiplies that, `x` is rounded to it. The bits of a row do not depend on the other rows, but where
-    oneDNN multiplies, which promises nothing of the kind.
+    One copy of the weight `[out_features, in_features]` is kept, laid out for this CPU. If the weight is bfloat16 and
+    the CPU multiplies bfloat16, `x` is rounded to it. A row's bits do not depend on the other rows, except with oneDNN,
+    which does not guarantee this.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -59,9 +59,9 @@ class Product(Protocol):
 
 
 def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | None], Product]:
-    """The fastest way in which this CPU multiplies weights of `dtype`.
+    """The fastest product for weights of `dtype` on this CPU.
 
-    oneDNN is left to CPUs of ARM: on those of x86 it is slower, or only imitates bfloat16.
+    oneDNN is used only on ARM. On x86 it is slower, or only emulates bfloat16.
     """
     if dtype == torch.bfloat16:
         if has_amx():
@@ -75,7 +75,7 @@ def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | Non
 
 
 class OneDnnProduct:
-    """A weight in oneDNN's blocked bfloat16, which rounds `y` to it as well."""
+    """A weight in oneDNN's blocked bfloat16 layout; `y` is rounded to bfloat16 as well."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
@@ -87,7 +87,7 @@ class OneDnnProduct:
 
 
 class FloatPanels:
-    """A weight in panels of 16 outputs, bfloat16 as it is and every other dtype as float32; sums are float32."""
+    """A weight in panels of 16 outputs, stored as bfloat16 if it is bfloat16, else as float32; sums are float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, self._in_features = weight.shape
@@ -100,12 +100,12 @@ class FloatPanels:
         y = torch.empty(num_rows, width)
         bias = 0 if self._bias is None else self._bias.data_ptr()
         multiply_panels(*rows_of(x), num_rows, self._in_features, self._panels, bias, y.data_ptr(), width)
-        # The last panel may be wider than what is left of the outputs.
+        # The last panel may extend past the last output.
         return y if width == self._out_features else y[:, : self._out_features]
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:
-    """`[panels, in_features, 16]`, flat; outputs that fill the last panel up are 0."""
+    """`[panels, in_features, 16]`, flattened; the last panel is padded with 0."""
     dtype = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32
     out_features, in_features = weight.shape
     num_panels = -(-out_features // PANEL)
@@ -121,7 +121,7 @@ def _panels(weight: torch.Tensor) -> torch.Tensor:
 def _multiply_panel(
     panel: int, x: int, x_step: int, num_rows: int, in_features: int, panels: Any, bias: int, y: int, y_step: int
 ) -> None:
-    """The 16 outputs of one panel, of all rows."""
+    """Compute the 16 outputs of one panel for all rows."""
     y_panel = y + 4 * PANEL * panel
     begin_outputs(y_panel, y_step, num_rows, PANEL, 0 if bias == 0 else bias + 4 * PANEL * panel)
     for k in range(0, in_features, BLOCK_INPUTS):
@@ -141,9 +141,9 @@ def multiply_panels(
     y: int,
     y_width: int,
 ) -> None:
-    """`y[t] = x[t] @ weightᵀ + bias`, of addresses; a `bias` of 0 is none.
+    """`y[t] = x[t] @ weightᵀ + bias`; `x`, `bias` and `y` are addresses, and a `bias` of 0 means none.
 
-    `x` has rows `x_stride` elements apart, `y` is contiguous `[num_rows, y_width]`, of whole panels.
+    Rows of `x` are `x_stride` elements apart. `y` is contiguous `[num_rows, y_width]` and holds whole panels.
     """
     num_panels = y_width // PANEL
     x_step, y_step = 4 * x_stride, 4 * y_width

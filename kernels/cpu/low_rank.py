@@ -1,7 +1,7 @@
-"""LoRA on the CPU in one call: shrink, expand, or the one and then the other.
+"""LoRA on the CPU in one call: shrink, expand, or both.
 
-Python and waking the threads cost a call some 20 µs, as much as reading half a megabyte, so that what decoding adds to
-a linear comes in one call, and in one go of the threads where each can take whole segments.
+Python and waking the threads cost some 20 µs per call, as much as reading half a megabyte. Decode therefore adds LoRA
+to a linear in one call, and in one parallel region if each thread can take whole segments.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SERIAL_WORK = 400_000
 """Multiplications below which waking the other threads costs more than it saves."""
 
 MAX_EXCESS = 1 / 32
-"""So much more than its share a thread may do before it is better to wait for each other between shrink and expand."""
+"""Most work beyond its share, as a fraction, for a thread before a barrier between shrink and expand is faster."""
 
 
 @helper
 def _segment_work(shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> Any:
-    """The multiplications of all segments before each, int64 `[num_segments + 1]`."""
+    """The total multiplications of all segments before each one, int64 `[num_segments + 1]`."""
     work = np.zeros(slots.shape[0] + 1, np.int64)
     for s in range(slots.shape[0]):
         own_starts, own_slots = starts[s : s + 2], slots[s : s + 1]
@@ -38,7 +38,10 @@ def _segment_work(shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any
 
 @helper
 def _whole_segments(work: Any, num_parts: int) -> Any:
-    """The first segment of each of `num_parts` shares, int64 `[num_parts + 1]`: a segment goes where its middle is."""
+    """The first segment of each of `num_parts` shares, int64 `[num_parts + 1]`.
+
+    A segment belongs to the share that contains its midpoint.
+    """
     firsts = np.full(num_parts + 1, work.shape[0] - 1, np.int64)
     s = 0
     for part in range(num_parts):
@@ -65,7 +68,7 @@ def _run_segments(
     y_stride: int, pool: Any, layer: int, plan: Any, page_table: Any, off: Any, rank: Any, scale: Any, rows: Any,
     starts: Any, slots: Any,
 ) -> None:  # fmt: skip
-    """All that there is to do for the segments `[first, last)`."""
+    """Do all work of segments `[first, last)`."""
     own_starts, own_slots = starts[first : last + 1], slots[first:last]
     if shrinks:
         shrink_share(
@@ -106,10 +109,10 @@ def low_rank(
 ) -> None:
     """`planes[t, i, :rank] = x[t] @ A[slot, module i]ᵀ`, then `y[t, columns of i] += scale * planes[t, i, :rank] @ Bᵀ`.
 
-    Without `shrinks` the first is left out, without `expands` the second; see `ReferenceKernels`. The work is cut into
-    `num_threads` shares. `x`, `planes` and `y` are float32 by address and strides in elements; `pool` is `[P, L, E]`,
-    float32 or the bits of bfloat16 as uint16; `plan` is `group_plan`'s; tables and segments have the dtypes of
-    `tables.py`.
+    The first is computed only if `shrinks`, the second only if `expands`; see `ReferenceKernels`. The work is divided
+    into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements. `pool` is
+    `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from `group_plan`. Tables and segments have the dtypes
+    given in `tables.py`.
     """
     work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots)
     firsts = _whole_segments(work, num_threads)

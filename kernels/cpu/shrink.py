@@ -1,4 +1,4 @@
-"""LoRA's shrink on the CPU: the activations' products with the rows of A, read straight from the pages."""
+"""LoRA's shrink on the CPU: products of the activations with the rows of A, read straight from the pages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.cpu.vectors import LANES, floats_at, widen
 
 MAX_RUN = 2048
-"""Elements of a rank that are read at once: four such runs stay in the first cache while the rows of a segment pass."""
+"""Most elements in a run of a rank: four runs stay in the L1 cache while a segment's rows are multiplied by them."""
 
 
 class _ShrinkVisit(NamedTuple):
-    """A run of one rank, or of RANKS, read once for a segment's rows: int64, of which two are addresses, and a flag."""
+    """A run of one rank, or of RANKS, read once for all rows of a segment.
+
+    All fields are int64 except the flag `is_first`; `x` and `planes` are addresses.
+    """
 
     segment: Any
     x: Any
@@ -29,10 +32,10 @@ class _ShrinkVisit(NamedTuple):
 
 @helper
 def _places_and_length(pool: Any, layer: int, pages: Any, e: int, step: int, count: int) -> Any:
-    """Where `count` rows of the stream that lies in `pages` go on, and how many elements they may be read at once.
+    """Pool indices at which `count` rows of the stream in `pages` continue, and how many elements each run may have.
 
-    The first goes on with element `e`, the others lie `step` apart; `count` is RANKS, or 1, whose place is then given
-    RANKS times.
+    The first row continues at element `e`, and the rows are `step` elements apart. `count` is RANKS or 1; for 1, its
+    index is returned RANKS times.
     """
     page_elements = np.int64(pool.shape[2])
     length: Any = min(MAX_RUN, page_elements - e % page_elements)
@@ -48,7 +51,7 @@ def _places_and_length(pool: Any, layer: int, pages: Any, e: int, step: int, cou
 
 @exact
 def _shrink_rows(x: Any, planes: Any, pool: Any, a: Any, ahead: Any, length: int, is_first: bool) -> None:
-    """`planes[r][c] = x[r] · pool[a[c] : a[c] + length]`, added to what is there unless it `is_first`."""
+    """`planes[r][c] = x[r] · pool[a[c] : a[c] + length]`, added to the old value unless `is_first`."""
     whole = length - length % LANES
     found = dots(x, pool, a, ahead, whole)
     for r in range(len(x)):
@@ -65,7 +68,7 @@ def _shrink_segment(
     x: int, x_step: int, planes: int, plane_step: int, rows: Any, begin: int, end: int,
     pool: Any, a: Any, ahead: Any, length: int, is_first: bool,
 ) -> None:  # fmt: skip
-    """All rows of a segment times the same pieces of A's rows."""
+    """Multiply all rows of a segment by the same runs of A's rows."""
     j = begin
     while j < end:
         if IS_WIDE and end - j >= 6:
@@ -86,7 +89,7 @@ def _shrink_segment(
 def _shrink_visit(
     visit: Any, a: Any, ahead: Any, x_step: int, plane_step: int, pool: Any, rows: Any, starts: Any
 ) -> None:  # fmt: skip
-    """`ahead` is where the next visit begins."""
+    """Process one visit; `ahead` holds the pool indices where the next visit begins."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     if visit.num_ranks == RANKS:
         _shrink_segment(
@@ -101,13 +104,13 @@ def _shrink_visit(
 
 @helper
 def _shrink_tasks(slot_rank: int, num_rows: int, in_features: int) -> Any:
-    """Number and cost of a segment's tasks in one module: one for each 4 ranks."""
+    """Number and cost of a segment's tasks in one module: one task per 4 ranks."""
     return (slot_rank + RANKS - 1) // RANKS, RANKS * in_features * (num_rows + READ_COST)
 
 
 @helper
 def shrink_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
-    """What all tasks of these segments cost, in multiplications."""
+    """Total cost of these segments' tasks, in multiplications."""
     work = 0
     for s in range(slots.shape[0]):
         for i in range(plan.shape[0]):
@@ -136,9 +139,9 @@ def shrink_share(
     starts: Any,
     slots: Any,
 ) -> None:
-    """The tasks that begin in `[low, high)` of `shrink_work`; the arguments are those of `low_rank.low_rank`."""
+    """Run the tasks that begin in `[low, high)` of `shrink_work`; other arguments are those of `low_rank.low_rank`."""
     flat_pool = pool.reshape(-1)
-    # A visit runs once the next one is known, so that it can fetch it.
+    # A visit runs once the next one is known, so that it can prefetch the next one's data.
     zero: Any = np.int64(0)
     visit, at, is_known = _ShrinkVisit(zero, zero, zero, zero, zero, False), (zero, zero, zero, zero), False
     cursor = 0

@@ -1,10 +1,10 @@
-"""How the CPU's LoRA kernels cut their work.
+"""How the CPU's LoRA kernels divide their work.
 
-`shrink.py` and `expand.py` read adapters straight from the pages. Work is cut into tasks whose costs are
-counted over segments and modules, and each thread takes one contiguous share of the total, so ragged ranks and segments
-stay balanced; `low_rank.py` has threads take whole segments instead where these are nearly alike. A task reads a
-piece of adapter rows once for all rows of its segment. With one row a segment, which is what decoding is, memory sets
-the pace: what a thread reads next is fetched while it computes, across ranks, modules and adapters.
+`shrink.py` and `expand.py` read adapters straight from the pages. Work is divided into tasks whose costs are added up
+over segments and modules, and each thread takes one contiguous share of the total, so ragged ranks and segments stay
+balanced. If whole segments divide nearly evenly, `low_rank.py` gives threads whole segments instead. A task reads its
+part of an adapter once for all rows of its segment. In decode, a segment usually has one row and memory is the
+bottleneck, so each thread prefetches what it reads next while it computes, across ranks, modules and adapters.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from loramux.kernels.cpu.compiled import helper
 from loramux.kernels.cpu.vectors import PANEL, WIDTH
 
 IS_WIDE = WIDTH == PANEL
-"""Whether there are registers for twice as many sums: AVX-512 has 32 of 16 lanes, AVX2 has 16 of 8."""
+"""Whether there are registers for twice as many sums: AVX-512 has 32 registers of 16 lanes, AVX2 16 of 8."""
 
 RANKS = 4
-"""Ranks that one pass over the activations serves."""
+"""Ranks computed in one pass over the activations."""
 
 READ_COST = 3
-"""What fetching and widening a piece of adapter costs, in rows multiplied with it."""
+"""Cost of fetching and widening adapter weights, in rows multiplied by them."""
 
 
 @helper
 def share_of(cursor: int, cost: int, count: int, low: int, high: int) -> Any:
-    """Which of `count` tasks of `cost` each, laid out from `cursor` on, begin in `[low, high)`: `[first, last)`."""
+    """The range `[first, last)` of `count` tasks, of `cost` each from `cursor` on, that begin in `[low, high)`."""
     first = min(count, max(0, (low - cursor + cost - 1) // cost))
     last = min(count, max(0, (high - cursor + cost - 1) // cost))
     return first, last
