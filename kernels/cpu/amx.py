@@ -1,8 +1,8 @@
-"""Products of bfloat16 with AMX: sixteen rows by sixteen outputs, thirty-two inputs in one instruction.
+"""bfloat16 products with AMX: sixteen rows by sixteen outputs by thirty-two inputs in one instruction.
 
-The weight lies in the panels of `avx512_bf16`, whose 32 outputs are two tiles side by side. The sums of up to 32 rows
-and the outputs of a panel stay in four tiles while the inputs pass (Intel, "Architecture Instruction Set Extensions
-Programming Reference", on AMX). The order of a sum does not depend on how many rows there are.
+The weight is laid out in the panels of `avx512_bf16`, whose 32 outputs are two tiles side by side. The sums of up to 32
+rows and the outputs of a panel stay in four tiles during the loop over the inputs (Intel, "Architecture Instruction Set
+Extensions Programming Reference", on AMX). The order of a sum does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from loramux.kernels.cpu.compiled import cpu_features, helper, intrinsic, kernel
 from loramux.kernels.cpu.vectors import SECOND_CACHE, emit_prefetch
 
 TILE = 16
-"""Rows of a tile, and outputs of one."""
+"""Rows in a tile, and outputs in a tile."""
 
 TILE_INPUTS = 32
-"""Inputs that one instruction multiplies: a tile's row of 64 bytes."""
+"""Inputs multiplied by one instruction: one tile row of 64 bytes."""
 
 MAX_ROWS = 2 * TILE
-"""Rows of a block, whose sums are four of the eight tiles."""
+"""Most rows in a block, whose sums take four of the eight tiles."""
 
 STEP_ELEMENTS = TILE_INPUTS * OUTPUTS
-"""Weights of a panel that one step multiplies with: 2 KiB."""
+"""Weights of a panel used in one step: 2 KiB."""
 
 BLOCK_STEPS = 8
-"""Steps of a panel's block that all rows are multiplied with while it is in the first cache: 16 KiB."""
+"""Steps in a block of a panel, which stays in the L1 cache while all rows are multiplied by it: 16 KiB."""
 
 CHUNK_ROW_STEPS = 1 << 14
-"""Rows times steps of the inputs that stay in the second cache while all panels pass: 1 MiB."""
+"""Rows times steps in a chunk of the inputs, which stays in the L2 cache while all panels use it: 1 MiB."""
 
 STEPS_AHEAD = 2
-"""How many steps ahead a weight is fetched that is read only once."""
+"""How many steps ahead weights are prefetched if each is read only once."""
 
 TILE_PERMISSION = (158, 0x1023, 18)
 """The system call `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of x86-64 (Linux,
@@ -59,14 +59,14 @@ _VOID = ir.VoidType()
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16 and Linux grants them to this process, which it does for good."""
+    """Whether this CPU has AMX for bfloat16 and Linux grants it to this process; a grant is permanent."""
     if "amx-bf16" not in cpu_features() or platform.system() != "Linux":
         return False
     return bool(ctypes.CDLL(None).syscall(*TILE_PERMISSION) == 0)
 
 
 class AmxPanels:
-    """`y = x @ weightᵀ + bias` of a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
+    """`y = x @ weightᵀ + bias` for a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, in_features = weight.shape
@@ -75,7 +75,7 @@ class AmxPanels:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, in_features = x.shape
-        # Many rows are whole tiles, so that these are configured once; nobody reads what the rows beyond them hold.
+        # Many rows are padded to whole tiles, so that the tiles are configured once; the padding rows are never read.
         room = num_rows if num_rows <= MAX_ROWS else num_rows + -num_rows % TILE
         rounded = torch.empty(room, self._num_steps * TILE_INPUTS + ROW_PAD, dtype=torch.bfloat16)
         y = torch.empty(room, self._num_panels * OUTPUTS + ROW_PAD)
@@ -87,7 +87,7 @@ class AmxPanels:
 
 
 def _call(builder: Any, name: str, arguments: list[Any]) -> None:
-    """Call an intrinsic of LLVM that returns nothing."""
+    """Call an LLVM intrinsic that returns nothing."""
     name = f"llvm.x86.{name}"
     kind = ir.FunctionType(_VOID, [argument.type for argument in arguments])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
@@ -96,7 +96,7 @@ def _call(builder: Any, name: str, arguments: list[Any]) -> None:
 
 @intrinsic
 def configure_tiles(typing_context: Any, first_rows: Any, second_rows: Any) -> Any:
-    """Give the tiles of the first and of the second sixteen rows as many rows, from 1 to 16; they become 0."""
+    """Configure and zero the tiles: `first_rows` and `second_rows`, 1 to 16 each, are the rows of the two row tiles."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first, second = (builder.trunc(rows, _BYTE) for rows in args)
@@ -115,7 +115,7 @@ def configure_tiles(typing_context: Any, first_rows: Any, second_rows: Any) -> A
 
 @intrinsic
 def release_tiles(typing_context: Any) -> Any:
-    """Leave the tiles, which Linux then need no longer save when it switches threads."""
+    """Release the tiles, so that Linux need not save them on context switches."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _call(builder, "tilerelease", [])
@@ -131,9 +131,9 @@ def add_tiles(
 ) -> Any:  # fmt: skip
     """`y[r][o] = start[r][o] + sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`.
 
-    `r` are the rows that the tiles were given, more than sixteen where `is_wide`; `k` are `num_steps` >= 1 times 32.
-    `x`, `start` and `y` are addresses, their steps in bytes. Where it `is_fetching`, the weights that come STEPS_AHEAD
-    later are fetched meanwhile.
+    `r` ranges over the rows that the tiles are configured for, more than sixteen if `is_wide`, and `k` over
+    32 * `num_steps` inputs, `num_steps` >= 1. `x`, `start` and `y` are addresses, with steps in bytes. If
+    `is_fetching`, weights are prefetched STEPS_AHEAD steps ahead.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -202,11 +202,11 @@ def _multiply_few_rows(
     begin: int, end: int, x: int, x_step: int, num_rows: int, num_steps: int, panels: Any, bias: int, y: int,
     y_step: int,
 ) -> None:  # fmt: skip
-    """The outputs of panels `[begin, end)`, of 1 to 32 rows: the weight is read once, from end to end."""
+    """Compute the outputs of panels `[begin, end)` for 1 to 32 rows; the weight is read once, sequentially."""
     configure_tiles(min(num_rows, TILE), max(1, num_rows - TILE))
     for panel in range(begin, end):
         column = 4 * OUTPUTS * panel
-        # A step of 0 gives the bias to every row.
+        # With a step of 0, every row starts with the bias.
         add_tiles(
             num_rows > TILE, True, x, x_step, panels, panel * num_steps * STEP_ELEMENTS, num_steps,
             bias + column, 0, y + column, y_step,
@@ -218,10 +218,10 @@ def _multiply_many_rows(
     begin: int, end: int, x: int, x_step: int, num_rows: int, num_steps: int, panels: Any, bias: int, y: int,
     y_step: int,
 ) -> None:  # fmt: skip
-    """The outputs of panels `[begin, end)`, of whole tiles of rows.
+    """Compute the outputs of panels `[begin, end)` for whole tiles of rows.
 
-    All rows pass over a block of a panel while it is in the first cache, and over all panels with a chunk of their
-    inputs while that is in the second.
+    All rows are multiplied by a block of a panel while it is in the L1 cache, and by all panels while a chunk of the
+    rows' inputs is in the L2 cache.
     """
     chunk_steps = max(BLOCK_STEPS, CHUNK_ROW_STEPS // num_rows // BLOCK_STEPS * BLOCK_STEPS)
     configure_tiles(TILE, TILE)
@@ -269,11 +269,12 @@ def multiply_tile_panels(
     y: int,
     y_stride: int,
 ) -> None:
-    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`, of addresses; `bias` is of whole panels.
+    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`; `x`, `rounded`, `bias` and `y` are addresses.
 
-    `x` and `y` have float32 rows `x_stride` and `y_stride` apart, those of `y` with room for `num_panels` whole panels;
-    `rounded` is room for rows of whole steps, `rounded_stride` bfloat16 apart. Both have room for whole tiles of rows
-    where there are more than 32. Each of `num_threads` takes one share of the panels and configures its tiles once.
+    `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart; rows of `y`, like `bias`, cover
+    `num_panels` whole panels. `rounded` is scratch for rows of whole steps, `rounded_stride` bfloat16 elements apart.
+    For more than 32 rows, `y` and `rounded` have room for whole tiles of rows. Each of `num_threads` threads takes one
+    share of the panels and configures its tiles once.
     """
     rounded_step, y_step, size = 2 * rounded_stride, 4 * y_stride, num_steps * TILE_INPUTS
     round_rows(x, 4 * x_stride, num_rows, in_features, rounded, rounded_step, size)

@@ -1,8 +1,8 @@
-"""Attention on the CPU, straight from the pages that `kv` describes.
+"""Attention on the CPU, read straight from the pages that `kv` describes.
 
-The heads that read one KV head, of a few query rows that follow each other, are a tile: each key and value that is
-loaded and widened serves all its rows. With K transposed in its page, the scores of sixteen tokens are sixteen lanes,
-so neither K nor V is rearranged. The bits of a row do not depend on the tile that it is computed in.
+A tile is a few consecutive query rows, times the heads that share one KV head: each key and value is loaded and widened
+once for the whole tile. K is transposed in its page, so the scores of sixteen tokens are sixteen lanes and neither K
+nor V is rearranged. A row's bits do not depend on the tile in which it is computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loramux.kernels.cpu.vectors import (
 )
 
 TILE_ROWS = 16
-"""Rows of a tile, query rows times heads of a group, where the group has no more."""
+"""Most rows in a tile, query rows times heads in a group, unless the group alone has more."""
 
 LINE = 32
 """Elements from one prefetch to the next: a cache line of bfloat16."""
@@ -44,7 +44,7 @@ SERIAL_WORK = 200_000
 
 @exact
 def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None:
-    """`cap * tanh(scale * score / cap)`, of whole panels."""
+    """`cap * tanh(scale * score / cap)`, for whole panels."""
     for s in range(0, num_scores, PANEL):
         # tanh(x) is 1 - 2 / (exp(2 * x) + 1).
         power = exponentials(times(load(scores, s), np.float32(2) * scale / soft_cap))
@@ -53,9 +53,9 @@ def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None
 
 @exact
 def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any) -> Any:
-    """Turn scores `[begin, end)` into weights, not yet divided by their sum, which is returned; others become 0.
+    """Turn scores `[begin, end)` into weights, the others into 0; return the weights' sum, by which to divide them.
 
-    `num_scores` are whole panels. A score's lane is its token's place in the page, wherever the row begins.
+    `num_scores` is a whole number of panels. A score's lane is its token's place in the page, regardless of `begin`.
     """
     if soft_cap > 0:
         _cap_scores(scores, num_scores, scale, soft_cap)
@@ -73,7 +73,7 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
         lanes = exponentials(times(minus(load(scores, s), top), scale))
         weights = plus(weights, lanes)
         store(scores, s, lanes)
-    # What is out of sight is exp(-87) now, which is nothing beside the 1 of the largest.
+    # Masked scores are now exp(-87), which is negligible next to the largest weight, 1.
     for s in range(begin):
         scores[s] = np.float32(0)
     for s in range(end, num_scores):
@@ -83,7 +83,7 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
 
 @helper
 def _fetch_page(pool: Any, page: int, layer: int, head: int, num_kv_heads: int, head_size: int, is_v: int) -> None:
-    """Have one head's K or V of a page brought to the cache."""
+    """Prefetch one head's K or V of a page."""
     start = page_start(pool, page, layer) + (is_v * num_kv_heads + head) * head_size
     flat_pool = pool.reshape(-1)
     for e in range(0, head_size, LINE):
@@ -115,10 +115,11 @@ def _attend_tile(
     row_len: int,
     weights: Any,
 ) -> None:
-    """`num_tokens` query rows, the last of a context of `length`, and the `group_size` heads that read KV head `head`.
+    """Attention of the last `num_tokens` rows of a context of `length`, for the `group_size` heads of KV head `head`.
 
-    `q` and `out` are addresses of the tile's first row and head. The sequence's pages begin at `pages[page_begin]`.
-    `q_tile`, `out_tile`, `scores` and `weights` are room for the tile's rows, those of scores `row_len` long.
+    `q_address` and `out_address` are those of the tile's first row and head. The sequence's pages begin at
+    `pages[page_begin]`. `q_tile`, `out_tile`, `scores` and `weights` are scratch for the tile's rows; a row of scores
+    is `row_len` long.
     """
     flat_pool = pool.reshape(-1)
     num_rows, head_size = num_tokens * group_size, head_dim * PAGE_TOKENS
@@ -128,11 +129,11 @@ def _attend_tile(
         for d in range(group_size * head_dim):
             copy[d] = row[d]
             found[d] = np.float32(0)
-    # The first query row sees keys from `first_key` on; the others' begin later.
+    # The first query row sees keys from `first_key` on; with a window, later rows begin later.
     first_key = max(0, length - num_tokens + 1 - window)
     first_page, last_page = first_key // PAGE_TOKENS, (length + PAGE_TOKENS - 1) // PAGE_TOKENS
     for p in range(first_page, last_page):
-        # V is needed once all scores are there.
+        # V is needed once all scores are computed.
         _fetch_page(pool, pages[page_begin + p], layer, head, num_kv_heads, head_size, 1)
         if p + 1 < last_page:
             _fetch_page(pool, pages[page_begin + p + 1], layer, head, num_kv_heads, head_size, 0)
@@ -182,7 +183,7 @@ def _tile_tokens(group_size: int) -> int:
 
 @helper
 def _tile_cost(num_tokens: int, length: int, window: int) -> int:
-    """What a tile costs, which ends a context of `length`: an estimate, in keys times query rows."""
+    """Estimated cost of a tile that ends a context of `length`, in keys times query rows."""
     num_keys: Any = min(window + num_tokens, length)
     return num_tokens * num_keys
 
@@ -209,7 +210,7 @@ def _attend_share(
     soft_cap: Any,
     row_len: int,
 ) -> None:
-    """The tiles that begin in `[low, high)` of all tiles' costs, laid end to end."""
+    """Compute the tiles that begin in `[low, high)`, with the costs of all tiles laid end to end."""
     most = _tile_tokens(group_size)
     most_rows = most * group_size
     q_tile, out_tile = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
@@ -256,9 +257,9 @@ def attend(
 ) -> None:
     """Attention of all sequences; see `ReferenceKernels.paged_attention`.
 
-    The tiles are cut into `num_threads` shares of equal cost. `cu_q`, `seq_lens`, `pages` and `page_starts` are int32;
-    `window` is the number of keys that a query sees, larger than any context when there is no window; `soft_cap` is 0
-    where there is none.
+    The tiles are divided into `num_threads` shares of equal cost. `cu_q`, `seq_lens`, `pages` and `page_starts` are
+    int32. `window` is the number of keys that a query sees, larger than any context if there is no window. `soft_cap`
+    is 0 if there is none.
     """
     work: Any = 0
     row_len: Any = 0

@@ -1,8 +1,8 @@
-"""Products of bfloat16 with AVX512_BF16: two neighbouring inputs of sixteen outputs in one instruction.
+"""bfloat16 products with AVX512_BF16: two adjacent inputs for sixteen outputs in one instruction.
 
-A weight lies in panels of 32 outputs, pairs of inputs one behind the other: `[panels, in_features / 2, 32, 2]`. A row's
-pair is then one 32-bit word that is given to all outputs at once, and its sums are float32 (Intel, "Intrinsics Guide",
-`_mm512_dpbf16_ps`). The order of a sum does not depend on how many rows there are.
+A weight is laid out in panels of 32 outputs, one pair of inputs after another: `[panels, in_features / 2, 32, 2]`. A
+row's pair is then one 32-bit word, broadcast to all outputs, and the sums are float32 (Intel, "Intrinsics Guide",
+`_mm512_dpbf16_ps`). The order of a sum does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from loramux.kernels.cpu.compiled import helper, intrinsic, kernel
 from loramux.kernels.cpu.vectors import FIRST_CACHE, SECOND_CACHE, emit_prefetch, floats_at, halves_at, narrow
 
 OUTPUTS = 32
-"""Outputs of a panel: two registers of AVX-512 for each row."""
+"""Outputs in a panel: two AVX-512 registers per row."""
 
 MAX_ROWS = 12
-"""Rows of a block: 24 of the 32 registers hold their sums."""
+"""Most rows in a block: their sums take 24 of the 32 registers."""
 
 BLOCK_INPUTS = 256
-"""Inputs of a panel that all rows are multiplied with while they are in the first cache: 16 KiB."""
+"""Inputs in a block of a panel, which stays in the L1 cache while all rows are multiplied by it: 16 KiB."""
 
 ROW_PAD = 32
-"""Elements between rows of `x`, and between many of `y`, so that those of a power of two do not all meet in
-one set of a cache."""
+"""Padding elements between rows of `x`, and of `y` if there are many, so that rows whose length is a power of two do
+not all map to one cache set."""
 
 MANY_ROWS = 64
 
@@ -44,7 +44,7 @@ SERIAL_ROUNDING = 100_000
 """Elements to round below which waking the other threads costs more than it saves."""
 
 _ROW_LINES = 2 * BLOCK_INPUTS // 64
-"""Cache lines of one row in a block; with 12 rows there are no more of them than pairs."""
+"""Cache lines per row in a block; 12 rows have no more lines than the block has pairs of inputs."""
 
 _LANES = 16
 _FLOATS = ir.VectorType(ir.FloatType(), _LANES)
@@ -54,7 +54,7 @@ _LONG = ir.IntType(64)
 
 
 class Avx512Bf16Panels:
-    """`y = x @ weightᵀ + bias` of a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
+    """`y = x @ weightᵀ + bias` for a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features = weight.shape[0]
@@ -74,9 +74,10 @@ class Avx512Bf16Panels:
 def pair_panels(
     weight: torch.Tensor, bias: torch.Tensor | None, multiple: int
 ) -> tuple[npt.NDArray[np.uint16], int, torch.Tensor]:
-    """A weight `[out_features, in_features]` in panels, their number, and its bias as float32 of whole panels.
+    """Lay out a weight `[out_features, in_features]`; return its panels, their number and its bias, float32.
 
-    Inputs are filled up to a `multiple`, and outputs to whole panels, with 0, which is the bias where there is none.
+    Inputs are padded with 0 to a multiple of `multiple`; outputs and bias are padded with 0 to whole panels. Without a
+    bias, it is all 0.
     """
     out_features, in_features = weight.shape
     missing = (0, -in_features % multiple, 0, -out_features % OUTPUTS)
@@ -103,10 +104,10 @@ def add_pairs(
     y: Any,
     y_step: Any,
 ) -> Any:
-    """`y[r][o] += sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`, of 1 to 12 rows.
+    """`y[r][o] += sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`, for 1 to 12 rows.
 
-    `x` and `y` are addresses, their steps in bytes; `num_pairs` >= 1 are the pairs of `k`. As many lines as there are
-    pairs are fetched meanwhile from each of two places in `panels`.
+    `x` and `y` are addresses, with steps in bytes; `num_pairs` >= 1 is the number of pairs of `k`. Meanwhile,
+    `num_pairs` cache lines are prefetched from each of `ahead` and `also_ahead` in `panels`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -129,9 +130,9 @@ def add_pairs(
 def _emit_block(
     builder: Any, x: list[Any], x_step: Any, panel: Any, num_pairs: Any, fetched: list[Any], y: list[Any]
 ) -> None:
-    """One block of rows: their sums stay in registers while the pairs pass.
+    """Emit code for one block of rows, whose sums stay in registers during the loop over pairs.
 
-    What follows is fetched meanwhile: weights come from memory, and with many rows `x` from the third cache.
+    The next data is prefetched meanwhile: weights from memory and, with many rows, `x` from the L3 cache.
     """
     x_rows = [builder.inttoptr(row, _INT.as_pointer()) for row in x]
     y_rows = [builder.inttoptr(row, _FLOATS.as_pointer()) for row in y]
@@ -150,7 +151,7 @@ def _emit_block(
     ]
     for place in fetched:
         emit_prefetch(builder, builder.gep(place, [k]), FIRST_CACHE)
-    # And a line of the rows that come next.
+    # Also prefetch a line of the next block's rows.
     next_row = builder.add(builder.lshr(k, _LONG(_ROW_LINES.bit_length() - 1)), _LONG(len(x)))
     line = builder.and_(k, _LONG(_ROW_LINES - 1))
     next_x = builder.add(builder.add(x[0], builder.mul(x_step, next_row)), builder.shl(line, _LONG(6)))
@@ -174,7 +175,7 @@ def _emit_block(
 
 
 def _product_of_pairs(module: Any) -> Any:
-    """`sums + a * b`, pairwise; LLVM takes words in place of pairs of bfloat16, as older versions declared them."""
+    """`sums + a * b`, pairwise; LLVM accepts words in place of bfloat16 pairs, as its older versions declared them."""
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     known = module.globals.get(name)
     return known or ir.Function(module, ir.FunctionType(_FLOATS, (_FLOATS, _WORDS, _WORDS)), name)
@@ -193,7 +194,7 @@ def _round_row(x_address: int, in_features: int, out_address: int, size: int) ->
 def round_rows(
     x: int, x_step: int, num_rows: int, in_features: int, rounded: int, rounded_step: int, size: int
 ) -> None:
-    """`rounded[t] = bfloat16(x[t])`, filled up with 0 to `size` elements; addresses, and steps in bytes."""
+    """`rounded[t] = bfloat16(x[t])`, padded with 0 to `size` elements; takes addresses, and steps in bytes."""
     if num_rows * in_features < SERIAL_ROUNDING:
         for t in range(num_rows):
             _round_row(x + t * x_step, in_features, rounded + t * rounded_step, size)
@@ -206,7 +207,7 @@ def round_rows(
 def _multiply_panel(
     panel: int, x: int, x_step: int, num_rows: int, num_pairs: int, panels: Any, bias: int, y: int, y_step: int
 ) -> None:
-    """The 32 outputs of one panel, of all rows."""
+    """Compute the 32 outputs of one panel for all rows."""
     y_panel = y + 4 * OUTPUTS * panel
     begin_outputs(y_panel, y_step, num_rows, OUTPUTS, bias + 4 * OUTPUTS * panel)
     num_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
@@ -215,9 +216,9 @@ def _multiply_panel(
         first = (panel * num_pairs + k) * 2 * OUTPUTS
         half = size * OUTPUTS
         for block in range(num_blocks):
-            # Blocks of nearly one size: small ones read each weight for few rows.
+            # Blocks of nearly equal size: a small block would read each weight for few rows.
             begin, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
-            # What follows of the weight, in equal parts by the first two blocks of rows.
+            # The first two blocks of rows each prefetch half of the next part of the weight.
             ahead = first + (2 + block) * half if block < 2 else first
             also_ahead = ahead + half if num_blocks == 1 else ahead
             add_pairs(
@@ -240,10 +241,11 @@ def multiply_pair_panels(
     y: int,
     y_stride: int,
 ) -> None:
-    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`, of addresses; `bias` is of whole panels.
+    """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`; `x`, `rounded`, `bias` and `y` are addresses.
 
-    `x` and `y` have float32 rows `x_stride` and `y_stride` apart, those of `y` with room for `num_panels` whole panels;
-    `rounded` is room for as many rows of whole pairs, `rounded_stride` bfloat16 apart.
+    `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart; rows of `y`, like `bias`, cover
+    `num_panels` whole panels. `rounded` is scratch for as many rows of whole pairs, `rounded_stride` bfloat16 elements
+    apart.
     """
     num_pairs = (in_features + 1) // 2
     rounded_step, y_step = 2 * rounded_stride, 4 * y_stride

@@ -1,17 +1,17 @@
-"""The innermost loops of the CPU's products, as LLVM code: blocks of rows times a piece of a weight, of K or of V.
+"""The innermost loops of the CPU's matrix products, as LLVM code: blocks of rows times part of a weight, K or V.
 
-The sums of a block stay in registers while the loop runs, so that each weight that is loaded and widened serves every
-row of the block (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). Each sum has one
-order whatever the number of rows, so that the bits of a row do not depend on its neighbours.
+The sums of a block stay in registers throughout the loop, so each weight is loaded and widened once for all rows of the
+block (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). The order of each sum is the
+same for any number of rows, so a row's bits do not depend on its neighbours.
 
-Memory is prefetched by hand: weights a block or two steps ahead where few rows share them, K and V a page ahead, and of
-an adapter what is read next for another rank, module or adapter. On two cores of a shared machine that made decoding
-over 600 tokens of context 1.9 times as fast. An adapter still arrives more slowly than a weight, since its share of a
-page in one layer is a short run: 32 KiB with 8 KV heads of 64. On two cores with AMX, which read memory sequentially at
-32 GB/s, such runs arrived at 12 GB/s, and at 23 GB/s when they were prefetched.
+Memory is prefetched explicitly: weights one block or two steps ahead where few rows share them, K and V one page ahead,
+and adapters across rank, module and adapter boundaries. On two cores of a shared machine, this made decode with 600
+tokens of context 1.9 times as fast. Adapters are still read more slowly than weights, since an adapter's part of a page
+in one layer is a short run: 32 KiB with 8 KV heads of dimension 64. On two cores with AMX, which read memory
+sequentially at 32 GB/s, such runs were read at 12 GB/s, or at 23 GB/s with prefetching.
 
-Rows are float32 by address, as a tuple of them or as the first and a step; weights lie in a flat array of float32, or
-of the uint16 bits of bfloat16. Bounds are not checked.
+Rows are float32, passed as a tuple of addresses or as the first address and a step. Weights are a flat array of float32
+or of bfloat16 bits as uint16. Bounds are not checked.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from loramux.kernels.cpu.vectors import (
 )
 
 MAX_ROWS = 6 if WIDTH == LANES else 12
-"""Rows whose sums fit into the registers beside what they are made of."""
+"""Most rows whose sums fit in the registers together with their operands."""
 
 DOTS_STEP = 32
-"""Elements of one step of `dots`: a cache line of bfloat16."""
+"""Elements per step of `dots`: a cache line of bfloat16."""
 
 COLUMNS_STEP = 32
-"""Outputs of one step of `add_ranks_to_sums`: a cache line of bfloat16."""
+"""Outputs per step of `add_ranks_to_sums`: a cache line of bfloat16."""
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
@@ -59,7 +59,7 @@ Emit = Callable[[Any], Any]
 def emit_rows(
     builder: Any, most: int, num_rows: Any, x: Any, x_step: Any, y: Any, y_step: Any, emit: Callable[[Any, Any], None]
 ) -> None:
-    """Have `emit(x_rows, y_rows)` make code for each number of rows in `[1, most]`, and run that of `num_rows`.
+    """Call `emit(x_rows, y_rows)` to generate code for each number of rows in `[1, most]`, and switch on `num_rows`.
 
     Rows are addresses, `x_step` and `y_step` bytes apart.
     """
@@ -80,7 +80,7 @@ def emit_rows(
 
 @helper
 def begin_outputs(y: int, y_step: int, num_rows: int, width: int, bias: int) -> None:
-    """`y[r][o] = bias[o]` of `width` outputs `o`, or 0 where the address `bias` is 0; rows lie `y_step` bytes apart."""
+    """`y[r][o] = bias[o]` for `width` outputs `o`, or 0 if the address `bias` is 0; rows are `y_step` bytes apart."""
     for r in range(num_rows):
         row = floats_at(y + r * y_step)
         if bias == 0:
@@ -93,14 +93,14 @@ def begin_outputs(y: int, y_step: int, num_rows: int, width: int, bias: int) -> 
 
 
 def _panel_adder(width: int) -> Any:
-    """What `add_block` says, for panels of `width` outputs."""
+    """Build a function like `add_panels` for panels of `width` outputs."""
 
     @intrinsic
     def add_block(
         typing_context: Any, num_rows: Any, x: Any, x_step: Any, weights: Any, first: Any, step: Any, size: Any, y: Any,
         y_step: Any,
     ) -> Any:  # fmt: skip
-        """`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, of 1 to MAX_ROWS rows, `size` >= 1."""
+        """`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, for 1 to MAX_ROWS rows, `size` >= 1."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             num_rows, x, x_step, array, first, step, size, y, y_step = args
@@ -129,7 +129,7 @@ def _panel_adder(width: int) -> Any:
     ) -> None:
         num_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
         for block in range(num_blocks):
-            # Blocks of nearly one size: small ones load each weight for few rows.
+            # Blocks of nearly equal size: a small block would load each weight for few rows.
             begin, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
             add_block(end - begin, x + begin * x_step, x_step, weights, first, step, size, y + begin * y_step, y_step)
 
@@ -137,17 +137,17 @@ def _panel_adder(width: int) -> Any:
 
 
 add_panels = _panel_adder(PANEL)
-"""`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, of 16 outputs `o` and `size` >= 1 elements `k`.
+"""`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, for 16 outputs `o`, `size` >= 1 elements `k`.
 
-`x` and `y` are addresses of the first row, the others lie `x_step` and `y_step` bytes apart.
+`x` and `y` are the addresses of the first rows; rows are `x_step` and `y_step` bytes apart.
 """
 
 add_half_panels = _panel_adder(PANEL // 2)
-"""`add_panels` of 8 outputs."""
+"""`add_panels` for 8 outputs."""
 
 
 def _addresses_of(count: int) -> Any:
-    """What gives the addresses of `count` of a segment's rows, as `add_ranks` and `dots` take them."""
+    """Build a function that returns the addresses of `count` rows of a segment, as `add_ranks` and `dots` take them."""
 
     @intrinsic
     def addresses(typing_context: Any, address: Any, step: Any, rows: Any, begin: Any) -> Any:
@@ -173,9 +173,9 @@ three_rows, four_rows, six_rows, eight_rows = (_addresses_of(count) for count in
 def add_ranks(
     typing_context: Any, x: Any, weights: Any, places: Any, offset: Any, size: Any, factor: Any, y: Any
 ) -> Any:
-    """`y[r][o] += factor * sum over k of x[r][k] * weights[places[k] + o]`, of 16 `o` from `offset` on.
+    """`y[r][o] += factor * sum over k of x[r][k] * weights[places[k] + o]`, for 16 outputs `o` from `offset`.
 
-    There are `size` >= 1 `k`. `x` and `y` are tuples of addresses, `places` is an array of int64.
+    `size` >= 1 is the number of `k`. `x` and `y` are tuples of addresses, `places` is an array of int64.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -202,9 +202,9 @@ def add_ranks(
 
 @intrinsic
 def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: Any) -> Any:
-    """`x[r] · weights[a[c] : a[c] + size]` for all rows `r` and a tuple of places `a`, as one tuple, rows first.
+    """`x[r] · weights[a[c] : a[c] + size]` for all rows `r` and a tuple of places `a`, as one row-major tuple.
 
-    `size` is a multiple of 8, and may be 0; `ahead` are the places of what is asked for next, which is fetched
+    `size` is a multiple of 8 and may be 0. The weights at `ahead`, the places of the next call, are prefetched
     meanwhile.
     """
 
@@ -216,7 +216,7 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
         following = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, ahead)]
 
         def sums_of(width: int, begin: Any, end: Any, step_size: int) -> list[Any]:
-            """The products of elements `[begin, end)`, `step_size` at a time in lanes of `width`."""
+            """The products over elements `[begin, end)`, `step_size` at a time, in vectors of `width` lanes."""
             lanes = ir.VectorType(_FLOAT, width)
             zeros = [ir.Constant(lanes, [0.0] * width)] * (len(x_rows) * len(columns))
 
@@ -252,10 +252,10 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
 
 @intrinsic
 def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ahead: Any, size: Any, sums: Any) -> Any:
-    """`sums[o] += sum over k of x[k] * weights[places[k] + o]` for `size` outputs `o`, in the order of the `k`.
+    """`sums[o] += sum over k of x[k] * weights[places[k] + o]` for `size` outputs `o`, in the order of `k`.
 
-    `x` and `sums` are addresses, `places` and `ahead` tuples; `size` is a multiple of 16, and `ahead` is fetched
-    meanwhile.
+    `x` and `sums` are addresses, `places` and `ahead` tuples. `size` is a multiple of 16. The weights at `ahead` are
+    prefetched meanwhile.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -295,7 +295,7 @@ def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ah
 
 
 def _sums_of_products(builder: Any, x: list[Any], lanes_at: Emit, size: Any, before: list[Any]) -> list[Any]:
-    """`before[r] + sum over k of x[r][k] * lanes_at(k)` for `size` >= 1 elements `k`; `x` are addresses."""
+    """`before[r] + sum over k of x[r][k] * lanes_at(k)` for `size` >= 1 elements `k`; `x` holds addresses."""
     x_rows = [builder.inttoptr(row, _FLOAT.as_pointer()) for row in x]
 
     def step(k: Any, sums: list[Any]) -> list[Any]:
@@ -318,7 +318,7 @@ def _loop(
     step: Callable[[Any, list[Any]], list[Any]],
     begin: Any = _ZERO,
 ) -> list[Any]:
-    """The values after `step(k, values)` for `k` in `range(begin, size, step_size)`; they stay in registers."""
+    """Emit a loop of `values = step(k, values)` over `range(begin, size, step_size)`; values stay in registers."""
     entry = builder.block
     check, body, done = (builder.append_basic_block(name) for name in ("check", "body", "done"))
     builder.branch(check)

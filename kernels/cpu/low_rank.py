@@ -19,7 +19,7 @@ SERIAL_WORK = 400_000
 """Multiplications below which waking the other threads costs more than it saves."""
 
 MAX_EXCESS = 1 / 32
-"""Most work beyond its share, as a fraction, for a thread before a barrier between shrink and expand is faster."""
+"""Largest excess of a thread over its share, as a fraction; above it, a barrier between shrink and expand is faster."""
 
 
 @helper

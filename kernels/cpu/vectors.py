@@ -1,8 +1,8 @@
-"""Sixteen float32 lanes as a numba value, so that a kernel decides what is vectorised and stays in registers.
+"""Sixteen float32 lanes as a numba value, so that a kernel controls what is vectorised and what stays in registers.
 
-LLVM's own vectoriser gives up on most loops of these kernels (accumulators that survive an outer loop, bfloat16
-widened from integers, stores that might overlap loads). Arrays of float32, and of uint16 whose elements are bfloat16
-bits, load as float32 lanes.
+LLVM's own vectoriser gives up on most loops of these kernels (accumulators that outlive an inner loop, bfloat16 widened
+from integers, stores that might overlap loads). Arrays of float32, and of bfloat16 bits as uint16, load as float32
+lanes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from numba.np.arrayobj import make_array
 from loramux.kernels.cpu.compiled import cpu_features, exact, helper, intrinsic
 
 LANES = 8
-"""Every length that kernels step through in lanes is a multiple of 8: head_dim, page tokens and chunks."""
+"""Narrowest vector: all vectorised lengths (head_dim, page tokens and chunks) are multiples of 8."""
 
 PANEL = 16
-"""Outputs that are computed at once: two registers of AVX2 or one of AVX-512."""
+"""Outputs computed together: two AVX2 registers or one AVX-512 register."""
 
 WIDTH = 16 if "avx512f" in cpu_features() else LANES
-"""Float32 that one register of this CPU holds."""
+"""float32 lanes in one register of this CPU."""
 
 FIRST_CACHE, SECOND_CACHE = 3, 2
-"""Localities of LLVM's prefetch."""
+"""LLVM's prefetch localities for the L1 and L2 caches."""
 
 EXPONENTIAL = tuple(
     np.float32(value)
     for value in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 )
-"""The polynomial of Cephes' expf, highest power first."""
+"""Coefficients of the polynomial in Cephes' expf, highest power first."""
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
@@ -59,13 +59,13 @@ _lanes = _Lanes()
 
 
 def emit_splat(builder: Any, scalar: Any, count: int = LANES) -> Any:
-    """A float32 in each of `count` lanes."""
+    """A float32 broadcast to `count` lanes."""
     first = builder.insert_element(ir.Constant(ir.VectorType(_FLOAT, count), ir.Undefined), scalar, _INT(0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_INT, count), [0] * count))
 
 
 def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any:
-    """`count` elements as float32 lanes: float32 themselves, or the bfloat16 that the bits of uint16 are."""
+    """Load `count` elements, float32 or bfloat16 bits as uint16, as float32 lanes."""
     if dtype == types.float32:
         return builder.load(builder.bitcast(pointer, ir.VectorType(_FLOAT, count).as_pointer()), align=4)
     halves = builder.load(builder.bitcast(pointer, ir.VectorType(ir.IntType(16), count).as_pointer()), align=2)
@@ -74,15 +74,15 @@ def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any
 
 
 def emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c` of lanes, in one instruction where the CPU has it.
+    """Lanewise `a * b + c`, in one instruction if the CPU has it.
 
-    Its flags are its own, so that numba adds none and a chain of these keeps its order in every function.
+    It sets its own flags, so numba adds none and a chain of these keeps its order in every function.
     """
     return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
 
 
 def emit_halving(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """One value of all lanes: the halves combined, and the halves of that."""
+    """Reduce all lanes to one value by repeatedly combining the two halves."""
     width = lanes.type.count
     while width > 1:
         width //= 2
@@ -93,7 +93,7 @@ def emit_halving(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -
 
 
 def emit_exponential(builder: Any, x: Any) -> Any:
-    """`exponential` of lanes, for a function that is `exact`."""
+    """`exponential` of each lane, for use in an `exact` function."""
     count = x.type.count
 
     def constant(value: Any) -> Any:
@@ -118,7 +118,7 @@ def emit_exponential(builder: Any, x: Any) -> Any:
 
 
 def emit_prefetch(builder: Any, pointer: Any, cache: int) -> None:
-    """Have a line brought to a cache; where there is no memory, nothing happens."""
+    """Prefetch the cache line at `pointer` into `cache`; an invalid address is ignored."""
     byte = ir.IntType(8).as_pointer()
     name = "llvm.prefetch.p0"
     known = builder.module.globals.get(name)
@@ -133,7 +133,7 @@ def _element_pointer(context: Any, builder: Any, array_type: Any, array: Any, in
 
 @intrinsic
 def splat(typing_context: Any, value: Any) -> Any:
-    """A float32 in all lanes."""
+    """A float32 broadcast to all lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return emit_splat(builder, args[0], PANEL)
@@ -143,7 +143,7 @@ def splat(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def load(typing_context: Any, array: Any, index: Any) -> Any:
-    """Lanes `array[index:index + 16]` of a contiguous float32 array, without a check of bounds."""
+    """Lanes `array[index:index + 16]` of a contiguous float32 array, without bounds checks."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return emit_load(builder, _element_pointer(context, builder, array, args[0], args[1]), array.dtype, PANEL)
@@ -153,7 +153,7 @@ def load(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """`array[index:index + 16] = value` of a contiguous float32 array, without a check of bounds."""
+    """`array[index:index + 16] = value` in a contiguous float32 array, without bounds checks."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _element_pointer(context, builder, array, args[0], args[1])
@@ -164,7 +164,7 @@ def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 def _lanewise(emit: Callable[[Any, Any, Any], Any]) -> Any:
-    """A function of two lanes values, of which either may be a scalar for all lanes."""
+    """Build a lanewise function of two values, either of which may be a scalar."""
 
     @intrinsic
     def combine(typing_context: Any, a: Any, b: Any) -> Any:
@@ -202,7 +202,7 @@ def exponentials(x: Any) -> Any:
 
 @intrinsic
 def total(typing_context: Any, x: Any) -> Any:
-    """The sum of all lanes, in halves."""
+    """The sum of all lanes, combined by halves."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return emit_halving(builder, args[0], builder.fadd)
@@ -225,7 +225,7 @@ def largest(typing_context: Any, x: Any) -> Any:
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Have the line that holds `array[index]` brought to the first cache; it need not exist."""
+    """Prefetch the cache line of `array[index]` into the L1 cache; the element need not exist."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit_prefetch(builder, _element_pointer(context, builder, array, args[0], args[1]), FIRST_CACHE)
@@ -256,7 +256,7 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def widen(typing_context: Any, value: Any) -> Any:
-    """An element of an array as float32: a float32 itself, or the bfloat16 that a uint16's bits are."""
+    """An array element, float32 or bfloat16 bits as uint16, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if value == types.float32:
@@ -293,31 +293,31 @@ def _pointer_at(typing_context: Any, address: Any) -> Any:
 
 @helper
 def floats_at(address: int) -> Any:
-    """The float32 from a memory address on, as a contiguous array without an end.
+    """The float32 values from a memory address on, as a contiguous array without an end.
 
-    Kernels take activations by address and row stride: views of wider rows cost no copy, and there is one compiled
-    form whatever the strides.
+    Kernels take activations by address and row stride: views into wider rows need no copy, and one compiled form serves
+    all strides.
     """
     return carray(_pointer_at(address), (1 << 48,), np.float32)
 
 
 @helper
 def halves_at(address: int) -> Any:
-    """The bits of bfloat16 from a memory address on, as a contiguous array without an end."""
+    """The bfloat16 bits from a memory address on, as a contiguous uint16 array without an end."""
     return carray(_pointer_at(address), (1 << 48,), np.uint16)
 
 
 @exact
 def exponential(x: np.float32) -> np.float32:
-    """`exp(x)` to about one unit in the last place, of `x` cut to `[-87, 88]`; NaN stays NaN.
+    """`exp(x)` to about one unit in the last place, with `x` clamped to `[-87, 88]`; NaN stays NaN.
 
-    Plain arithmetic (after Cephes' expf), so that a loop of it vectorises where a call would not.
+    Plain arithmetic (after Cephes' expf), so that loops over it vectorise, unlike loops over a library call.
     """
     if x < np.float32(-87.0):
         x = np.float32(-87.0)
     if x > np.float32(88.0):
         x = np.float32(88.0)
-    # Adding 1.5 * 2**23 rounds to an integer n, which is then in the low bits.
+    # Adding 1.5 * 2**23 rounds to an integer n, which ends up in the low bits.
     shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)
     n = shifted - np.float32(12582912.0)
     fraction = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
@@ -325,5 +325,5 @@ def exponential(x: np.float32) -> np.float32:
     for coefficient in EXPONENTIAL[1:]:
         y = y * fraction + coefficient
     y = y * fraction * fraction + fraction + np.float32(1.0)
-    # The low 9 bits of the shifted sum, moved into the exponent, are the factor 2**n.
+    # Adding the low 9 bits of the shifted sum to the exponent multiplies by 2**n.
     return float_of_bits(np.int32(float_bits(y) + (float_bits(shifted) << np.int32(23))))
