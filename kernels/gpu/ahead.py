@@ -1,11 +1,11 @@
-"""Compile a GPU's programs before they are launched, in parallel processes (`python -m loramux.kernels.gpu.ahead`).
+"""Compile GPU programs in parallel processes before they are launched (`python -m loramux.kernels.gpu.ahead`).
 
-Triton compiles a program at its first launch, one after the other. Here launches are recorded instead of made, and the
-programs that they need are compiled into Triton's cache on disk, where the launches after that find them. A recorded
-launch has gone through all of Triton that names a program, so that both look under the same name.
+Triton compiles each program at its first launch, one after another. Here launches are recorded instead of executed, and
+the programs that they need are compiled into Triton's cache on disk, where later launches find them. A recorded launch
+runs all of Triton's code that determines a program's cache key, so the keys agree.
 
-The cache is the folder that `TRITON_CACHE_DIR` names. No GPU is needed. The engine compiles ahead before its warm-up,
-and `tests/engine/execution/test_compile_ahead.py` compares the names.
+The cache is the directory named by `TRITON_CACHE_DIR`. No GPU is needed. The engine compiles ahead before its warm-up,
+and `tests/engine/execution/test_compile_ahead.py` compares the keys.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
 MAX_PROCESSES = 16
-"""Processes that compile at a time; each holds a torch and a Triton of its own in memory."""
+"""Most processes that compile in parallel; each has its own copy of torch and Triton in memory."""
 
 COMMAND = (sys.executable, "-m", "loramux.kernels.gpu.ahead")
-"""Compiles the programs of its standard input, one a line."""
+"""Command that compiles the programs on its standard input, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A kernel with everything that it is compiled for."""
+    """A kernel with everything that its compilation depends on."""
 
     source: ASTSource
     target: GPUTarget
@@ -48,9 +48,9 @@ class Program:
 
     @staticmethod
     def parse(line: str) -> Program:
-        """Read what Triton calls specialization data.
+        """Parse what Triton calls specialization data.
 
-        `JITFunction.preload` reads it too, but leaves constants that are tuples as lists, which name another program.
+        `JITFunction.preload` parses it too, but leaves tuple constants as lists, which changes the cache key.
         """
         said = json.loads(line)
         module, _, name = said["name"].rpartition(".")
@@ -66,7 +66,7 @@ class Program:
         return Program(source, GPUTarget(**said["target"]), options)
 
     def is_cached(self) -> bool:
-        """Whether Triton's cache on disk has it."""
+        """Whether the program is in Triton's cache on disk."""
         backend = make_backend(self.target)
         options = backend.parse_options(self.options)
         key = get_cache_key(self.source, backend, options, env_vars=get_cache_invalidating_env_vars())
@@ -74,28 +74,28 @@ class Program:
         return cache.get_group(f"{self.source.name[:150]}.json") is not None
 
     def compile(self) -> None:
-        """Have it in Triton's cache; needs no GPU."""
+        """Compile the program into Triton's cache; needs no GPU."""
         triton.compile(self.source, target=self.target, options=self.options)
 
 
 def _constant(value: Any) -> Any:
-    """Triton writes a dtype as its name; no kernel has strings as constants."""
+    """Parse a constant: Triton writes a dtype as its name, and no kernel has string constants."""
     return tl.dtype(value) if isinstance(value, str) else _tuples(value)
 
 
 def _tuples(value: Any) -> Any:
-    """JSON knows lists only, and Triton's constants are never lists."""
+    """Turn lists back into tuples, which JSON lacks; Triton's constants are never lists."""
     return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
 
 
 @contextmanager
 def recorded_programs() -> Iterator[list[str]]:
-    """Collect, a line each, the programs that launches need and this process has not loaded; these are not launched."""
+    """Collect, one per line, the programs that launches need and this process has not loaded; do not launch them."""
     lines: dict[str, None] = {}
 
     def record(**said: Any) -> bool:
         lines[said["compile"]["specialization_data"]] = None
-        # Triton takes this for "do not compile", and then has nothing to launch.
+        # Triton takes this as "do not compile", and then has nothing to launch.
         return True
 
     programs: list[str] = []
@@ -108,11 +108,11 @@ def recorded_programs() -> Iterator[list[str]]:
 
 
 def compile_ahead(launch: Callable[[], None], num_processes: int, command: Sequence[str] = COMMAND) -> None:
-    """Compile in parallel what `launch` would launch and Triton's cache lacks.
+    """Compile in parallel the programs that `launch` needs and Triton's cache lacks.
 
-    Meanwhile `launch` launches at most programs that this process has loaded before. A program that is not compiled
-    here, because a process died or refused, is compiled at its first launch. One line on standard error says so, one
-    says what is done.
+    `launch` is called once and executes only programs that this process has already loaded. A program that is not
+    compiled here, because a process died or failed, is compiled at its first launch. Progress and failures are reported
+    on standard error.
     """
     with recorded_programs() as lines:
         launch()
@@ -125,14 +125,14 @@ def compile_ahead(launch: Callable[[], None], num_processes: int, command: Seque
     failures = compile_in_processes(missing, num_processes, command)
     if failures:
         _say(
-            f"{len(failures)} of {num_processes} compiling processes failed, "
-            f"the engine compiles what is missing: {failures[0]}"
+            f"{len(failures)} of {num_processes} compile processes failed; "
+            f"the engine will compile the missing programs: {failures[0]}"
         )
     _say(f"compiling ahead took {time.perf_counter() - begin:.1f} s")
 
 
 def compile_in_processes(lines: Sequence[str], num_processes: int, command: Sequence[str] = COMMAND) -> list[str]:
-    """Share programs out to as many processes and wait for all; returns how each one that failed ended."""
+    """Divide programs among `num_processes` processes and wait for all; return one line per failed process."""
 
     def run(share: Sequence[str]) -> str | None:
         try:
@@ -144,7 +144,7 @@ def compile_in_processes(lines: Sequence[str], num_processes: int, command: Sequ
         last = done.stderr.strip().rpartition("\n")[2]
         return f"exit code {done.returncode}: {last}" if done.returncode else None
 
-    # Programs of one kernel, which take about as long as each other, were recorded together.
+    # Programs of one kernel take about equally long and are recorded together, so deal them out in turn.
     shares = [lines[first::num_processes] for first in range(num_processes)]
     with ThreadPoolExecutor(num_processes) as waiting:
         return [failure for failure in waiting.map(run, shares) if failure is not None]
@@ -155,12 +155,12 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    """Compile the programs of standard input. One that cannot be compiled stops no other; the exit code is then 1."""
+    """Compile the programs on standard input. A failure does not stop the others, but the exit code is then 1."""
     engine = os.getppid()
     failed = None
     for line in sys.stdin.read().splitlines():
         if os.getppid() != engine:
-            # The engine has died; nobody waits for the rest.
+            # The engine has died; nothing needs the rest.
             return
         try:
             Program.parse(line).compile()

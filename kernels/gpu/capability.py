@@ -1,13 +1,13 @@
-"""Which GPUs the kernels run on; asked before torch is imported."""
+"""Which GPUs the kernels support; checked before torch is imported."""
 
 from __future__ import annotations
 
 MIN_CAPABILITY = (8, 0)
-"""The oldest GPUs that multiply bfloat16 and copy to shared memory asynchronously: Ampere."""
+"""Ampere, the oldest generation with bfloat16 products and asynchronous copies to shared memory."""
 
 
 def capability_problem(capability: tuple[int, int]) -> str | None:
-    """Why a GPU of this compute capability, major and minor, cannot run the kernels; None where it can."""
+    """Why a GPU of this compute capability, major and minor, cannot run the kernels, or None if it can."""
     if capability >= MIN_CAPABILITY:
         return None
     (major, minor), (least_major, least_minor) = capability, MIN_CAPABILITY

@@ -1,4 +1,4 @@
-"""`v Bᵀ` on the GPU, with B read straight from the pages and added to the base's output in place."""
+"""LoRA's expand on the GPU: `v Bᵀ`, with B read straight from the pages, added to the base's output in place."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def prefetch_b(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Ask for the block that `read_b` reads first, as far as the L2 cache.
+    """Prefetch into the L2 cache the block that `read_b` reads first.
 
-    Registers that held the block until shrink has ended would leave room for fewer programs.
+    Holding the block in registers until shrink has ended would leave room for fewer programs.
     """
     ranks = tl.minimum(tl.arange(0, BLOCK_R), rank - 1)
     chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, ranks >= 0, L, E)
@@ -148,7 +148,7 @@ def expand_tiles(
                 part += plane_stride
                 v += tl.load(part, mask=is_part, other=0.0)
             if HALVES_V:
-                # bfloat16 keeps 8 bits of v; a second one holds the next 8.
+                # A bfloat16 holds 8 bits of v; a second one holds the next 8.
                 high = v.to(tl.bfloat16)
                 low = (v - high.to(tl.float32)).to(tl.bfloat16)
                 delta = tl.dot(high.to(DOT_DTYPE), b, delta, input_precision="tf32x3")
@@ -200,7 +200,7 @@ def expand_kernel(
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program: a segment and BLOCK_N columns of one module's output."""
+    """One program handles one segment and BLOCK_N columns of one module's output."""
     block = tl.program_id(0)
     segment = tl.program_id(1)
     i = block * 0
@@ -230,7 +230,7 @@ def expand_kernel(
     out = y + pick(i, OUT_OFFSETS, NUM_MODULES) + column
     parts = planes + i * plane_module_stride
     if PDL:
-        # Planes and y belong to the kernels before; the tables and the pool do not change within a step.
+        # Earlier kernels write planes and y; the tables and the adapters' pages do not change within a step.
         prefetch_b(pool, pages, offset, layer, padded_len, rank, L, E, BLOCK_R, BLOCK_N)
         tl.extra.cuda.gdc_wait()
 
@@ -251,9 +251,9 @@ def expand_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpandPlan:
-    """What an expand launch is compiled for, and the first axis of its grid.
+    """Compile-time parameters of an expand launch, and the first axis of its grid.
 
-    `first_blocks[i]` is the first column block of module `i`; `padded_lens[i]` the length of its rows in the stream.
+    `first_blocks[i]` is the first column block of module `i`, `padded_lens[i]` the length of its rows in the stream.
     """
 
     num_blocks: int
@@ -273,7 +273,7 @@ def _plan(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments:
     elif num_segments * group.total_out >= 512 * TARGET_PROGRAMS // 2:
         widest, block_r = 512, 16
     else:
-        # Few segments: narrow blocks reach more multiprocessors, and taking more ranks at once spares round trips.
+        # With few segments, narrow blocks use more multiprocessors, and reading more ranks at a time saves round trips.
         widest, block_r = 128, max(16, min(64, triton.next_power_of_2(max_rank)))
     block_n = min(widest, *(layout.chunk_len for layout in layouts))
     first_blocks, num_blocks = [], 0
@@ -293,14 +293,14 @@ def _plan(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments:
 def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.Tensor, *, pdl: bool = False) -> None:
     """`y[t, columns of i] += scale * v[t, i] @ B[slot, modules[i]]ᵀ` with `v = planes.sum(0)[..., :rank]`.
 
-    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; see `layout.py` for where B transposed lies.
-    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]` as `lora_shrink` left them; only entries below
+    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` says how B transposed is stored.
+    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]` as `lora_shrink` wrote them; only entries below
       `rank` of listed rows are read.
     - `call` as for `lora_shrink`.
     - `y` bfloat16, float16 or float32 `[T, group.total_out]`, last axis contiguous: read, summed in float32 and rounded
       once. Rows that no segment lists, and columns of a module of rank 0, keep their bits.
-    - `pdl` lets the look-ups, and fetching the first block of B, overlap the end of the kernel before, which must be
-      `lora_shrink(pdl=True)`; compute capability 9 and later.
+    - `pdl` lets the table lookups and the prefetch of the first block of B overlap the end of the previous kernel,
+      which must be `lora_shrink(pdl=True)`; requires compute capability 9 or later.
 
     It allocates nothing and does not wait for the device.
     """

@@ -1,6 +1,6 @@
-"""Norms and gates on a GPU, each one pass over its rows.
+"""Norms and gates on a GPU, each in one pass over its rows.
 
-Activations are float32, float16 or bfloat16 with contiguous last axes; arithmetic is float32, and a result is rounded
+Activations are float32, float16 or bfloat16 with a contiguous last axis. Arithmetic is float32, and a result is rounded
 once, when it is stored.
 """
 
@@ -13,14 +13,14 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 
 _PROGRAM_ELEMENTS = 1024
-"""Short rows share a program until it has so many elements."""
+"""Elements per program, up to which short rows share one."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """`x / sqrt(mean(x²) + eps) * weight` over the last axis.
 
-    `x` `[T, n]` or `[T, heads, n]`, whose rows may lie inside wider rows; `weight` `[n]`. The result is contiguous, of
-    the shape and dtype of `x`, and `out` where that is given.
+    `x` is `[T, n]` or `[T, heads, n]`, whose rows may be views into wider rows; `weight` is `[n]`. The result is
+    contiguous with the shape and dtype of `x`, and is stored in `out` if given.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     inner = x.shape[1] if x.dim() == 3 else 1
@@ -33,7 +33,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """`residual += x` in place, then `rms_norm(residual, weight, eps)` of the rounded sum.
 
-    `x` and `residual` `[T, n]`, `residual` contiguous; the result is as that of `rms_norm`.
+    `x` and `residual` `[T, n]`, `residual` contiguous; the result is like that of `rms_norm`.
     """
     assert residual.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -83,7 +83,7 @@ def _norm(
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ) -> None:
-    """`ROWS` rows a program; row `r` of `x` starts at `r // inner * outer_stride + r % inner * inner_stride`."""
+    """`ROWS` rows per program; row `r` of `x` starts at `r // inner * outer_stride + r % inner * inner_stride`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     is_stored = (row < num_rows)[:, None] & (column < SIZE)
@@ -101,12 +101,12 @@ def _norm(
 
 
 def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`gate * sigmoid(gate) * up` `[T, n]` of `gate_up` `[T, 2 * n]`: gate, then up."""
+    """`gate * sigmoid(gate) * up` `[T, n]` from `gate_up` `[T, 2 * n]`, which holds gate, then up."""
     return _launch_gate(gate_up, out, is_gelu=False)
 
 
 def gelu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`gelu(gate) * up` `[T, n]` of `gate_up` `[T, 2 * n]`; gelu in its tanh form, as Gemma's models take it."""
+    """`gelu(gate) * up` `[T, n]` from `gate_up` `[T, 2 * n]`; gelu in its tanh form, as in Gemma models."""
     return _launch_gate(gate_up, out, is_gelu=True)
 
 
@@ -135,7 +135,7 @@ def _gate(
 ) -> None:
     """`BLOCK` columns of one row; grid `(T, blocks)`.
 
-    Both are `gate * sigmoid(z) * up`, since `(1 + tanh(y)) / 2 = sigmoid(2 * y)`.
+    Both gates are `gate * sigmoid(z) * up`, since `(1 + tanh(y)) / 2 = sigmoid(2 * y)`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

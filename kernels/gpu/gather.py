@@ -1,4 +1,4 @@
-"""The rows of embedding adapters on the GPU, one for each token, read straight from the pages."""
+"""LoRA's gather on the GPU: one row of an embedding's A for each token, read straight from the pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loramux.kernels.gpu.launches import TILE_ROWS
 from loramux.kernels.tables import LoraCall, PoolViews
 
 MAX_BLOCK_R = 64
-"""Ranks that a program reads of each of its rows at a time."""
+"""Most ranks that a program reads of each of its rows."""
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -34,7 +34,7 @@ def gather_kernel(
     ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
-    """One program: a segment and the ranks `[block * BLOCK_R, (block + 1) * BLOCK_R)`."""
+    """One program handles one segment and ranks `[block * BLOCK_R, (block + 1) * BLOCK_R)`."""
     ranks = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     segment = tl.program_id(1)
     slot = tl.load(segment_slots + segment).to(tl.int64)
@@ -52,7 +52,7 @@ def gather_kernel(
         row = tl.load(segment_rows + listed, mask=is_row, other=0).to(tl.int64)
         token = tl.load(tokens + row, mask=is_row, other=0).to(tl.int64)
         is_read = is_row[:, None] & (ranks < rank)[None, :]
-        # A token's row is as long as the rank: it begins anywhere, and may straddle a page.
+        # A token's row has `rank` elements: it may begin anywhere and cross a page boundary.
         e = offset + token[:, None] * rank + ranks[None, :]
         page = tl.load(pages + e // E, mask=is_read, other=0).to(tl.int64)
         values = tl.load(pool + (page * (L * E) + layer * E + e % E), mask=is_read, other=0.0)
@@ -63,12 +63,12 @@ def gather_kernel(
 def lora_gather(pool: PoolViews, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
     """`planes[0, t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
 
-    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; see `layout.py` for where an embedding's A
-      lies.
-    - `tokens` int32 or int64 `[T]`, contiguous, in `[0, in_features)` where a segment lists the row.
+    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` says how an embedding's A is
+      stored.
+    - `tokens` int32 or int64 `[T]`, contiguous, in `[0, in_features)` for rows listed by a segment.
     - `call.group` is one embedding; otherwise `call` as for `lora_shrink`.
-    - `planes` float32 `[1, T, 1, max_rank]`, last axis contiguous: listed rows are written up to `rank`, nothing else
-      is, and nothing is read.
+    - `planes` float32 `[1, T, 1, max_rank]`, last axis contiguous: listed rows are written up to `rank`. Nothing else
+      is written, and nothing is read.
 
     It allocates nothing and does not wait for the device.
     """

@@ -1,4 +1,4 @@
-"""The kernels of a GPU, all Triton, behind the interface of `dispatch.py`."""
+"""The GPU kernels, all in Triton, behind the interface of `dispatch.py`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_shapes(
     attention: Iterable[AttentionSpec],
     outer_groups: Iterable[ModuleGroup] = (),
 ) -> None:
-    """Raise ValueError, naming the limit, for what the kernels do not take: never in a launch."""
+    """Raise ValueError, naming the limit, for unsupported dtypes and shapes, so that no launch has to."""
     if pool.kv.dtype not in KV_DTYPES:
-        raise ValueError(f"K and V are {pool.kv.dtype}; the GPU's kernels take bfloat16, float16 and float32")
+        raise ValueError(f"K and V are {pool.kv.dtype}; the GPU kernels support bfloat16, float16 and float32")
     for group in groups:
         check_geometry(pool.geometry, group, pool.adapter.dtype)
     for group in outer_groups:
@@ -38,7 +38,7 @@ def check_shapes(
 
 
 class GpuLora:
-    """The adapters' kernels over one page pool in the memory of a GPU; see `GpuKernels`."""
+    """The LoRA kernels over one page pool in GPU memory; see `GpuKernels`."""
 
     segment_rows = TILE_ROWS
 
@@ -60,7 +60,7 @@ class GpuLora:
         lora_gather(self._pool, tokens, call, planes)
 
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        # Only a shrink lets the kernel after it begin early.
+        # Only a shrink lets the next kernel start early.
         pdl = self._pdl and not call.group.is_embedding
         lora_expand(self._pool, planes, call, y, pdl=pdl)
 
@@ -71,12 +71,12 @@ class GpuLora:
 
 
 class GpuKernels(GpuLora):
-    """The kernels over one page pool in the memory of a GPU.
+    """The kernels over one page pool in GPU memory.
 
-    What a launch is depends on the shapes of its arguments, `Segments.max_rank` and `AttentionBatch.max_q` alone, so
-    that a captured graph serves whatever its tensors hold later. Scratch comes from torch's allocator, which costs no
-    call to the driver after the first steps and gives a graph memory of its own. `num_processors` are the
-    multiprocessors that launches are planned for: those of the pool's GPU where it is not given.
+    A launch depends only on the shapes of its arguments, `Segments.max_rank` and `AttentionBatch.max_q`, so a captured
+    graph stays valid when the contents of its tensors change. Scratch comes from torch's allocator, which makes no
+    driver calls after the first steps and gives each graph its own memory. `num_processors` is the number of
+    multiprocessors that launches are planned for; by default, that of the pool's GPU.
     """
 
     def __init__(self, pool: PoolViews, *, pdl: bool = False, num_processors: int | None = None) -> None:
@@ -127,6 +127,6 @@ class GpuKernels(GpuLora):
 def _planned(
     num_tokens: int, num_sequences: int, spec: AttentionSpec, itemsize: int, all_short: bool, num_processors: int
 ) -> tuple[AttentionPlan, int]:
-    """The launches of a batch and the size of their workspace: the same in every layer, and often in the next step."""
+    """Plan a batch's launches and their workspace size: the same in every layer, and often in the next step."""
     plan = attention_plan(num_tokens, num_sequences, spec, itemsize, all_short=all_short, num_processors=num_processors)
     return plan, plan.workspace_elements(num_tokens, num_sequences, spec)

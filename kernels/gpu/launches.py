@@ -1,4 +1,4 @@
-"""What the GPU's LoRA kernels launch for a batch: the sizes of tiles and grids, and what a device lets overlap."""
+"""Launch parameters of the GPU's LoRA kernels: tile and grid sizes, and whether launches can overlap."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS
 from loramux.kernels.tables import Segments
 
 TILE_ROWS = SEGMENT_ROWS
-"""Rows of a tile where segments are short: each segment is one."""
+"""Rows in a tile if segments are short: each segment is one tile."""
 
 TARGET_PROGRAMS = 528
-"""Programs that fill the card: four on each of an H200's 132 multiprocessors."""
+"""Programs that fill the GPU: four on each of an H200's 132 multiprocessors."""
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a launch on `device` may overlap the end of the one before (programmatic dependent launch)."""
+    """Whether a launch on `device` may overlap the end of the previous one (programmatic dependent launch)."""
     has_calls = IS_COMPILED and hasattr(tl.extra.cuda, "gdc_wait")
     return has_calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
-    """Whether segments of one row are worth their own code: there is room for a segment a row, as in decodes.
+    """Whether to compile a separate path for single-row segments: there are as many segments as rows, as in decode.
 
-    It decides speed only; launches of either shape serve segments of any length.
+    This affects only speed; either kind of launch supports segments of any length.
     """
     return num_segments >= num_tokens
 
 
 def tile_rows(segments: Segments) -> int:
-    """Rows of a tile: A and B are read once for each."""
+    """Rows in a tile, for which A and B are read once."""
     return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS
 
 
 def power_of_two_within(number: int) -> int:
     """The largest power of two up to `number`, which is at least 1.
 
-    What launches are compiled for is rounded to these, so that batches of many sizes share few programs.
+    Compile-time parameters are rounded with this, so that batches of many sizes share few programs.
     """
     return 1 << (number.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""`x Aᵀ` on the GPU, with A read straight from the pages."""
+"""LoRA's shrink on the GPU: `x Aᵀ`, with A read straight from the pages."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
 MAX_SPLITS = 16
-"""Planes beyond this cost expand more than they spare shrink."""
+"""Most planes: more would cost expand more than they save shrink."""
 
 MAX_LARGE_SPLITS = 2
-"""The same where segments are large: expand reads the planes of all its rows again for each block of columns."""
+"""Most planes if segments are large: expand rereads the planes of all its rows for each block of columns."""
 
 ROW_COLUMNS = 256
 """Columns of A that a program with one row multiplies at a time."""
 
 ROW_CHUNKS = 4
-"""How many times that at most: the loads are unrolled, so that all are in flight together."""
+"""Most such blocks per program, if the splits allow: their loads are unrolled, so that all are in flight together."""
 
 TILE_COLUMNS = 128
-"""Columns of A that a program with more rows multiplies at a time: half as many where its tiles are large."""
+"""Columns of A that a program with more rows multiplies at a time; half as many if its tiles are large."""
 
 STAGES = 5
-"""Depth of that loop's pipeline; one stage is the page table's, whose entry the next needs as an address."""
+"""Depth of that loop's pipeline; one stage loads the page table entry from which the next computes its address."""
 
 LARGE_STAGES = 4
-"""The same where tiles are large, so that several programs share a multiprocessor's memory."""
+"""Depth of that pipeline if tiles are large, so that several programs fit in a multiprocessor's shared memory."""
 
 
 @triton.jit
@@ -185,14 +185,14 @@ def shrink_kernel(
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program: a segment, a module, columns `[split * SPLIT_LEN, (split + 1) * SPLIT_LEN)` of A, and the ranks
-    `[n * RANK_STEP + b * BLOCK_R, n * RANK_STEP + (b + 1) * BLOCK_R)` for all `n`."""
+    """One program handles one segment, one module, columns `[split * SPLIT_LEN, (split + 1) * SPLIT_LEN)` of A, and
+    ranks `[n * RANK_STEP + b * BLOCK_R, n * RANK_STEP + (b + 1) * BLOCK_R)` for all `n`."""
     split = tl.program_id(0) % NUM_SPLITS
     i = tl.program_id(0) // NUM_SPLITS % NUM_MODULES
     first_rank = tl.program_id(0) // (NUM_SPLITS * NUM_MODULES) * BLOCK_R
     segment = tl.program_id(1)
     if PDL:
-        # Expand may start its look-ups; it waits for this grid to end before it reads a plane.
+        # Expand may start its table lookups; it waits for this grid to end before it reads a plane.
         tl.extra.cuda.gdc_launch_dependents()
 
     slot = tl.load(segment_slots + segment).to(tl.int64)
@@ -225,7 +225,7 @@ def shrink_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ShrinkPlan:
-    """What a shrink launch is compiled for, and the first axis of its grid."""
+    """Compile-time parameters of a shrink launch, and the first axis of its grid."""
 
     num_programs: int
     padded_len: int
@@ -254,7 +254,7 @@ def _plan(
     row_k = min(ROW_COLUMNS, layout.chunk_len)
     num_blocks = -(-group.in_features // row_k)
     programs = num_splits * len(group.modules)
-    # With few segments the ranks of one adapter are shared out too; with many, idle programs would only be in the way.
+    # With few segments, an adapter's ranks are divided among programs too; with many, that only adds idle programs.
     rank_blocks = min(-(-max_rank // block_r), TARGET_PROGRAMS // (programs * num_segments))
     rank_blocks = power_of_two_within(max(1, rank_blocks))
     return ShrinkPlan(
@@ -271,17 +271,18 @@ def _plan(
 
 
 def _dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
-    """What tensor cores multiply: 16 bits where both sides have the same, else float32 as three products of tf32."""
+    """What tensor cores multiply: the 16-bit dtype if both sides share one, else float32 as three tf32 products."""
     if x is not weights or not IS_COMPILED:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x, tl.float32)
 
 
 def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int) -> int:
-    """How many planes suit a batch: enough to fill the card, at most one per chunk and 16, or 2 with large segments.
+    """Number of planes for a batch: enough to fill the GPU, at most one per block of columns, and at most 16, or 2 if
+    segments are large.
 
-    It depends on shapes only, so that a captured graph keeps its planes. `page_elements` is `E`. An embedding sums
-    nothing: its shrink is `lora_gather`.
+    It depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. An embedding needs one
+    plane: its shrink is `lora_gather`, which sums nothing.
     """
     if group.is_embedding:
         return 1
@@ -289,7 +290,7 @@ def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segm
     num_blocks = -(-group.in_features // row_k)
     wanted = power_of_two_within(max(1, TARGET_PROGRAMS // max(1, num_segments * len(group.modules))))
     fewest = -(-num_blocks // ROW_CHUNKS) if is_decode_shaped(num_tokens, num_segments) else 1
-    # Segments of up to 16 rows are always more than this.
+    # Batches with segments of up to 16 rows never have more tokens than this.
     most = MAX_LARGE_SPLITS if num_tokens > TILE_ROWS * num_segments else MAX_SPLITS
     return min(most, num_blocks, max(fewest, wanted))
 
@@ -297,18 +298,18 @@ def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segm
 def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.Tensor, *, pdl: bool = False) -> None:
     """`sum over s of planes[s, t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ` for each row `t` of each segment.
 
-    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; see `layout.py` for where A lies.
+    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` says how A is stored.
     - `x` bfloat16, float16 or float32 `[T, in_features]`, last axis contiguous.
     - `call.tables` on the device, contiguous; ranks are at most `max_rank`.
-    - `call.segments` on the device: `slots` int32 `[num_segments]`, where -1 is a segment that is not there and whose
-      `starts` and `rows` are not read. The grid has `num_segments` columns; everything else is read on the device, so a
-      captured graph serves whatever the segments then hold. Rows of a segment are taken 16 at a time, or 64 where
-      `max_rows` allows as many.
-    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous: plane `s` holds the part
-      of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to `rank`; nothing
-      else is, and nothing is read.
-    - `pdl` lets the next kernel start before this one ends; for the pair with `lora_expand(pdl=True)`, compute
-      capability 9 and later.
+    - `call.segments` on the device: `slots` int32 `[num_segments]`, where -1 marks a padding segment, whose `starts`
+      and `rows` are not read. The grid has `num_segments` columns. Everything else is read on the device, so a captured
+      graph stays valid when the segments change. Rows of a segment are processed 16 at a time, or 64 at a time if
+      `max_rows` is at least 64.
+    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous: plane `s` holds the
+      contribution of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to
+      `rank`. Nothing else is written, and nothing is read.
+    - `pdl` lets the next kernel, which must be `lora_expand(pdl=True)`, start before this one ends; requires compute
+      capability 9 or later.
 
     Products are summed in float32. It allocates nothing and does not wait for the device.
     """

@@ -58,7 +58,7 @@ def test_failing_processes_stop_nobody_and_one_core_needs_none(
         return
     assert told[:2] == [
         f"compiling 2 of 2 GPU programs in 2 processes, into {tmp_path}",
-        "2 of 2 compiling processes failed, the engine compiles what is missing: exit code 1: no space left",
+        "2 of 2 compile processes failed; the engine will compile the missing programs: exit code 1: no space left",
     ]
 
 
