@@ -1,13 +1,13 @@
-"""Attention over paged K and V on a GPU: ragged prefill behind a prefix, and decode split over the context.
+"""Attention over paged K and V on a GPU: ragged prefill after a prefix, and decode split over the context.
 
-Inside a page K and V are both `[num_kv_heads, 16, head_dim]`, K in the first half of the elements and V in the second:
-each token's K and V of a head are contiguous, so that loads coalesce and feed `tl.dot` as they are. This differs from
-the CPU's transposed K; `rotate_and_store.py` agrees with it.
+In a page, K and V are both `[num_kv_heads, 16, head_dim]`, K in the first half of the elements and V in the second. A
+head's K or V of one token is contiguous, so that loads coalesce and feed `tl.dot` directly. This differs from the CPU,
+which transposes K; `rotate_and_store.py` writes this layout.
 
-One kernel serves both kinds of sequences. A program holds up to `block_m` query rows of one KV head, the query heads
-that share it side by side, and walks tiles of keys with an online softmax (Milakov and Gimelshein, 2018). Where there
-are too few programs to fill the device, the context is split among several, which leave partial results in a workspace
-for a second kernel to combine (Flash-Decoding; Dao et al., 2023).
+One kernel handles both prefill and decode. A program holds up to `block_m` (query, head) pairs that share one KV head,
+and iterates over tiles of keys with an online softmax (Milakov and Gimelshein, 2018). If there are too few programs to
+fill the device, the context is split among several, which write partial results to a workspace for a second kernel to
+combine (Flash-Decoding; Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ MAX_SPLITS = 64
 MAX_GROUP = 128
 NO_LIMIT = 1 << 30
 SMALL_STEP = 512
-"""Rows up to which a step's prefill does not fill the device by itself."""
+"""Most rows in a step whose prefill alone does not fill the device."""
 PARTIAL_PAD = 4
-"""A partial row is `head_dim` floats, then its logsumexp in base 2, padded so that rows stay aligned to 16 bytes."""
+"""Floats after the `head_dim` of a partial row: its base-2 logsumexp, and padding that aligns rows to 16 bytes."""
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether the kernels below run on the host, where `tl.dot` cannot multiply bfloat16."""
+"""Whether the kernels below run in Triton's interpreter, where `tl.dot` cannot multiply bfloat16."""
 
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
-    """Raise ValueError, naming the limit, for a model whose attention the kernels do not compute."""
+    """Raise ValueError, naming the limit, for attention that the kernels do not support."""
     if geometry.page_tokens != PAGE_TOKENS:
-        raise ValueError(f"pages hold {geometry.page_tokens} tokens; attention takes pages of {PAGE_TOKENS}")
+        raise ValueError(f"pages hold {geometry.page_tokens} tokens; attention supports pages of {PAGE_TOKENS}")
     if spec.head_dim % 8 or not 8 <= spec.head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {spec.head_dim}; attention takes multiples of 8 from 8 to {MAX_HEAD_DIM}")
+        raise ValueError(f"head_dim is {spec.head_dim}; attention supports multiples of 8 from 8 to {MAX_HEAD_DIM}")
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly")
     if spec.num_heads > MAX_GROUP * spec.num_kv_heads:
@@ -52,7 +52,7 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
             f"{spec.num_heads} query heads share {spec.num_kv_heads} KV heads; at most {MAX_GROUP} can share one"
         )
     if (spec.num_kv_heads, spec.head_dim) != (geometry.num_kv_heads, geometry.head_dim):
-        raise ValueError("the heads of the attention and of the pages differ")
+        raise ValueError("num_kv_heads or head_dim of the attention and of the pages differ")
     if spec.sliding_window is not None and spec.sliding_window < 1:
         raise ValueError(f"sliding_window is {spec.sliding_window}; a query sees at least itself")
 
@@ -61,7 +61,7 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
 class Tiling:
     """One launch over the sequences with `[min_rows, max_rows]` query rows.
 
-    A program takes `block_m` (query, head) pairs and tiles of `tile_n` keys; `num_splits` programs share a context.
+    A program processes `block_m` (query, head) pairs and tiles of `tile_n` keys; `num_splits` programs share a context.
     """
 
     min_rows: int
@@ -73,32 +73,32 @@ class Tiling:
     num_stages: int
 
     def block_q(self, group_size: int) -> int:
-        """Query rows of a program, whose pairs are packed as `query * group_size + head`."""
+        """Query rows per program, whose pairs are packed as `query * group_size + head`."""
         return min(self.block_m // group_size, self.max_rows)
 
     def num_tiles(self, num_tokens: int, num_sequences: int, group_size: int) -> int:
-        """A bound on the programs a KV head and split need, whatever the lengths of the sequences are."""
+        """Upper bound on the programs per KV head and split, for any sequence lengths."""
         block_q = self.block_q(group_size)
         return num_sequences if block_q == self.max_rows else num_tokens // block_q + num_sequences
 
     def num_partial_rows(self, num_tokens: int, num_sequences: int) -> int:
-        """Query rows that a workspace has room for: those of short sequences are counted by sequence."""
+        """Query rows that a workspace has room for; short sequences have room for `max_rows` each."""
         return num_tokens if self.max_rows == NO_LIMIT else num_sequences * self.max_rows
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Everything about the launches that a captured graph freezes; a function of shapes alone.
+    """Everything about the launches that a captured graph freezes; a function of shapes only.
 
-    `short` takes sequences with few query rows (decode, verify), `long` all others (prefill). A launch that is None is
-    left out: no sequence of any batch attended by this plan may need it.
+    `short` handles sequences with few query rows (decode, verify), `long` all others (prefill). A launch that is None
+    is skipped: no batch that uses the plan may have a sequence that needs it.
     """
 
     short: Tiling | None
     long: Tiling | None
 
     def workspace_elements(self, num_tokens: int, num_sequences: int, spec: AttentionSpec) -> int:
-        """float32 elements that `paged_attention` needs for partial results; layers may share them."""
+        """float32 elements that `paged_attention` needs for partial results; layers may share the workspace."""
         return max(
             tiling.num_partial_rows(num_tokens, num_sequences)
             * spec.num_heads
@@ -120,19 +120,19 @@ def attention_plan(
     all_short: bool = False,
     num_processors: int = 132,
 ) -> AttentionPlan:
-    """Choose the launches for batches of `num_tokens` rows and `num_sequences` sequences, both padded.
+    """Choose the launches for batches of `num_tokens` rows and `num_sequences` sequences, both including padding.
 
-    Sequences with up to `short_rows` query rows are short; `all_short` promises that there are no others.
-    `itemsize` is that of q, `num_processors` the device's multiprocessors.
+    Sequences with up to `short_rows` query rows are short; `all_short` guarantees that there are no others.
+    `itemsize` is that of q, `num_processors` the number of multiprocessors on the device.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     block_d = max(16, triton.next_power_of_2(spec.head_dim))
-    # Tiles of K and V stay within 16 KiB, so that several programs fit on a multiprocessor; those of float32, which is
-    # multiplied exactly and outside the tensor cores, within 8, or their registers spill.
+    # Tiles of K and V are at most 16 KiB, so that several programs fit on a multiprocessor. Tiles of float32, which is
+    # multiplied exactly and without tensor cores, are at most 8 KiB, to avoid register spills.
     is_exact = itemsize == 4
     tile_n = min(64, max(16, (8192 if is_exact else 16384) // (block_d * itemsize)))
 
-    # At least four splits even of large batches: one long context must not hold up the others' step.
+    # At least four splits even for large batches: one long context must not hold up the step for all others.
     short_programs = max(1, num_sequences) * spec.num_kv_heads
     short = Tiling(
         min_rows=1,
@@ -148,7 +148,7 @@ def attention_plan(
 
     block_m = 32 if is_exact else 64 if block_d > 128 or num_tokens * group_size <= 512 else 128
     block_m = max(block_m, triton.next_power_of_2(group_size))
-    # A few rows behind a long prefix among many decodes: their walk must not hold up the step either.
+    # A few rows after a long prefix, among many decodes, must not hold up the step either.
     fewest_splits = 4 if num_tokens <= SMALL_STEP else 1
     long_programs = max(1, num_tokens * group_size // block_m) * spec.num_kv_heads
     long = Tiling(
@@ -175,14 +175,16 @@ def paged_attention(
 ) -> None:
     """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
 
-    `q` and `out` `[T, num_heads, head_dim]` of float32, float16 or bfloat16, `pool.kv` of the same or another of them;
-    sums are float32. Rows may lie inside wider rows. Head `h` reads KV head `h // (num_heads // num_kv_heads)`; the
-    query at position `p` sees keys `[0, p]`, with a window `[max(0, p - sliding_window + 1), p]`.
+    `q` and `out` are `[T, num_heads, head_dim]` of float32, float16 or bfloat16, and `pool.kv` has the same dtype or
+    another of these; sums are float32. Rows may be views into wider rows. Head `h` reads KV head
+    `h // (num_heads // num_kv_heads)`. The query at position `p` sees keys `[0, p]` or, with a window,
+    `[max(0, p - sliding_window + 1), p]`.
 
-    `workspace` float32 holds at least `plan.workspace_elements(...)`; its content matters neither before nor after.
-    The batch is read on the device: a captured graph may be replayed after its tensors were overwritten in place.
-    Sequences without query rows and rows of no sequence (both pad a batch) are left alone, and pool elements and listed
-    pages beyond a context are never read. `check_attention` says what is supported.
+    `workspace` is float32 with at least `plan.workspace_elements(...)` elements; its contents do not matter before or
+    after the call. The batch is read on the device, so a captured graph can be replayed after its tensors are
+    overwritten in place. Sequences without query rows and rows that belong to no sequence (both are padding) are
+    skipped. Pool elements and listed pages beyond a context are never read. `check_attention` defines what is
+    supported.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
@@ -195,7 +197,7 @@ def paged_attention(
         block_q = tiling.block_q(group_size)
         num_tiles = tiling.num_tiles(num_tokens, num_sequences, group_size)
         is_split = tiling.num_splits > 1
-        # What both kernels must agree on to find the same work.
+        # Both kernels need the same values to find the same work.
         shared: dict[str, Any] = {
             "GROUP": group_size, "HEAD_DIM": spec.head_dim,
             "BLOCK_D": max(16, triton.next_power_of_2(spec.head_dim)),
@@ -213,7 +215,7 @@ def paged_attention(
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
         if is_split:
-            # Decode has few pairs, and waits for each; most tiles of a prefill's bound are empty.
+            # Decode has few pairs and is latency-bound. For prefill, most tiles of the upper bound are empty.
             pairs = 1 if num_tiles == num_sequences else 8
             _combine[(num_tiles, spec.num_kv_heads, triton.cdiv(block_q * group_size, pairs))](
                 workspace, out, batch.cu_q, batch.seq_lens, out.stride(0), num_sequences, tiling.num_splits,
@@ -231,10 +233,10 @@ def _tile_of(
     MIN_ROWS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
 ) -> Any:
-    """The sequence of a tile, its first query row, how many rows it has (0: nothing to do) and its first position.
+    """A tile's sequence, first query row, number of rows (0: nothing to do) and first position.
 
-    Where sequences have several tiles, sequence `i` owns tiles `[cu_q[i] // BLOCK_Q + i, cu_q[i + 1] // BLOCK_Q + i]`,
-    enough of them for its rows; those too many have nothing to do.
+    If sequences can have several tiles, sequence `i` owns tiles `[cu_q[i] // BLOCK_Q + i, cu_q[i + 1] // BLOCK_Q + i]`.
+    These are enough for its rows, and any surplus tiles have nothing to do.
     """
     if MAX_ROWS == BLOCK_Q:
         sequence = tile
@@ -251,7 +253,7 @@ def _tile_of(
     row = tl.load(cu_q_ptr + sequence)
     num_rows = tl.load(cu_q_ptr + sequence + 1) - row
     if MAX_ROWS != BLOCK_Q:
-        # The last rows of a sequence see most keys: they start first.
+        # The last rows of a sequence see the most keys, so they start first.
         block = (num_rows + BLOCK_Q - 1) // BLOCK_Q - 1 - block
     is_work = (num_rows >= MIN_ROWS) & (num_rows <= MAX_ROWS) & (block >= 0)
     num_queries = tl.where(is_work, tl.minimum(num_rows - block * BLOCK_Q, BLOCK_Q), 0)
@@ -263,7 +265,7 @@ def _tile_of(
 def _keys_of(
     position: tl.tensor, num_queries: tl.tensor, num_splits: tl.tensor, TILE_N: tl.constexpr, WINDOW: tl.constexpr
 ) -> Any:
-    """The key tiles `[first, last)` that some query row sees, and how many of them a split takes."""
+    """The key tiles `[first, last)` that some query row sees, and how many of them each split takes."""
     first = 0
     if WINDOW:
         first = tl.maximum(position - WINDOW + 1, 0) // TILE_N
@@ -297,7 +299,7 @@ def _walk(
 ) -> Any:
     """Fold key tiles `[first_tile, last_tile)` into the running maximum, sum and weighted values.
 
-    Without `IS_MASKED` every row sees every key of these tiles.
+    Without `IS_MASKED`, every row sees every key of these tiles.
     """
     d = tl.arange(0, BLOCK_D)
     for tile in range(first_tile, last_tile):
@@ -308,13 +310,13 @@ def _walk(
             page = tl.load(pages_ptr + key // PAGE_TOKENS, mask=key < end, other=0)
         else:
             page = tl.load(pages_ptr + key // PAGE_TOKENS)
-        # A pool passes 2^31 elements soon.
+        # A pool can easily exceed 2^31 elements.
         place = page.to(tl.int64) * PAGE_STRIDE + (key % PAGE_TOKENS) * HEAD_DIM
         element = kv_ptr + place[:, None] + d[None, :]
         k = tl.load(element, mask=is_loaded, other=0.0).to(DOT_TYPE)  # [TILE_N, BLOCK_D]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
         if SOFT_CAP > 0:
-            # tanh by the exponential of a negative number, which cannot overflow.
+            # tanh from the exponential of a negative number, which cannot overflow.
             decay = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634))
             bent = (1 - decay) / (1 + decay) * SOFT_CAP
             scores = tl.where(scores < 0, -bent, bent)
@@ -323,7 +325,7 @@ def _walk(
             if WINDOW:
                 is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
             scores = tl.where(is_visible, scores, float("-inf"))
-        # The running maximum starts at a finite number: a row that has seen no key yet never computes inf - inf.
+        # The running maximum starts at a finite number, so a row that has seen no key yet never computes inf - inf.
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         decline = tl.exp2(largest - new_largest)
@@ -368,8 +370,8 @@ def _attend(
 ) -> None:
     """One tile of query rows of one KV head against one split of the keys; grid `(tiles, num_kv_heads, splits)`.
 
-    Writes `out`, or when split `partial[line, head, split]`: the split's attention over `HEAD_DIM`, then the base-2
-    logarithm of its sum of exponentials. A line is a token, or where sequences have one tile a row of a tile.
+    Writes `out` or, when split, `partial[line, head, split]`: `HEAD_DIM` values of the split's attention, then the
+    base-2 logarithm of its sum of exponentials. A line is a token or, if each sequence has one tile, a row of a tile.
     """
     kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, row, num_queries, first_position = _tile_of(
@@ -401,7 +403,7 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     masked_tile = first_tile
     if WINDOW == 0 and BLOCK_Q > 1:
-        # Keys up to the first row's own position are seen by all rows: their tiles need no mask.
+        # All rows see the keys up to the first row's own position, so the tiles of these keys need no mask.
         masked_tile = tl.minimum(tl.maximum((first_position + 1) // TILE_N, first_tile), last_tile)
         acc, largest, total = _walk(
             acc, largest, total, q, kv_ptr, pages_ptr, position, end, first_tile, masked_tile, score_scale,
@@ -412,7 +414,7 @@ def _attend(
         True, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
     )  # fmt: skip
 
-    # Only a row without keys in this split has a sum of 0; a NaN is not 0 and stays.
+    # Only a row without keys in this split has a sum of 0; a NaN is not 0 and is kept.
     safe_total = tl.where(total == 0, 1.0, total)
     value = acc / safe_total[:, None]
     if IS_SPLIT:
@@ -446,9 +448,9 @@ def _combine(
     BLOCK_SPLITS: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Weigh the partial results of `PAIRS` (query, head) pairs by their sums of exponentials.
+    """Combine the partial results of `PAIRS` (query, head) pairs, weighted by their sums of exponentials.
 
-    Grid `(tiles, num_kv_heads, blocks of pairs)`. Only splits that had keys are read: the others wrote nothing.
+    Grid `(tiles, num_kv_heads, blocks of pairs)`. Only splits that had keys are read; the others wrote nothing.
     """
     kv_head = tl.program_id(1)
     _, row, num_queries, position = _tile_of(

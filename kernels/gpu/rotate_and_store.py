@@ -1,4 +1,4 @@
-"""Rotary embedding on a GPU, and K and V of a step's rows stored in their pages: one launch."""
+"""Rotary embedding of a step's rows and storing their K and V in pages, in one launch on a GPU."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def rotate_and_store(
     batch: AttentionBatch,
 ) -> None:
     """Rotate `(a, b)`, the halves of the first `2 * n` elements of each head of q and k, to
-    `(a cos - b sin, b cos + a sin)`; store the rotated k and v of row `t` at `batch.kv_slots[t]`.
+    `(a cos - b sin, b cos + a sin)`; store v and the rotated k of row `t` at `batch.kv_slots[t]`.
 
     - `q` `[T, num_heads, head_dim]` is changed in place. `k` and `v` `[T, num_kv_heads, head_dim]` are only read. All
-      are float32, float16 or bfloat16, and rows may lie inside wider rows. Arithmetic is float32.
+      are float32, float16 or bfloat16, and rows may be views into wider rows. Arithmetic is float32.
     - `cos` and `sin` float32 `[T, n]`, contiguous, `2 * n <= head_dim`.
-    - k, once rotated, is rounded to its own dtype and then, as v is, to the pool's (to nearest, ties to even). Both go
-      to `[num_kv_heads, page_tokens, head_dim]` of their page, K in the first half of its elements, as
-      `attention.py` reads them.
-    - A negative slot marks a row that only pads the batch: it is neither rotated nor stored.
+    - The rotated k is rounded to its own dtype. Then k and v are rounded to the pool's (to nearest, ties to even) and
+      stored as `[num_kv_heads, page_tokens, head_dim]` in their page, K in the first half of its elements and V in the
+      second, as `attention.py` reads them.
+    - A negative slot marks a padding row, which is neither rotated nor stored.
     """
     geometry = pool.geometry
     head_dim = geometry.head_dim
@@ -58,7 +58,7 @@ def _rotated(
     sin: tl.tensor,
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of the heads that lie at `place` and HALF behind it, rounded as they are stored in a row."""
+    """The rotated halves of the heads at `place` and `place + HALF`, rounded to the dtype of the row."""
     a = tl.load(row_ptr + place, mask=is_stored, other=0.0).to(tl.float32)
     b = tl.load(row_ptr + place + HALF, mask=is_stored, other=0.0).to(tl.float32)
     dtype: tl.constexpr = row_ptr.dtype.element_ty
@@ -98,7 +98,7 @@ def _rotate_and_store(
     WIDTH: tl.constexpr = NUM_KV * HEAD_DIM
     PLANE: tl.constexpr = WIDTH * PAGE_TOKENS
     page = (slot // PAGE_TOKENS) * NUM_LAYERS + layer
-    # A head's tokens lie side by side in the page.
+    # A head's tokens are contiguous in the page.
     keys = kv_ptr + page * (2 * PLANE) + (slot % PAGE_TOKENS) * HEAD_DIM
     i = tl.arange(0, BLOCK)[None, :]
     cos = tl.load(cos_ptr + row * HALF + i, mask=i < HALF, other=0.0)

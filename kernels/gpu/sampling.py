@@ -1,9 +1,9 @@
-"""Choosing each row's next token on a GPU: two launches, no sort, and nothing for the host to wait for.
+"""Sampling each row's next token on a GPU: two launches, no sort, and nothing for the host to wait for.
 
-The first launch reads all logits once, over the whole card, and leaves the largest of each group of 128. The second, a
-program a row, finds the greedy token from those alone. For a random choice it reads its row, which by then is in the
-L2, a few times more: most of what top_k and top_p could keep is bounded by the groups, and the rest is a search among
-candidates that fit the registers. `reference/sampling.py` is the specification.
+The first launch reads all logits once, across the whole GPU, and stores the maximum of each group of 128. The second
+runs one program per row. For a greedy choice it reads these maxima and one group. For a random choice it reads its row,
+by then in the L2 cache, a few more times: the group maxima bound what top_k and top_p can keep, and the rest is a
+search among candidates that fit in registers. `reference/sampling.py` is the specification.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ GROUP = 128
 """Logits that share one stored maximum."""
 
 GROUPS_A_PROGRAM = 32
-"""Groups of the first launch's programs: 16 KiB of float32."""
+"""Groups per program of the first launch: 16 KiB of float32."""
 
 BLOCK = 4096
-"""Logits of a row that the second launch reads at once."""
+"""Logits of a row that the second launch reads at a time."""
 
 MAX_CANDIDATES = 8192
-"""Tokens among which a threshold is searched in registers; a row with more is first narrowed by passes over it."""
+"""Most tokens among which a threshold is searched in registers; passes over the row first narrow down to these."""
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)
-"""The key of what is no token: above that of every distance."""
+"""The key of an entry that is not a token, above the key of every distance."""
 
 _LEAST_TEMPERATURE = tl.constexpr(1e-30)
 _NUM_HALVINGS = tl.constexpr(16)
@@ -36,7 +36,7 @@ _EXPONENT_STEP = tl.constexpr(1 << 23)
 
 
 def sampling_workspace(num_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Scratch for `sample_tokens` of up to `num_rows` rows, float32; what it holds between calls does not matter."""
+    """float32 scratch for `sample_tokens` of up to `num_rows` rows; its contents between calls do not matter."""
     return torch.empty((num_rows, _num_groups(vocab_size) + MAX_CANDIDATES), dtype=torch.float32, device=device)
 
 
@@ -52,28 +52,28 @@ def sample_tokens(
     *,
     all_greedy: bool = False,
 ) -> None:
-    """Write each row's token to `out_tokens`, or -1 where any of the row's logits is not finite.
+    """Write each row's token to `out_tokens`, or -1 if any of the row's logits is not finite.
 
     With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, row by row:
 
-    - `temperature == 0`: the first index of the largest logit; the other settings do not matter.
-    - otherwise the kept tokens are those with `d <= t`, where `t` is the least distance within which lie at least
-      `top_k` tokens or at least the share `top_p` of the sum of all weights, and with `weight >= min_p`. The choice is
-      the first index, in the vocabulary's order, at which the running sum of the kept weights passes `uniform` times
-      their sum; it always has a weight.
+    - `temperature == 0`: the first index of the largest logit; the other settings are ignored.
+    - otherwise the kept tokens are those with `d <= t` and `weight >= min_p`, where `t` is the smallest distance within
+      which there are at least `top_k` tokens or at least the share `top_p` of the total weight. The choice is the first
+      index, in vocabulary order, at which the running sum of the kept weights exceeds `uniform` times their sum. The
+      chosen token's weight is never 0.
 
-    All tokens at the distance `t` are kept: unlike the CPU's sampler, which sorts, top_k may keep more than k where
-    logits are equal. The CPU's also draws in the order of likelihood where it cuts, so that a seed repeats its tokens
-    on one kind of device. A row's choice depends on nothing but the row.
+    All tokens at distance `t` are kept, so top_k may keep more than k tokens if logits are equal, unlike the CPU's
+    sampler, which sorts. When the CPU's sampler truncates, it also draws in order of likelihood, so a seed repeats its
+    tokens only on the same kind of device. A row's choice depends on that row alone.
 
     `logits` `[S, V]` float32, float16 or bfloat16, rows at any stride, columns contiguous; `temperature`, `top_p`
-    (1: off, 0: the likeliest alone), `min_p` (0: off, at most 1), `uniform` (in [0, 1)) float32 `[S]`; `top_k` (0:
-    off) int32 `[S]`; `out_tokens` int32 `[S]`. A temperature below 1e-30 counts as 1e-30. `workspace`, of
-    `sampling_workspace` for at least S rows and this V, is allocated where it is missing. `all_greedy` promises that
-    every temperature is 0: then temperature and the settings after it are not read.
+    (1: off, 0: only the likeliest), `min_p` (0: off, at most 1), `uniform` (in [0, 1)) float32 `[S]`; `top_k` (0:
+    off) int32 `[S]`; `out_tokens` int32 `[S]`. A temperature in (0, 1e-30) counts as 1e-30. `workspace`, from
+    `sampling_workspace` for at least S rows and this V, is allocated if missing. `all_greedy` guarantees that every
+    temperature is 0; temperature and the settings after it are then not read.
 
-    Nothing is copied to the host and the launches depend on shapes and `all_greedy` only, so that a CUDA graph can
-    hold them. Group maxima as bounds of the k-th largest element are the idea of "Dr. Top-k" (Gaihre et al., 2021).
+    Nothing is copied to the host, and the launches depend only on shapes and `all_greedy`, so a CUDA graph can capture
+    them. Using group maxima to bound the k-th largest element follows "Dr. Top-k" (Gaihre et al., 2021).
     """
     num_rows, vocab_size = logits.shape
     if not num_rows:
@@ -118,13 +118,13 @@ def group_maxima(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """The largest logit of each group, infinity for a group of which any is not finite; grid `(S, groups / GROUPS)`."""
+    """The largest logit of each group, or infinity if any in it is not finite; grid `(S, groups / GROUPS)`."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     is_column = column < V
     x = tl.load(logits_ptr + row * logits_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    # No comparison with NaN holds.
+    # Comparisons with NaN are false.
     is_finite = tl.abs(x) < float("inf")
     x = tl.where(is_column, tl.where(is_finite, x, float("inf")), float("-inf"))
     tl.store(workspace_ptr + row * workspace_stride + group, tl.max(x, 1), mask=group < NUM_GROUPS)
@@ -152,7 +152,7 @@ def choose_tokens(
     ALL_GREEDY: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
-    """One row; grid `(S,)`."""
+    """Choose one row's token; grid `(S,)`."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     workspace_ptr += row * workspace_stride
@@ -191,7 +191,7 @@ def first_largest(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """The first index of the largest logit, which lies in the first group whose maximum it is."""
+    """The first index of the largest logit, which is in the first group that has this maximum."""
     group = tl.min(tl.where(maxima == largest, tl.arange(0, GROUPS), GROUPS), 0)
     column = group * GROUP + tl.arange(0, GROUP)
     x = tl.load(logits_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
@@ -200,9 +200,9 @@ def first_largest(
 
 @triton.jit
 def distance_keys(x: tl.tensor, largest: tl.tensor, is_token: tl.tensor) -> tl.tensor:
-    """`largest - x` as the bits of a float32: those of non-negative numbers are ordered as the numbers are.
+    """`largest - x` as float32 bits, which for non-negative numbers have the order of the numbers.
 
-    The absolute value takes the sign from `-0.0 - 0.0`. What is no token gets a key above all others.
+    The absolute value removes the sign of `-0.0 - 0.0`. Entries that are not tokens get a key above all others.
     """
     return tl.where(is_token, tl.abs(largest - x).to(tl.int32, bitcast=True), _NO_KEY)
 
@@ -234,7 +234,7 @@ def tally(
 ) -> tuple[tl.tensor, tl.tensor]:
     """How many tokens have keys up to `bound`, and the sum of their weights.
 
-    Each sum is taken in the same order, so that it never falls as the bound rises.
+    All sums are taken in the same order, so the sum never decreases as the bound rises.
     """
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
@@ -255,9 +255,9 @@ def search(
     k: tl.tensor,
     mass: tl.tensor,
 ) -> tl.tensor:
-    """The least bound in `(low, high)` up to which lie `k` tokens or weights of `mass`, or `high` if there is none.
+    """The smallest bound in `(low, high)` that covers `k` tokens or a total weight of `mass`, or `high` if none does.
 
-    At most 31 passes over `keys`, which are held in registers.
+    Makes at most 31 passes over `keys`, which are held in registers.
     """
     while low + 1 < high:
         middle = low + (high - low) // 2
@@ -285,24 +285,24 @@ def find_threshold(
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> tl.tensor:
-    """The least key up to which lie `top_k` tokens or the share `top_p` of all weights.
+    """The smallest key that covers `top_k` tokens or the share `top_p` of all weights.
 
-    Three narrowing steps keep the answer in the half-open range `(low, high]`: bounds that need no pass, passes that
-    halve it until few tokens lie inside, and the search among those.
+    Three steps narrow the half-open range `(low, high]` that holds the answer: bounds from the group maxima, passes
+    over the row that halve the range until it holds few tokens, and a search among those.
     """
     low, count_low, mass_low = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32)
-    # 2^-151 is 0 in float32: whether a token beyond this bound is kept decides nothing.
+    # 2^-151 is 0 in float32, so it does not matter whether tokens beyond this bound are kept.
     high = (151.0 / sharpness).to(tl.int32, bitcast=True)
     k = tl.where(top_k > 0, top_k, _NO_KEY)
     mass = tl.full((), float("inf"), tl.float32)
     if top_p < 1:
         _, total = tally(logits_ptr, largest, sharpness, high, V, BLOCK)
         mass = top_p * total
-        # Tokens lighter than this are together lighter than half of what top_p leaves out, so the bound lies before
-        # them; the half and the thousandth are far more than rounding can cost.
+        # All tokens lighter than this together weigh less than half of what top_p leaves out, so the bound excludes
+        # them. The half and the factor 1.001 are far more than rounding can cost.
         share = (1 - tl.maximum(top_p, 0.0)) * total / (2 * V)
         high = (-tl.log2(share) / sharpness * 1.001).to(tl.int32, bitcast=True)
-    # Up to each bound there are at least as many tokens as groups whose largest lies within it.
+    # Each bound covers at least as many tokens as groups whose maximum is within it.
     is_group = tl.arange(0, GROUPS) < NUM_GROUPS
     group_keys = distance_keys(maxima, largest, is_group)
     group_weights = tl.where(is_group, weights_of(group_keys, sharpness), 0.0)
@@ -313,7 +313,7 @@ def find_threshold(
         num_passes = 0
         while (count_high - count_low > CANDIDATES) & (low + 1 < high):
             middle = low + (high - low) // 2
-            # The middle of all exponents is a number near 0, where few distances are: at first, halve the distance.
+            # The midpoint of the bits is a number near 0, where there are few distances: first halve the distance.
             if num_passes < _NUM_HALVINGS:
                 middle = tl.maximum(middle, high - _EXPONENT_STEP)
             num_within, mass_within = tally(logits_ptr, largest, sharpness, middle, V, BLOCK)
@@ -326,7 +326,7 @@ def find_threshold(
             num_passes += 1
         if low + 1 < high:
             collect(logits_ptr, candidates_ptr, largest, low, high, V, BLOCK)
-            # What the program's other threads have stored can be read after a barrier.
+            # After a barrier, each thread can read what the program's other threads have stored.
             tl.debug_barrier()
             candidate = tl.arange(0, CANDIDATES)
             is_candidate = candidate < count_high - count_low
@@ -347,7 +347,7 @@ def collect(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store the distances whose keys are in `(low, high]`, one after another."""
+    """Store the distances whose keys are in `(low, high]`, contiguously."""
     num_stored = tl.full((), 0, tl.int32)
     for block in tl.range(0, (V + BLOCK - 1) // BLOCK, num_stages=4):
         keys = read_keys(logits_ptr, largest, block, V, BLOCK)
@@ -368,7 +368,7 @@ def read_weights(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The kept weights of one block of the row, 0 where a token is not kept."""
+    """The kept weights of one block of the row, 0 for tokens that are not kept."""
     keys = read_keys(logits_ptr, largest, block, V, BLOCK)
     weights = weights_of(keys, sharpness)
     return tl.where((keys <= threshold) & (weights >= min_p), weights, 0.0)
@@ -376,9 +376,9 @@ def read_weights(
 
 @triton.jit
 def first_past(weights: tl.tensor, running: tl.tensor, target: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """The first index that has a weight and whose running sum passes `target`.
+    """The first index with a positive weight whose running sum exceeds `target`.
 
-    Where rounding leaves every sum short of it, the last index that has a weight.
+    If rounding leaves every sum short of `target`, the last index with a positive weight.
     """
     index = tl.arange(0, SIZE)
     first = tl.min(tl.where((running > target) & (weights > 0), index, SIZE), 0)
@@ -398,7 +398,7 @@ def draw(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> tl.tensor:
-    """The token at which the running sum of the kept weights passes the share `uniform`: its block, then itself."""
+    """Find the block, then the token, at which the running sum of kept weights exceeds `uniform` times their sum."""
     index = tl.arange(0, BLOCKS)
     sums = tl.zeros((BLOCKS,), tl.float32)
     for block in tl.range(0, (V + BLOCK - 1) // BLOCK, num_stages=4):
