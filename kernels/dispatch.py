@@ -21,7 +21,7 @@ class LoraKernels(Protocol):
 
     @property
     def segment_rows(self) -> int:
-        """Most rows in a segment on this device."""
+        """Maximum number of rows in a segment on this device."""
         ...
 
     def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
     """The kernels for `device` over `pool`, which support all of `shapes`.
 
     `pdl` lets an expand start before its shrink has ended, on GPUs that support it (compute capability 9 or later).
-    Raises ValueError, naming the limit, if the device has no kernels or they do not support the pool or a shape.
+    Raises ValueError, naming the limit, if the device has no kernels, or they do not support the pool or a shape.
     """
     if device.type == "cpu":
         # Imported only here: a GPU needs no numba, which rejects numpy versions newer than it supports.

@@ -10,14 +10,14 @@ from loramux.kernels.layout import MAX_RANK
 from loramux.kernels.tables import Segments
 
 SEGMENT_ROWS = 16
-"""Most rows in a segment on a GPU: the smallest tile that tensor cores support."""
+"""Maximum rows per segment on a GPU: the smallest tile that tensor cores support."""
 
 LARGE_SEGMENT_ROWS = 64
-"""Most rows in a segment on a GPU in steps with many rows per sequence: each segment reads its A and B once."""
+"""Maximum rows per segment on a GPU in steps with many rows per sequence: each segment reads its A and B once."""
 
 
 def max_segments(num_tokens: int, num_sequences: int, segment_rows: int = SEGMENT_ROWS) -> int:
-    """The most segments of at most `segment_rows` rows that a batch can have: the grid of a captured graph.
+    """The maximum number of segments in a batch, of `segment_rows` rows at most: the grid of a captured graph.
 
     A batch has at most as many adapters as sequences. Each adapter leaves at most one segment that is not full, and no
     segment is empty.

@@ -13,13 +13,13 @@ from loramux.kernels.cpu.low_rank import low_rank
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
-"""Most rows in a segment: their activations stay in the L2 cache while they are multiplied by an adapter's weights."""
+"""Maximum rows per segment: their activations stay in the L2 cache while multiplied by an adapter's weights."""
 
 NOWHERE = (0, 0)
 """Address and row stride passed for rows that no kernel accesses."""
 
 MAX_VIEWS = 64
-"""Most plane shapes cached: a step's shapes recur in each layer, and mostly in the next step."""
+"""Maximum number of cached plane shapes: a step's shapes recur in each layer, and mostly in the next step."""
 
 
 class CpuLora:

@@ -1,8 +1,8 @@
 """bfloat16 products with AMX: sixteen rows by sixteen outputs by thirty-two inputs in one instruction.
 
 The weight is laid out in the panels of `avx512_bf16`, whose 32 outputs are two tiles side by side. The sums of up to 32
-rows and the outputs of a panel stay in four tiles during the loop over the inputs (Intel, "Architecture Instruction Set
-Extensions Programming Reference", on AMX). The order of a sum does not depend on the number of rows.
+rows by the 32 outputs of a panel stay in four tiles during the loop over the inputs (Intel, "Architecture Instruction
+Set Extensions Programming Reference", on AMX). The order of a sum does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from loramux.kernels.cpu.compiled import cpu_features, helper, intrinsic, kernel
 from loramux.kernels.cpu.vectors import SECOND_CACHE, emit_prefetch
 
 TILE = 16
-"""Rows in a tile, and outputs in a tile."""
+"""Rows per tile, and outputs per tile."""
 
 TILE_INPUTS = 32
 """Inputs multiplied by one instruction: one tile row of 64 bytes."""
 
 MAX_ROWS = 2 * TILE
-"""Most rows in a block, whose sums take four of the eight tiles."""
+"""Maximum rows per block: their sums take four of the eight tiles."""
 
 STEP_ELEMENTS = TILE_INPUTS * OUTPUTS
 """Weights of a panel used in one step: 2 KiB."""
@@ -96,7 +96,7 @@ def _call(builder: Any, name: str, arguments: list[Any]) -> None:
 
 @intrinsic
 def configure_tiles(typing_context: Any, first_rows: Any, second_rows: Any) -> Any:
-    """Configure and zero the tiles: `first_rows` and `second_rows`, 1 to 16 each, are the rows of the two row tiles."""
+    """Configure and zero the tiles for groups of `first_rows` and `second_rows` rows, 1 to 16 each."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first, second = (builder.trunc(rows, _BYTE) for rows in args)

@@ -1,8 +1,8 @@
 """Attention on the CPU, read straight from the pages that `kv` describes.
 
-A tile is a few consecutive query rows, times the heads that share one KV head: each key and value is loaded and widened
-once for the whole tile. K is transposed in its page, so the scores of sixteen tokens are sixteen lanes and neither K
-nor V is rearranged. A row's bits do not depend on the tile in which it is computed.
+A tile is a few consecutive query rows of all heads that share one KV head, so each key and value is loaded and widened
+once per tile. K is transposed in its page, so the scores of sixteen tokens are sixteen lanes and neither K nor V is
+rearranged. A row's bits do not depend on the tile in which it is computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loramux.kernels.cpu.vectors import (
 )
 
 TILE_ROWS = 16
-"""Most rows in a tile, query rows times heads in a group, unless the group alone has more."""
+"""Maximum rows per tile, query rows times heads in a group, unless the group alone has more."""
 
 LINE = 32
 """Elements from one prefetch to the next: a cache line of bfloat16."""
@@ -53,7 +53,7 @@ def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None
 
 @exact
 def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any) -> Any:
-    """Turn scores `[begin, end)` into weights, the others into 0; return the weights' sum, by which to divide them.
+    """Turn scores `[begin, end)` into unnormalised weights and the others into 0; return the sum of the weights.
 
     `num_scores` is a whole number of panels. A score's lane is its token's place in the page, regardless of `begin`.
     """

@@ -26,7 +26,7 @@ OUTPUTS = 32
 """Outputs in a panel: two AVX-512 registers per row."""
 
 MAX_ROWS = 12
-"""Most rows in a block: their sums take 24 of the 32 registers."""
+"""Maximum rows per block: their sums take 24 of the 32 registers."""
 
 BLOCK_INPUTS = 256
 """Inputs in a block of a panel, which stays in the L1 cache while all rows are multiplied by it: 16 KiB."""
@@ -74,10 +74,10 @@ class Avx512Bf16Panels:
 def pair_panels(
     weight: torch.Tensor, bias: torch.Tensor | None, multiple: int
 ) -> tuple[npt.NDArray[np.uint16], int, torch.Tensor]:
-    """Lay out a weight `[out_features, in_features]`; return its panels, their number and its bias, float32.
+    """Lay out a weight `[out_features, in_features]`; return its panels, their number and its float32 bias.
 
-    Inputs are padded with 0 to a multiple of `multiple`; outputs and bias are padded with 0 to whole panels. Without a
-    bias, it is all 0.
+    Inputs are padded with 0 to a multiple of `multiple`; outputs and bias are padded with 0 to whole panels. A bias of
+    None becomes 0.
     """
     out_features, in_features = weight.shape
     missing = (0, -in_features % multiple, 0, -out_features % OUTPUTS)
@@ -132,7 +132,7 @@ def _emit_block(
 ) -> None:
     """Emit code for one block of rows, whose sums stay in registers during the loop over pairs.
 
-    The next data is prefetched meanwhile: weights from memory and, with many rows, `x` from the L3 cache.
+    The data needed next is prefetched meanwhile: weights from memory and, with many rows, `x` from the L3 cache.
     """
     x_rows = [builder.inttoptr(row, _INT.as_pointer()) for row in x]
     y_rows = [builder.inttoptr(row, _FLOATS.as_pointer()) for row in y]

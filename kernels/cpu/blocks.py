@@ -40,7 +40,7 @@ from loramux.kernels.cpu.vectors import (
 )
 
 MAX_ROWS = 6 if WIDTH == LANES else 12
-"""Most rows whose sums fit in the registers together with their operands."""
+"""Maximum rows per block: their sums fit in the registers together with the operands."""
 
 DOTS_STEP = 32
 """Elements per step of `dots`: a cache line of bfloat16."""
@@ -139,7 +139,7 @@ def _panel_adder(width: int) -> Any:
 add_panels = _panel_adder(PANEL)
 """`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, for 16 outputs `o`, `size` >= 1 elements `k`.
 
-`x` and `y` are the addresses of the first rows; rows are `x_step` and `y_step` bytes apart.
+`x` and `y` are addresses of the first row; rows are `x_step` and `y_step` bytes apart.
 """
 
 add_half_panels = _panel_adder(PANEL // 2)

@@ -1,4 +1,4 @@
-"""Pages of K and V on the CPU, and storing a step's rows in them.
+"""The layout of K and V in pages on the CPU, and storing a step's rows there.
 
 A page of one layer holds K `[num_kv_heads, head_dim, page_tokens]`, then V `[num_kv_heads, page_tokens, head_dim]`.
 Activations are float32, passed by address and row stride. The pool is `[P, L, elements]`, float32 or bfloat16 bits as

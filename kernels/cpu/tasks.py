@@ -21,7 +21,7 @@ RANKS = 4
 """Ranks computed in one pass over the activations."""
 
 READ_COST = 3
-"""Cost of fetching and widening adapter weights, in rows multiplied by them."""
+"""Cost of fetching and widening adapter weights, as an equivalent number of rows multiplied by them."""
 
 
 @helper

@@ -29,7 +29,7 @@ MAX_SPLITS = 64
 MAX_GROUP = 128
 NO_LIMIT = 1 << 30
 SMALL_STEP = 512
-"""Most rows in a step whose prefill alone does not fill the device."""
+"""Maximum rows in a step whose prefill alone does not fill the device."""
 PARTIAL_PAD = 4
 """Floats after the `head_dim` of a partial row: its base-2 logsumexp, and padding that aligns rows to 16 bytes."""
 
@@ -40,7 +40,7 @@ _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat
 
 
 def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
-    """Raise ValueError, naming the limit, for attention that the kernels do not support."""
+    """Raise ValueError, naming the limit, if the kernels do not support this attention."""
     if geometry.page_tokens != PAGE_TOKENS:
         raise ValueError(f"pages hold {geometry.page_tokens} tokens; attention supports pages of {PAGE_TOKENS}")
     if spec.head_dim % 8 or not 8 <= spec.head_dim <= MAX_HEAD_DIM:
@@ -52,7 +52,7 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
             f"{spec.num_heads} query heads share {spec.num_kv_heads} KV heads; at most {MAX_GROUP} can share one"
         )
     if (spec.num_kv_heads, spec.head_dim) != (geometry.num_kv_heads, geometry.head_dim):
-        raise ValueError("num_kv_heads or head_dim of the attention and of the pages differ")
+        raise ValueError("the attention and the pages differ in num_kv_heads or head_dim")
     if spec.sliding_window is not None and spec.sliding_window < 1:
         raise ValueError(f"sliding_window is {spec.sliding_window}; a query sees at least itself")
 

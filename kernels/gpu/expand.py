@@ -302,7 +302,7 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
     - `pdl` lets the table lookups and the prefetch of the first block of B overlap the end of the previous kernel,
       which must be `lora_shrink(pdl=True)`; requires compute capability 9 or later.
 
-    It allocates nothing and does not wait for the device.
+    The call allocates nothing and does not wait for the device.
     """
     group, tables, segments = call.group, call.tables, call.segments
     num_planes, _, num_modules, max_rank = planes.shape

@@ -10,7 +10,7 @@ from loramux.kernels.gpu.launches import TILE_ROWS
 from loramux.kernels.tables import LoraCall, PoolViews
 
 MAX_BLOCK_R = 64
-"""Most ranks that a program reads of each of its rows."""
+"""Maximum ranks that a program reads of each of its rows."""
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -70,7 +70,7 @@ def lora_gather(pool: PoolViews, tokens: torch.Tensor, call: LoraCall, planes: t
     - `planes` float32 `[1, T, 1, max_rank]`, last axis contiguous: listed rows are written up to `rank`. Nothing else
       is written, and nothing is read.
 
-    It allocates nothing and does not wait for the device.
+    The call allocates nothing and does not wait for the device.
     """
     group, tables, segments = call.group, call.tables, call.segments
     num_planes, _, num_modules, max_rank = planes.shape

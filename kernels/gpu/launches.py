@@ -10,7 +10,7 @@ from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS
 from loramux.kernels.tables import Segments
 
 TILE_ROWS = SEGMENT_ROWS
-"""Rows in a tile if segments are short: each segment is one tile."""
+"""Rows per tile if segments are short: each segment is one tile."""
 
 TARGET_PROGRAMS = 528
 """Programs that fill the GPU: four on each of an H200's 132 multiprocessors."""
@@ -23,7 +23,7 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
-    """Whether to compile a separate path for single-row segments: there are as many segments as rows, as in decode.
+    """Whether to compile a separate path for single-row segments: there can be a segment per row, as in decode.
 
     This affects only speed; either kind of launch supports segments of any length.
     """
@@ -31,13 +31,13 @@ def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
 
 
 def tile_rows(segments: Segments) -> int:
-    """Rows in a tile, for which A and B are read once."""
+    """Rows per tile, for which A and B are read once."""
     return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS
 
 
 def power_of_two_within(number: int) -> int:
     """The largest power of two up to `number`, which is at least 1.
 
-    Compile-time parameters are rounded with this, so that batches of many sizes share few programs.
+    Compile-time parameters are rounded down with this, so that batches of many sizes share few programs.
     """
     return 1 << (number.bit_length() - 1)

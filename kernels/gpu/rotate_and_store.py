@@ -1,4 +1,4 @@
-"""Rotary embedding of a step's rows and storing their K and V in pages, in one launch on a GPU."""
+"""Apply rotary embedding and store K and V in their pages, in one launch on a GPU."""
 
 from __future__ import annotations
 

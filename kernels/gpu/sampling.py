@@ -24,7 +24,7 @@ BLOCK = 4096
 """Logits of a row that the second launch reads at a time."""
 
 MAX_CANDIDATES = 8192
-"""Most tokens among which a threshold is searched in registers; passes over the row first narrow down to these."""
+"""Maximum number of tokens searched for a threshold in registers; passes over the row first narrow the search to these."""
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)

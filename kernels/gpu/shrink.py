@@ -15,16 +15,16 @@ from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
 MAX_SPLITS = 16
-"""Most planes: more would cost expand more than they save shrink."""
+"""Maximum planes: more would cost expand more than they save shrink."""
 
 MAX_LARGE_SPLITS = 2
-"""Most planes if segments are large: expand rereads the planes of all its rows for each block of columns."""
+"""Maximum planes if segments are large: expand rereads the planes of all its rows for each block of columns."""
 
 ROW_COLUMNS = 256
 """Columns of A that a program with one row multiplies at a time."""
 
 ROW_CHUNKS = 4
-"""Most such blocks per program, if the splits allow: their loads are unrolled, so that all are in flight together."""
+"""Maximum number of such blocks per program, if splits allow: their loads are unrolled and all in flight together."""
 
 TILE_COLUMNS = 128
 """Columns of A that a program with more rows multiplies at a time; half as many if its tiles are large."""
@@ -311,7 +311,7 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     - `pdl` lets the next kernel, which must be `lora_expand(pdl=True)`, start before this one ends; requires compute
       capability 9 or later.
 
-    Products are summed in float32. It allocates nothing and does not wait for the device.
+    Products are summed in float32. The call allocates nothing and does not wait for the device.
     """
     group, tables, segments = call.group, call.tables, call.segments
     num_planes, _, num_modules, max_rank = planes.shape

@@ -124,7 +124,7 @@ def test_a_gpu_without_triton_is_refused(
 OTHER_SPECS = {
     "uneven-heads": (AttentionSpec(5, 2, 16, 1.0), "cannot share 2 KV heads"),
     "too-many-heads": (AttentionSpec(258, 2, 16, 1.0), "at most 128 can share one"),
-    "other-heads": (AttentionSpec(4, 4, 16, 1.0), "of the pages differ"),
+    "other-heads": (AttentionSpec(4, 4, 16, 1.0), "pages differ in num_kv_heads"),
     "window-0": (AttentionSpec(4, 2, 16, 1.0, sliding_window=0), "sees at least itself"),
 }
 

@@ -410,7 +410,7 @@ REFUSED = {
     "head-dim-264": (AttentionSpec(4, 2, 264, 1.0), PageGeometry(1, 2, 264, 2, 2), "multiples of 8 from 8 to 256"),
     "uneven-heads": (AttentionSpec(5, 2, 8, 1.0), PageGeometry(1, 2, 8, 2, 2), "cannot share 2 KV heads"),
     "group-129": (AttentionSpec(129, 1, 8, 1.0), PageGeometry(1, 1, 8, 2, 2), "at most 128 can share one"),
-    "other-pages": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 4, 8, 2, 2), "of the pages differ"),
+    "other-pages": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 4, 8, 2, 2), "pages differ in num_kv_heads"),
     "page-of-32": (AttentionSpec(4, 2, 8, 1.0), PageGeometry(1, 2, 8, 2, 2, 32), "pages of 16"),
     "window-0": (AttentionSpec(4, 2, 8, 1.0, 0), PageGeometry(1, 2, 8, 2, 2), "sees at least itself"),
 }
