@@ -1,4 +1,4 @@
-"""The rows of a batch, grouped by adapter slot, and a bound on the number of groups."""
+"""The rows of a batch, grouped by adapter slot, and a bound on the number of segments."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A tile is a few consecutive query rows of all heads that share one KV head, so each key and value is loaded and widened
 once per tile. K is transposed in its page, so the scores of sixteen tokens are sixteen lanes and neither K nor V is
-rearranged. A row's bits do not depend on the tile in which it is computed.
+rearranged. A row's result is bitwise the same in any tile.
 """
 
 from __future__ import annotations

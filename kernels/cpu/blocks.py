@@ -2,7 +2,7 @@
 
 The sums of a block stay in registers throughout the loop, so each weight is loaded and widened once for all rows of the
 block (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). The order of each sum is the
-same for any number of rows, so a row's bits do not depend on its neighbours.
+same for any number of rows, so a row's result is bitwise independent of its neighbours.
 
 Memory is prefetched explicitly: weights one block or two steps ahead where few rows share them, K and V one page ahead,
 and adapters across rank, module and adapter boundaries. On two cores of a shared machine, this made decode with 600

@@ -32,6 +32,6 @@ def set_num_threads(num_threads: int) -> None:
     most = _config.NUMBA_NUM_THREADS
     if not 1 <= num_threads <= most:
         raise ValueError(f"the number of threads must be in [1, {most}], got {num_threads}")
-    # numba first: its first call starts its threads and sets OpenMP's thread count, and so torch's, to all cores.
+    # numba goes first: its first call starts its threads and sets OpenMP's thread count, and so torch's, to all cores.
     numba.set_num_threads(num_threads)
     torch.set_num_threads(num_threads)

@@ -31,7 +31,7 @@ NO_LIMIT = 1 << 30
 SMALL_STEP = 512
 """Maximum rows in a step whose prefill alone does not fill the device."""
 PARTIAL_PAD = 4
-"""Floats after the `head_dim` of a partial row: its base-2 logsumexp, and padding that aligns rows to 16 bytes."""
+"""Floats after the `head_dim` values of a partial row: its base-2 logsumexp, and padding to align rows to 16 bytes."""
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels below run in Triton's interpreter, where `tl.dot` cannot multiply bfloat16."""

@@ -24,7 +24,7 @@ BLOCK = 4096
 """Logits of a row that the second launch reads at a time."""
 
 MAX_CANDIDATES = 8192
-"""Maximum number of tokens searched for a threshold in registers; passes over the row first narrow the search to these."""
+"""Maximum tokens searched for a threshold in registers; passes over the row first narrow the search to these."""
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)
@@ -200,7 +200,7 @@ def first_largest(
 
 @triton.jit
 def distance_keys(x: tl.tensor, largest: tl.tensor, is_token: tl.tensor) -> tl.tensor:
-    """`largest - x` as float32 bits, which for non-negative numbers have the order of the numbers.
+    """`largest - x` as float32 bits, which sort like the numbers themselves, since none is negative.
 
     The absolute value removes the sign of `-0.0 - 0.0`. Entries that are not tokens get a key above all others.
     """
