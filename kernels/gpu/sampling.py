@@ -54,7 +54,7 @@ def sample_tokens(
 ) -> None:
     """Write each row's token to `out_tokens`, or -1 if any of the row's logits is not finite.
 
-    With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, row by row:
+    With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, for each row:
 
     - `temperature == 0`: the first index of the largest logit; the other settings are ignored.
     - otherwise the kept tokens are those with `d <= t` and `weight >= min_p`, where `t` is the smallest distance within

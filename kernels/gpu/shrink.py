@@ -278,11 +278,10 @@ def _dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
 
 
 def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int) -> int:
-    """Number of planes for a batch: enough to fill the GPU, at most one per block of columns, and at most 16, or 2 if
-    segments are large.
+    """Number of planes for a batch: enough to fill the GPU, but at most one per column block and 16 in all.
 
-    It depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. An embedding needs one
-    plane: its shrink is `lora_gather`, which sums nothing.
+    It depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. The maximum is 2
+    instead of 16 if segments are large. An embedding needs one plane: its shrink is `lora_gather`, which sums nothing.
     """
     if group.is_embedding:
         return 1
