@@ -69,28 +69,28 @@ class Caller:
 
 
 CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
-    "a name that leads elsewhere: `../../etc`": lambda caller: caller.post("/tenants", {"slug": "../../etc"}),
-    "a letter that only looks like one: a Cyrillic `а`": lambda caller: caller.post(
+    "a name that is a path, such as `../../etc`": lambda caller: caller.post("/tenants", {"slug": "../../etc"}),
+    "a name with a look-alike letter, such as a Cyrillic `а`": lambda caller: caller.post(
         "/adapters", {"tenant": "refused", "name": "\u0430dapter"}
     ),
-    "text that turns its direction, or control characters": lambda caller: caller.post(
+    "text with bidirectional or other control characters": lambda caller: caller.post(
         "/api_keys", {"tenant": "refused", "name": "a\u202eb\x07"}
     ),
-    "a field that does not exist": lambda caller: caller.post("/tenants", {"slug": "other", "colour": "red"}),
-    "a field of another type": lambda caller: caller.post("/tenants", {"slug": 7}),
-    "a field given twice, or no JSON": lambda caller: caller.http.post(
+    "an unknown field": lambda caller: caller.post("/tenants", {"slug": "other", "colour": "red"}),
+    "a field of the wrong type": lambda caller: caller.post("/tenants", {"slug": 7}),
+    "a duplicate field, or a body that is not JSON": lambda caller: caller.http.post(
         f"{BASE}/tenants", content=b'{"slug": "a", "slug": "b"}'
     ),
-    "a body above 64 KiB": lambda caller: caller.post("/tenants", {"slug": "x" * 70_000}),
-    "a body that does not come to its end": Caller.slow,
+    "a body larger than 64 KiB": lambda caller: caller.post("/tenants", {"slug": "x" * 70_000}),
+    "a body that does not arrive completely": Caller.slow,
     "a change without `If-Match`": lambda caller: caller.rename(),
-    "a change of what others changed since": lambda caller: caller.rename(if_match='"0123456789abcdef"'),
-    "an `Idempotency-Key` with another body": Caller.repeat,
-    "the last administrator's key is revoked": lambda caller: caller.delete(f"/api_keys/{caller.key_id}"),
-    "the last administrator's key loses its scope": Caller.demote,
-    "a tenant that has adapters, keys or usage is deleted": lambda caller: caller.delete("/tenants/refused"),
-    "an adapter that has versions is deleted": lambda caller: caller.delete(f"/adapters/{caller.adapter_id}"),
-    "a version that an alias names is archived": lambda caller: caller.post(
+    "a change with an outdated `If-Match`": lambda caller: caller.rename(if_match='"0123456789abcdef"'),
+    "an `Idempotency-Key` reused with another body": Caller.repeat,
+    "revoking the last administrator's key": lambda caller: caller.delete(f"/api_keys/{caller.key_id}"),
+    "removing the administrator's scope from the last such key": Caller.demote,
+    "deleting a tenant that has adapters, keys or usage": lambda caller: caller.delete("/tenants/refused"),
+    "deleting an adapter that has versions": lambda caller: caller.delete(f"/adapters/{caller.adapter_id}"),
+    "archiving a version that an alias names": lambda caller: caller.post(
         f"/adapters/{caller.adapter_id}/versions/1/archive", {}
     ),
 }
