@@ -11,26 +11,27 @@ import typer.main
 
 from loramux.admin.cli import app
 
-HEAD = """# Every verb
+HEAD = """# Commands
 
-Written by `make docs` from the command line itself; a test compares them. `loramux VERB --help` says the same.
+`make docs` generates this page from the command line, and a test compares the two. `loramux COMMAND --help` shows the
+same text.
 
-`--profile NAME` and `--version` stand ahead of the verb: `loramux --profile production tenants list`. Without
-`--profile` a verb calls the server at `LORAMUX_ADMIN_URL` with `LORAMUX_ADMIN_KEY`, and where no key is set, the
+`--profile NAME` and `--version` come before the command: `loramux --profile production tenants list`. Without
+`--profile`, a command calls the server at `LORAMUX_ADMIN_URL` with `LORAMUX_ADMIN_KEY`. If no key is set, it uses the
 current profile (`loramux profiles list`).
 
 | exit code | meaning |
 |---:|---|
 | 0 | done |
-| 1 | the server refused, or `doctor` found something that failed |
-| 2 | the call or the settings are wrong; nothing was sent |
-| 3 | no server answers, or none is named |
+| 1 | the server refused the call, or a check of `doctor` failed |
+| 2 | the command or the settings are wrong; nothing was sent |
+| 3 | the server does not answer, or none is configured |
 | 130 | Ctrl-C |
 
-`--json` prints one JSON document on standard output, also for a failure:
-`{"error": {"message": ..., "code": ..., "param": ...}}`. Without it, failures are sentences on standard error.
+`--json` prints one JSON document to standard output. For a failure, this is
+`{"error": {"message": ..., "code": ..., "param": ...}}`. Without `--json`, a failure is a sentence on standard error.
 
-Completion: `loramux --install-completion` (bash, zsh, fish).
+`loramux --install-completion` installs completion for bash, zsh or fish.
 """
 
 

@@ -13,12 +13,12 @@ from loramux.admin.server.settings import FLAGS, PREFIX, SECRETS, Settings
 
 HEAD = """# Configuration
 
-Written by `make docs` from the settings themselves; a test compares them.
+`make docs` generates this page from the settings, and a test compares the two.
 
-A setting is read from its flag, then from its variable, then from the TOML file of `--config` (or `LORAMUX_CONFIG`),
-where it stands under its own name. A setting or variable that is not known stops the start, and so does a wrong value:
-all faults are told at once, with what was probably meant. Sizes may be written `8GiB` or `500MB`. Secrets have no flag,
-since every process of a machine may read a command line.
+A setting is read from its flag, then from its variable, then from the TOML file given by `--config` (or
+`LORAMUX_CONFIG`), where it has its own name. The server does not start with an unknown setting or variable, or with a
+wrong value. It reports all mistakes together and suggests corrections. Sizes can be written as `8GiB` or `500MB`.
+Secrets have no flag, because every process of a machine can read a command line.
 
 ```toml
 # loramux serve --config loramux.toml
@@ -36,66 +36,69 @@ disk_tier_bytes = "200GiB"
 """
 
 TAIL = """
-The command line reads `LORAMUX_ADMIN_URL`, `LORAMUX_ADMIN_KEY` and `LORAMUX_PROFILE` as well, and keeps profiles in
-`$XDG_CONFIG_HOME/loramux/config.toml` (by default `~/.config/loramux/config.toml`), readable by its owner alone.
-S3 and its credentials are found as every AWS program finds them: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`,
+The command line also reads `LORAMUX_ADMIN_URL`, `LORAMUX_ADMIN_KEY` and `LORAMUX_PROFILE`. It stores profiles in
+`$XDG_CONFIG_HOME/loramux/config.toml` (by default `~/.config/loramux/config.toml`), readable by its owner only. S3 and
+its credentials are configured as for other AWS programs: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`,
 `AWS_SECRET_ACCESS_KEY`, `AWS_DEFAULT_REGION`, a profile, or the machine's role.
 """
 
 MEANINGS = {
-    "config": "The TOML file itself.",
-    "data_dir": "Everything of this server: the embedded database and blobs, scratch space, the disk tier, "
-    "a GPU's compiled programs.",
+    "config": "The TOML file with settings.",
+    "data_dir": "Directory for the embedded database and blobs, scratch space, the disk tier and compiled GPU "
+    "programs; each server needs its own.",
     "database_url": "`postgresql://USER@HOST/NAME` or `sqlite:///FILE`; by default SQLite in the data directory.",
-    "model": "Directory of the base model, as Hugging Face's `save_pretrained` writes it.",
-    "served_name": "The base model's name in the API; by default the directory's.",
-    "host": "Where the OpenAI API listens.",
-    "port": "Its port; 0 takes a free one.",
-    "admin_host": "Where admin, console and `/metrics` listen. Keep it off the internet.",
-    "admin_port": "Its port; 0 takes a free one.",
-    "admin_key": "A platform administrator's key of 32 characters or more, never stored. Without one the first start "
-    "makes one and prints it once.",
-    "metrics_token": "What `/metrics` asks for as a bearer token (16 characters or more); needed where the admin "
-    "listener is not on loopback, or behind a proxy.",
-    "oidc_issuer": "The OpenID provider that people sign in to the console through, by its issuer URL: see "
+    "model": "Directory of the base model, as written by Hugging Face's `save_pretrained`.",
+    "served_name": "The base model's name in the API; by default the name of its directory.",
+    "host": "Address on which the OpenAI API listens.",
+    "port": "Port of the OpenAI API; 0 selects a free one.",
+    "admin_host": "Address on which the admin API, the console and `/metrics` listen. Keep it off the internet.",
+    "admin_port": "Port of the admin API, the console and `/metrics`; 0 selects a free one.",
+    "admin_key": "A platform administrator's key of 32 characters or more, never stored. If it is not set, the first "
+    "start creates a key and prints it once.",
+    "metrics_token": "Bearer token for `/metrics`, 16 characters or more; required behind a proxy, or if the admin "
+    "listener is not on loopback.",
+    "oidc_issuer": "Issuer URL of the OpenID provider for signing in to the console: see "
     "[single sign-on](single-sign-on.md).",
-    "oidc_client_id": "The name that the provider knows this server by.",
-    "oidc_client_secret": "Its secret; without one it is a public client, which PKCE alone protects.",
-    "oidc_scopes": "What the provider is asked for.",
-    "oidc_roles_claim": "The claim, of the ID token or of userinfo, that holds a person's groups.",
-    "oidc_roles": "`GROUP=SCOPE` or `GROUP=SCOPE@TENANT`, separated by commas; the first that fits decides.",
-    "oidc_redirect_url": "Where the provider sends browsers back to; by default where they came from.",
-    "log_format": "`json` for machines: see [traces and logs](traces-and-logs.md).",
-    "log_answers": "Whether each answer of the OpenAI API is a line of the log.",
-    "traces": "Where spans of requests go: to a file, to a collector by OTLP/HTTP, or nowhere.",
-    "traces_target": "The file or URL; by default `traces.jsonl` in the data directory, or what `OTEL_EXPORTER_OTLP_*` "
-    "say.",
-    "traces_share": "The part of the requests that is traced, from 0 to 1.",
-    "traces_of_clients": "What a client's `traceparent` does: nothing, a link, or our trace goes on below it.",
-    "dtype": "Of weights and arithmetic; `auto` is the one in the model's `config.json`.",
-    "device": "`auto` takes an NVIDIA GPU of compute capability 8.0 or later where there is one.",
-    "blob_url": "Where adapters' files are kept: `file://DIR` or `s3://BUCKET/PREFIX`; by default in the data "
-    "directory.",
-    "adapter_sources": "Buckets that an operator may register adapters from, separated by commas.",
-    "presigned_uploads": "Whether clients put files into the S3 bucket themselves.",
-    "pool_bytes": "Memory of the pool that adapters and KV cache share; by default what the model leaves on a GPU, a "
-    "part of the memory on a CPU.",
-    "max_model_len": "Longest prompt and answer together; by default what the model and the pool allow.",
-    "max_batch_tokens": "Tokens of one step at most.",
-    "max_sequences": "Sequences of one step at most.",
-    "max_waiting_tokens": "Tokens of prompts that may wait; more are refused with 503 `overloaded`.",
-    "max_waiting_s": "How long a request may wait for its turn.",
-    "max_resident_adapters": "Adapters in the pool at most.",
-    "max_pinned_share": "Part of the pool that pinned adapters may take.",
-    "eviction_policy": "Which idle page goes first.",
-    "num_threads": "Threads of the engine on a CPU; by default one a core.",
-    "disk_tier_bytes": "Its size at most.",
-    "host_tier_bytes": "Host memory for packed adapters at most.",
-    "engine": "The socket of a running server's engine, which the server prints; for `loramux gateway` only.",
-    "reuse_port": "Share `port` with other gateways of this host, each of which must say so.",
-    "spool_bytes": "How much may wait on the disk to be settled while the database is away.",
-    "drain_s": "How long running requests may take to end after the first Ctrl-C or SIGTERM.",
-    "engine_step_timeout_s": "A step that takes longer is a hung engine, which is restarted.",
+    "oidc_client_id": "Client ID of this server at the provider.",
+    "oidc_client_secret": "Client secret; without one, the server is a public client, protected by PKCE alone.",
+    "oidc_scopes": "Scopes requested from the provider.",
+    "oidc_roles_claim": "Claim of the ID token or of `userinfo` that holds a person's groups.",
+    "oidc_roles": "Rules `GROUP=SCOPE` or `GROUP=SCOPE@TENANT`, separated by commas; the first matching rule decides.",
+    "oidc_redirect_url": "URL to which the provider redirects browsers; by default derived from the address that the "
+    "browser used.",
+    "log_format": "`console` for text, `json` for machines: see [traces and logs](traces-and-logs.md).",
+    "log_answers": "Whether to log a line for each answer of the OpenAI API.",
+    "traces": "Whether spans of requests go to a file, to a collector over OTLP/HTTP, or nowhere.",
+    "traces_target": "File or URL for spans; by default `traces.jsonl` in the data directory, or the URL in "
+    "`OTEL_EXPORTER_OTLP_*`.",
+    "traces_share": "Share of requests that are traced, from 0 to 1.",
+    "traces_of_clients": "Whether to ignore a client's `traceparent`, link to it, or continue it as the parent of the "
+    "server's trace.",
+    "dtype": "Dtype of weights and arithmetic; `auto` uses the one in the model's `config.json`.",
+    "device": "Device of the engine; `auto` uses an NVIDIA GPU of compute capability 8.0 or later if there is one.",
+    "blob_url": "Store for adapter files: `file://DIR` or `s3://BUCKET/PREFIX`; by default in the data directory.",
+    "adapter_sources": "Buckets from which an operator can register adapters, separated by commas.",
+    "presigned_uploads": "Whether clients upload files to the S3 bucket directly.",
+    "pool_bytes": "Memory of the pool shared by adapters and KV cache; by default the memory that the model leaves "
+    "free on a GPU, or a part of main memory on a CPU.",
+    "max_model_len": "Most tokens of a prompt and its answer together; by default as many as the model and the pool "
+    "allow.",
+    "max_batch_tokens": "Most tokens in one step.",
+    "max_sequences": "Most sequences in one step.",
+    "max_waiting_tokens": "Most prompt tokens that can wait; further requests are refused with 503 `overloaded`.",
+    "max_waiting_s": "Longest time that a request waits for its turn, in seconds.",
+    "max_resident_adapters": "Most adapters in the pool.",
+    "max_pinned_share": "Largest share of the pool that pinned adapters can take, from 0 to 1.",
+    "eviction_policy": "Order in which idle pages are evicted.",
+    "num_threads": "Threads of the engine on a CPU; by default one per core.",
+    "disk_tier_bytes": "Largest size of the disk tier.",
+    "host_tier_bytes": "Largest amount of main memory for packed adapters.",
+    "engine": "Socket of a running server's engine, which the server prints; for `loramux gateway` only.",
+    "reuse_port": "Share `port` with other gateways on this host; each of them needs this setting.",
+    "spool_bytes": "Largest size of the settlements that wait on disk while the database is unavailable.",
+    "drain_s": "Longest time for running requests to finish after the first Ctrl-C or SIGTERM, in seconds.",
+    "engine_step_timeout_s": "Longest duration of a step, in seconds; an engine that exceeds it is considered hung and "
+    "restarted.",
 }
 
 

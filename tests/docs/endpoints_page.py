@@ -17,33 +17,34 @@ from tests.demo_base import DEMO_BASE
 
 _TABLE = ("| call | what | takes | refuses with |", "|---|---|---|---|")
 
-HEAD = """# Every endpoint
+HEAD = """# Endpoints
 
-Written by `make docs` from the OpenAPI documents of both listeners; a test compares them. A document itself, with every
-schema, example and error, is `GET /openapi.json` on its listener, for any key that the listener takes.
+`make docs` generates this page from the OpenAPI documents of both listeners, and a test compares them.
+`GET /openapi.json` on each listener returns the full document, with every schema, example and error, for any key that
+the listener accepts.
 
 ## The OpenAI API
 
-On the listener of `--port`, with `Authorization: Bearer KEY` of a tenant's key; [writing a client](clients.md) tells
-how to use it.
+On the listener of `--port`, with `Authorization: Bearer KEY` and a tenant's key. [Writing a client](clients.md)
+describes how to use it.
 """
 
 ADMIN_HEAD = """## The admin API
 
 On the listener of `--admin-port`, with `Authorization: Bearer KEY`. A tenant's key sees the same paths filtered to its
-tenant; what is not its own is the same 404 as what does not exist.
+tenant; objects of other tenants get the same 404 as objects that do not exist.
 
-- Lists answer `{object: "list", data, first_id, last_id, has_more}`, newest first, and take `limit`, `after` and
+- Lists return `{object: "list", data, first_id, last_id, has_more}`, newest first, and accept `limit`, `after` and
   `before`.
-- A POST with an `Idempotency-Key` is done once and answered the same for 24 hours; a secret is never answered twice,
-  and an answer with presigned requests is kept no longer than they hold.
-- A change of what others may have changed names the state that was seen: `If-Match` with the `ETag` that was read, or
-  `*`. Without it 428, with an old one 412.
+- A POST with an `Idempotency-Key` takes effect once and gets the same answer for 24 hours. A secret is never returned
+  twice, and an answer with presigned requests is kept only while they are valid.
+- A change to an object that others can change too must name the state that it is based on: `If-Match` with the `ETag`
+  from the last read, or `*`. A missing `If-Match` gets 428, an outdated one 412.
 - Times are seconds since 1970. Errors are `{"error": {"message", "type", "param", "code"}}`, with an `x-request-id`.
 """
 
 
-HEALTH = "`GET /health/live` and `GET /health/ready` of both listeners are for load balancers and need no key.\n"
+HEALTH = "`GET /health/live` and `GET /health/ready` on both listeners are for load balancers and need no key.\n"
 
 
 def endpoints_page() -> str:
