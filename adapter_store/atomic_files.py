@@ -1,4 +1,4 @@
-"""Files that are being made, of several processes in one directory."""
+"""Unfinished files of several processes in one directory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 class AtomicFiles:
-    """Places `DIRECTORY/unfinished/RUN-FILE`; the run holds a lock on `DIRECTORY/runs/RUN` as long as it lives.
+    """Hands out paths `DIRECTORY/unfinished/RUN-FILE`; each run locks `DIRECTORY/runs/RUN` for as long as it lives.
 
-    So what a run left that died can be told from what others are at work on. The constructor and `sweep` are to be
-    called under the directory's lock: a run that is just beginning must not be taken for a dead one.
+    The lock tells files of a dead run from files that a live run is still writing. Call the constructor and `sweep`
+    while holding the directory's lock, so that a run that is just starting is not taken for a dead one.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -29,11 +29,11 @@ class AtomicFiles:
         weakref.finalize(self, _end_run, lock, descriptor)
 
     def new_file(self) -> Path:
-        """A place for a file that is being made, on the file system where it will stay."""
+        """A path for a new unfinished file, on the same file system as its final place."""
         return self._directory / f"{self._run}-{uuid.uuid4().hex}"
 
     def sweep(self) -> None:
-        """Remove what runs left behind that are no more."""
+        """Remove the files of runs that have died."""
         alive = {path.name for path in self._runs.iterdir() if not _remove_if_dead(path)}
         for path in self._directory.iterdir():
             if path.name.partition("-")[0] not in alive:

@@ -1,4 +1,4 @@
-"""A word to whoever waits that the result is no longer wanted."""
+"""A signal that a result is no longer wanted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Cancellation:
-    """Given by one thread, heard by others, once and for good. Thread-safe."""
+    """A one-way flag that one thread sets and other threads react to. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,7 +19,7 @@ class Cancellation:
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """Tell every listener, on this thread; a second call changes nothing."""
+        """Call every listener on this thread; a second call does nothing."""
         with self._lock:
             self._is_cancelled = True
             listeners, self._listeners = self._listeners, []
@@ -27,7 +27,7 @@ class Cancellation:
             listener()
 
     def when_cancelled(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called once, now if it was cancelled before; it must be quick and raise nothing."""
+        """Call `listener` once, immediately if already cancelled; it must be quick and not raise."""
         with self._lock:
             if not self._is_cancelled:
                 self._listeners.append(listener)

@@ -1,4 +1,4 @@
-"""Several processes change one directory, one at a time."""
+"""A lock that lets processes change a shared directory one at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class DirectoryBusy(OSError):
 
 
 class DirectoryLock:
-    """A lock among processes, by `flock` on a file, and the number of the directory's last change in that file.
+    """A `flock` between processes on a file that also stores the number of the directory's last change.
 
-    A process that dies gives the lock back at once. Who knows the directory as of change `n` need not look at it again
-    while the number is still `n`. The directory must be on a file system whose locks work; those of one host do.
+    The kernel releases the lock of a process that dies. A process that read the directory at change `n` need not read
+    it again while the number is still `n`. The directory must be on a file system with working locks, such as a local
+    one.
     """
 
     def __init__(self, path: Path, patience_s: float = 5.0) -> None:
@@ -34,7 +35,7 @@ class DirectoryLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Raises DirectoryBusy where another process, a stopped one perhaps, does not let go of it."""
+        """Hold the lock; raises DirectoryBusy if another process, perhaps a stopped one, does not release it."""
         with self._threads:
             self._acquire()
             try:
@@ -44,11 +45,11 @@ class DirectoryLock:
 
     @property
     def num_changes(self) -> int:
-        """To be read while the lock is held."""
+        """Number of the last change; read it only while holding the lock."""
         return int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
 
     def note_change(self) -> int:
-        """Say that the directory changes, before it does: whoever dies in between is not to be trusted."""
+        """Record a change before making it: if this process dies midway, others read the directory again."""
         number = (self.num_changes + 1) % (1 << 64)
         os.pwrite(self._descriptor, number.to_bytes(8, "little"), 0)
         return number
@@ -60,7 +61,7 @@ class DirectoryLock:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > give_up:
-                    raise DirectoryBusy("another process keeps the disk tier locked") from None
+                    raise DirectoryBusy("another process holds the disk tier's lock") from None
                 time.sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
             else:

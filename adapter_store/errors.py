@@ -1,4 +1,4 @@
-"""What can go wrong with adapters, their uploads and their bytes."""
+"""Errors of adapters, their uploads and their bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_PARAM_LEN = 200
 
 
 def printable(text: str, max_len: int) -> str:
-    """A tenant's text for other eyes: cut, with `?` for what is invisible or turns the line around."""
+    """Text from a tenant made safe to display: shortened, with `?` for invisible and bidirectional characters."""
     shown = text if len(text) <= max_len else text[: max_len - 3] + "..."
     return "".join(character if character.isprintable() else "?" for character in shown)
 
@@ -29,7 +29,7 @@ class Refused(StoreError):
 
 
 class AdapterRejected(Refused):
-    """An adapter's files do not pass validation. `report` says what they passed until then."""
+    """An adapter's files failed validation. `report` lists the checks made up to the failure."""
 
     def __init__(
         self, code: str, message: str, param: str | None = None, report: Mapping[str, Any] | None = None
@@ -39,11 +39,11 @@ class AdapterRejected(Refused):
 
 
 class UploadRefused(Refused):
-    """An upload's declaration or its bytes are wrong, or it came too late."""
+    """An upload's declaration or bytes are wrong, or the upload came too late."""
 
 
 class LimitReached(StoreError):
-    """A tenant has as much on its way into the store as it may: `code` says what, and time may help."""
+    """A tenant is at a cap on uploads or pending versions; `code` names the cap. A later try may succeed."""
 
     def __init__(self, code: str, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class AdapterExists(StoreError):
 
 
 class AdapterInUse(StoreError):
-    """The adapter has versions: it can be disabled, not deleted."""
+    """The adapter has versions or uploads: it can be disabled, but not deleted."""
 
 
 class TenantNotFound(StoreError):
@@ -96,7 +96,7 @@ class AliasNotFound(StoreError):
 
 
 class AliasChanged(StoreError):
-    """Somebody else has moved the alias meanwhile."""
+    """Another client has changed the alias in the meantime."""
 
 
 class NothingToRollBack(StoreError):
@@ -112,15 +112,15 @@ class UploadNotFound(StoreError):
 
 
 class ClaimLost(StoreError):
-    """Another server holds the version now, or it has been decided."""
+    """Another server holds the version now, or its verdict has been recorded."""
 
 
 class SourceUnavailable(StoreError):
-    """The operator's bucket that a version is to come from cannot be read now."""
+    """The operator's bucket that holds a version's files cannot be read now; a later try may succeed."""
 
 
 class OriginalNotKept(StoreError):
-    """The version was made before uploaded files were kept."""
+    """The version was made before loramux kept uploaded files."""
 
 
 class FileNotFound(StoreError):
@@ -128,15 +128,15 @@ class FileNotFound(StoreError):
 
 
 class AdapterUnavailable(StoreError):
-    """The adapter's bytes cannot be had now; a later try may succeed."""
+    """The adapter's bytes are unavailable now; a later try may succeed."""
 
 
 class LoadCancelled(AdapterUnavailable):
-    """Whoever asked for the adapter no longer wants it."""
+    """The adapter is no longer wanted."""
 
 
 class AdapterCorrupt(StoreError):
-    """Bytes differ from what their checksum says; they are never served."""
+    """Bytes do not match their checksum; they are never served."""
 
 
 class BlobNotFound(StoreError):
@@ -144,17 +144,17 @@ class BlobNotFound(StoreError):
 
 
 class BlobTooLarge(StoreError):
-    """The blob has more bytes than the caller takes."""
+    """The blob is larger than the caller accepts."""
 
 
 class PartsMissing(StoreError):
-    """The parts of a blob that have arrived are not what was announced."""
+    """The uploaded parts of a blob do not have the announced size."""
 
 
 class BlobStoreUnavailable(StoreError):
-    """The blob store cannot be reached or refuses to work; the message says which and why.
+    """The blob store is unreachable or not working; the message says which store and why.
 
-    `retry_after_s` is how long it is left alone after it failed again and again, where it is.
+    `retry_after_s` is set while the circuit breaker is open: the seconds until the store is tried again.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
@@ -163,11 +163,11 @@ class BlobStoreUnavailable(StoreError):
 
 
 class BlobDamaged(AdapterCorrupt, BlobStoreUnavailable):
-    """Each time the blob was read, its bytes were other than the checksum that is kept with it says.
+    """Every read of the blob returned bytes that do not match its stored checksum.
 
-    It is either error's kind: a file that can be made again is, and who has no other source tries later.
+    It is both errors: a caller that can rebuild the file does so, and any other caller retries later.
     """
 
 
 class InvalidBlobUrl(StoreError):
-    """The blob store's URL cannot be used; the message says how to mend it."""
+    """The blob store's URL is invalid; the message says how to fix it."""

@@ -1,4 +1,4 @@
-"""From a blob store's URL to the store."""
+"""Opens the blob store that a URL names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9._/-]*")
 
 
 def open_blob_store(url: str) -> BlobStore:
-    """`file://DIRECTORY` or `s3://BUCKET[/PREFIX]`; raises InvalidBlobUrl. Nothing is reached yet: see `check`."""
+    """Open `file://DIRECTORY` or `s3://BUCKET[/PREFIX]` without connecting (see `check`); raises InvalidBlobUrl."""
     scheme, separator, rest = url.partition("://")
     if scheme == "file" and separator and rest:
         return LocalBlobStore(Path(rest))
@@ -22,7 +22,7 @@ def open_blob_store(url: str) -> BlobStore:
         bucket, _, prefix = rest.partition("/")
         if not _BUCKET.fullmatch(bucket) or not _PREFIX.fullmatch(prefix):
             raise InvalidBlobUrl("the blob URL names no bucket: use s3://BUCKET or s3://BUCKET/PREFIX")
-        # boto3 takes a quarter of a second to import; only who uses S3 waits for it.
+        # Importing boto3 takes a quarter of a second, so only S3 users pay for it.
         from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
 
         return S3BlobStore(bucket, prefix)

@@ -1,4 +1,4 @@
-"""Stops asking a service that fails, and lets one caller at a time find out whether it is back."""
+"""Stops calls to a failing service, then lets one caller at a time test whether it has recovered."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ BreakerState = Literal["closed", "open", "half_open"]
 
 
 class CircuitBreaker:
-    """Closed while calls succeed; open, so that calls fail at once, after `max_failures` of them in a row.
+    """Closed while calls succeed; opens after `max_failures` failures in a row, so that calls fail immediately.
 
-    Once open for `first_open_s` it is half-open: one caller may try. Success closes it; failure opens it for twice as
+    After `first_open_s` it is half-open and lets one caller try. A success closes it; a failure opens it for twice as
     long as before, up to `max_open_s`. Thread-safe.
     """
 
@@ -42,14 +42,14 @@ class CircuitBreaker:
             return "half_open" if self._has_trial or self._clock() >= self._next_trial else "open"
 
     def enter(self) -> float | None:
-        """None where the caller may go ahead, who then reports how it went; else the seconds to stay away for."""
+        """None if the caller may proceed, and must then report the outcome; else the seconds to wait."""
         with self._lock:
             if self._open_s == 0:
                 return None
             now = self._clock()
             if now < self._next_trial:
                 return self._next_trial - now
-            # A trial that never reports must not keep everybody out: the next one may try after as long again.
+            # A trial that never reports must not block every caller: after the same interval another may try.
             self._has_trial = True
             self._next_trial = now + self._open_s
             return None
@@ -64,7 +64,7 @@ class CircuitBreaker:
         with self._lock:
             self._num_failures += 1
             if self._open_s > 0:
-                # Calls that began before it opened say nothing new.
+                # Calls that started before the breaker opened add no information.
                 if self._has_trial:
                     self._open(min(2 * self._open_s, self._max_open_s))
             elif self._num_failures >= self._max_failures:

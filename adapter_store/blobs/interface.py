@@ -1,4 +1,4 @@
-"""Where bytes are kept: one interface for a local directory, S3 and memory."""
+"""The blob store interface, implemented by a local directory, S3 and memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9._-
 
 
 MAX_READ_BYTES = 64 << 20
-"""Larger blobs are not read into memory."""
+"""Largest blob that is read into memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobInfo:
-    """What a store says of a blob without reading it; `sha256` (hexadecimal) where it keeps one that it checked."""
+    """A blob's metadata. `sha256` (hexadecimal) is set if the store keeps a checksum that it has verified."""
 
     size: int
     etag: str | None = None
@@ -29,7 +29,7 @@ class BlobInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedPut:
-    """A request by which anybody may put these bytes and no others, once: exactly these headers belong to it."""
+    """A signed request with which anyone can put one blob, once. It must be sent with exactly these headers."""
 
     url: str
     method: str
@@ -38,9 +38,9 @@ class PresignedPut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedParts:
-    """The same for a large blob: part `i` takes the bytes `[i * part_bytes, (i + 1) * part_bytes)`, the last fewer.
+    """Signed requests for a large blob: part `i` takes bytes `[i * part_bytes, (i + 1) * part_bytes)`.
 
-    `upload_id` is what `complete_parts` and `abort_parts` ask for.
+    The last part may be shorter. `upload_id` is the argument for `complete_parts` and `abort_parts`.
     """
 
     upload_id: str
@@ -51,49 +51,49 @@ class PresignedParts:
 class BlobStore(ABC):
     """Immutable blobs by key. Safe to use from several threads.
 
-    Keys are parts of letters, digits, `.`, `_` and `-`, joined by `/`; another key is a ValueError. A blob is there
+    A key is parts of letters, digits, `.`, `_` and `-`, joined by `/`; any other key is a ValueError. A blob exists
     whole or not at all, and is durable once `put` returns. Every method raises BlobStoreUnavailable while the store
     cannot be reached.
     """
 
     @property
     def breaker_state(self) -> BreakerState:
-        """Whether the store is asked at all; a store without a breaker always is."""
+        """State of the store's circuit breaker; a store without one is always closed."""
         return "closed"
 
     @abstractmethod
     def check(self) -> None:
-        """Raise BlobStoreUnavailable, with a sentence that helps, unless blobs can be kept here."""
+        """Raise BlobStoreUnavailable, with a message that helps the operator, unless the store can keep blobs."""
 
     @abstractmethod
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
-        """Keep a file's or given bytes; False where the key is taken, whose blob then stays as it is.
+        """Store a file or bytes; False if the key is taken, in which case the existing blob is unchanged.
 
-        After BlobStoreUnavailable the blob may be there or not. `deadline_s` is as for `get`.
+        After BlobStoreUnavailable the blob may or may not exist. `deadline_s` is as for `get`.
         """
 
     @abstractmethod
     def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
-        """Write a blob to a file; after any error the file may hold a part of it.
+        """Write a blob to a file; after any error the file may hold part of it.
 
-        Raises BlobNotFound, and BlobTooLarge before more than `max_bytes` were written. Where the store is reached
-        over a network the call ends within `deadline_s`; its default grows with the blob.
+        Raises BlobNotFound, or BlobTooLarge before it writes more than `max_bytes`. A store reached over a network ends
+        the call within `deadline_s`, which by default grows with the blob's size.
         """
 
     @abstractmethod
     def read_bytes(self, key: str) -> bytes:
-        """A small blob; raises BlobNotFound, or BlobTooLarge above `MAX_READ_BYTES`."""
+        """Read a small blob into memory; raises BlobNotFound, or BlobTooLarge above `MAX_READ_BYTES`."""
 
     @abstractmethod
     def head(self, key: str) -> BlobInfo | None:
-        """What is known of a blob; None where there is none."""
+        """A blob's metadata, or None if there is no such blob."""
 
     def exists(self, key: str) -> bool:
         return self.head(key) is not None
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove a blob; no error where there is none."""
+        """Delete a blob; no error if it does not exist."""
 
     @abstractmethod
     def list_keys(self, prefix: str = "") -> Iterator[str]:
@@ -101,39 +101,39 @@ class BlobStore(ABC):
 
     @abstractmethod
     def remove_unfinished(self) -> None:
-        """Remove what puts left behind that a crash ended; one that is still at work is not disturbed."""
+        """Remove what crashed puts left behind, without disturbing puts in progress."""
 
     def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
-        """A request that puts a blob without us for `expires_s` seconds; None where clients must send it to us.
+        """A request, valid for `expires_s`, with which a client puts a blob directly; None if it must use the server.
 
-        It is bound to the size and the key's being free, and to the SHA-256 (hexadecimal) where the store knows that:
-        who relies on the bytes checks them. None also for blobs that `presign_parts` takes.
+        The request is bound to the size, to the key being free and, if the store supports that, to the SHA-256
+        (hexadecimal): a caller that relies on the bytes checks them. Also None for blobs that need `presign_parts`.
         """
         return None
 
     def presign_parts(self, key: str, size: int, expires_s: int) -> PresignedParts | None:
-        """Requests that put the parts of a large blob; None for small ones and where clients must send it to us."""
+        """Requests that put a large blob in parts; None for a small blob or if clients must use the server."""
         return None
 
     def complete_parts(self, key: str, upload_id: str, size: int) -> bool:
-        """Make a blob of the parts that came; False where the key is taken, whose blob then stays as it is.
+        """Assemble a blob from its uploaded parts; False if the key is taken, whose blob is then unchanged.
 
-        Raises PartsMissing where they have not `size` bytes in all, and BlobNotFound where there is no such upload.
+        Raises PartsMissing unless the parts total `size` bytes, and BlobNotFound if there is no such upload.
         """
         raise BlobNotFound("no such upload")
 
-    def abort_parts(self, key: str, upload_id: str) -> None:  # noqa: B027 (nothing to do where there are no parts)
-        """Drop an upload and the parts that came; no error where there is none."""
+    def abort_parts(self, key: str, upload_id: str) -> None:  # noqa: B027 (nothing to do without parts)
+        """Drop an upload and its parts; no error if it does not exist."""
 
 
 def check_key(key: str) -> str:
     if not _KEY.fullmatch(key):
-        raise ValueError("this is not a blob key: one has up to eight parts of letters, digits, '.', '_' and '-'")
+        raise ValueError("invalid blob key: use up to eight parts of letters, digits, '.', '_' and '-'")
     return key
 
 
 def check_size(size: int, max_bytes: int | None) -> None:
-    """Raise BlobTooLarge for a blob of more bytes than are wanted."""
+    """Raise BlobTooLarge if `size` exceeds `max_bytes`."""
     if max_bytes is not None and size > max_bytes:
         raise BlobTooLarge(f"the blob has {size} bytes, more than {max_bytes}")
 
@@ -151,4 +151,4 @@ def upload_key(upload_id: str, name: str) -> str:
 
 
 UPLOADS = "uploads/"
-"""The prefix of files that have not become a version yet."""
+"""The key prefix of uploaded files that are not part of a version yet."""

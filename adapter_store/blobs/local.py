@@ -14,16 +14,16 @@ from pathlib import Path
 from loramux.adapter_store.blobs.interface import MAX_READ_BYTES, BlobInfo, BlobStore, check_key, check_size
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 
-# No blob key begins with a dot, so that unfinished files are never taken for blobs.
+# No blob key begins with a dot, so unfinished files cannot be mistaken for blobs.
 _UNFINISHED = ".unfinished"
 _PUT_ATTEMPTS = 5
 _CHUNK_BYTES = 1 << 20
 _CRASHED_AFTER_S = 86_400
-"""An unfinished file that nobody has written to for so long is nobody's."""
+"""Age, in seconds since the last write, at which an unfinished file is considered abandoned."""
 
 
 class LocalBlobStore(BlobStore):
-    """Writes to an unfinished file, flushes it, and links it to its place: a blob appears whole and is never replaced.
+    """Writes to an unfinished file, flushes it and hard-links it into place: blobs appear whole and are never replaced.
 
     The directory must be on a file system with hard links.
     """
@@ -35,7 +35,7 @@ class LocalBlobStore(BlobStore):
         with _unavailable(f"the blob directory {self._root} cannot be written"):
             unfinished = self._write_unfinished(b"")
             unfinished.unlink()
-            # The directory may have been made just now.
+            # The directory may just have been created.
             _flush_directory(self._root.parent)
 
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
@@ -53,7 +53,7 @@ class LocalBlobStore(BlobStore):
     def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
         path = self._path(key)
         with _unavailable(f"blob {key} cannot be read"), self._found(key), path.open("rb") as file:
-            # A blob never grows: who asks first knows how much comes.
+            # A blob never grows, so its size is known before the copy.
             check_size(os.fstat(file.fileno()).st_size, max_bytes)
             with destination.open("wb") as out:
                 shutil.copyfileobj(file, out, _CHUNK_BYTES)
@@ -66,7 +66,7 @@ class LocalBlobStore(BlobStore):
 
     def head(self, key: str) -> BlobInfo | None:
         path = self._path(key)
-        with _unavailable(f"blob {key} cannot be looked for"):
+        with _unavailable(f"blob {key} cannot be looked up"):
             try:
                 status = path.stat()
             except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +83,7 @@ class LocalBlobStore(BlobStore):
             for parent in place.parents:
                 if parent == self._root:
                     break
-                # A directory that still holds blobs stays, and with it all above.
+                # Stop at the first directory that still holds blobs.
                 try:
                     parent.rmdir()
                 except OSError:
@@ -100,7 +100,7 @@ class LocalBlobStore(BlobStore):
         oldest_s = time.time() - _CRASHED_AFTER_S
         with _unavailable(f"the blob directory {self._root} cannot be cleared"):
             for path in (self._root / _UNFINISHED).glob("*"):
-                # Another server may finish or remove it first.
+                # Another server may finish or remove the file first.
                 with suppress(FileNotFoundError):
                     if path.stat().st_mtime < oldest_s:
                         path.unlink()
@@ -113,7 +113,7 @@ class LocalBlobStore(BlobStore):
         try:
             yield
         except FileNotFoundError:
-            # The reader's own destination may be what is missing.
+            # The missing file may be the reader's own destination.
             if self.exists(key):
                 raise
             raise BlobNotFound(f"no blob {key}") from None
@@ -145,7 +145,7 @@ class LocalBlobStore(BlobStore):
                 self._flush_directories(place)
                 return False
             except FileNotFoundError:
-                # A deletion has just removed the directory that it left empty.
+                # A concurrent delete removed the directory after emptying it.
                 if attempt == _PUT_ATTEMPTS - 1:
                     raise
             else:
@@ -154,7 +154,7 @@ class LocalBlobStore(BlobStore):
         raise AssertionError("unreachable")
 
     def _flush_directories(self, place: Path) -> None:
-        """Make a blob's name durable: its directories may be as new as itself, and another's who is not as far."""
+        """Make a blob's name durable: its directories may be new too, or another process may not have flushed them."""
         for parent in place.parents:
             _flush_directory(parent)
             if parent == self._root:

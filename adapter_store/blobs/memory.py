@@ -1,4 +1,4 @@
-"""Blobs in memory: for tests and trials."""
+"""Blobs in memory, for tests and demonstrations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MemoryBlobStore(BlobStore):
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Memory is always there."""
+        """Memory is always available."""
 
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
         data = source if isinstance(source, bytes) else source.read_bytes()
@@ -52,7 +52,7 @@ class MemoryBlobStore(BlobStore):
         yield from keys
 
     def remove_unfinished(self) -> None:
-        """A crash leaves nothing of this store."""
+        """Nothing survives a crash, so there is nothing to remove."""
 
     def _find(self, key: str) -> bytes:
         try:

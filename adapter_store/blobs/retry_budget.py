@@ -1,4 +1,4 @@
-"""Bounds how much traffic retries may add while a service is in trouble."""
+"""Limits the traffic that retries add while a service is in trouble."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class RetryBudget:
-    """A bucket of retries that all callers share: each retry takes one, each success gives a tenth of one back.
+    """A token bucket of retries shared by all callers: a retry takes one token, a success returns a tenth of one.
 
-    So retries add at most a tenth to the traffic for long, and a burst of `capacity` at first. `refill_per_s` keeps a
-    store that is seldom used from running dry for good. Thread-safe.
+    In the long run retries add at most a tenth to the traffic, after an initial burst of up to `capacity`.
+    `refill_per_s` keeps the bucket of a rarely used store from staying empty. Thread-safe.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class RetryBudget:
         self._refilled_at = clock()
 
     def take_retry(self) -> bool:
-        """Whether one more retry may be made."""
+        """Whether another retry is allowed; takes it from the budget."""
         with self._lock:
             now = self._clock()
             self._add((now - self._refilled_at) * self._refill_per_s)

@@ -1,4 +1,4 @@
-"""Blobs in an S3 bucket, or in a store that speaks its protocol."""
+"""Blobs in an S3 bucket, or in any store that speaks the S3 protocol."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from loramux.adapter_store.blobs.s3_writing import S3Writer
 from loramux.adapter_store.errors import BlobNotFound
 
 _CRASHED_AFTER_S = 86_400
-"""An upload in parts that was begun so long ago is nobody's."""
-# That of one whole object: of an upload in parts it may be a checksum of checksums, marked by its number of parts.
+"""Age, in seconds, at which a multipart upload is considered abandoned."""
+# The checksum of a whole object. A multipart object may have a checksum of checksums, marked by the number of parts.
 _SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
 
 
 class S3BlobStore(BlobStore):
-    """Keys below `prefix` of a bucket. Credentials, region and endpoint come from where boto3 looks for them."""
+    """Keys below `prefix` of a bucket. boto3 finds credentials, region and endpoint in its usual places."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class S3BlobStore(BlobStore):
         name = self._key(key)
         try:
             answer: Any = self._calls.send(
-                "look for a blob",
+                "look up a blob",
                 lambda: self._calls.client.head_object(Bucket=self._calls.bucket, Key=name, ChecksumMode="ENABLED"),
             )
         except BlobNotFound:
@@ -96,7 +96,7 @@ class S3BlobStore(BlobStore):
 
     def delete(self, key: str) -> None:
         name = self._key(key)
-        # Some stores say so where there is none.
+        # Some stores return an error for a blob that does not exist.
         with suppress(BlobNotFound):
             self._calls.send(
                 "delete a blob", lambda: self._calls.client.delete_object(Bucket=self._calls.bucket, Key=name)
@@ -110,10 +110,10 @@ class S3BlobStore(BlobStore):
             return [item["Key"].removeprefix(self._prefix) for page in pages for item in page.get("Contents", [])]
 
         deadline = Deadline(self._calls.limits.body_s)
-        yield from sorted(self._calls.send("list its blobs", list_all, deadline))
+        yield from sorted(self._calls.send("list blobs", list_all, deadline))
 
     def remove_unfinished(self) -> None:
-        """Abort uploads in parts that were begun a day ago or earlier, presigned ones included."""
+        """Abort multipart uploads, presigned ones included, and delete probe blobs that are at least a day old."""
         oldest_s = self._now_s() - _CRASHED_AFTER_S
         calls = self._calls
 
@@ -129,10 +129,10 @@ class S3BlobStore(BlobStore):
             )
             return [item for page in pages for item in page.get("Contents", [])]
 
-        for upload in calls.send("list its uploads", list_uploads, Deadline(calls.limits.body_s)):
+        for upload in calls.send("list uploads", list_uploads, Deadline(calls.limits.body_s)):
             if upload["Initiated"].timestamp() < oldest_s:
                 self._presigner.abort(upload["Key"], upload["UploadId"])
-        for item in calls.send("list its probes", list_probes):
+        for item in calls.send("list probe blobs", list_probes):
             if item["LastModified"].timestamp() < oldest_s:
                 self.delete(item["Key"].removeprefix(self._prefix))
 

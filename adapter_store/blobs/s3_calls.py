@@ -1,4 +1,4 @@
-"""One call to S3: deadline, attempts, retry budget, circuit breaker, and what its errors mean."""
+"""One call to S3: deadline, attempts, retry budget, circuit breaker, and the meaning of its errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ABSENT = ("404", "NoSuchKey", "NotFound", "NoSuchUpload")
 _CONTENDED = ("ConditionalRequestConflict", "OperationAborted")
-# The request was damaged or cut short on its way to the store.
+# The request was damaged or truncated on its way to the store.
 _DAMAGED_ON_THE_WAY = ("BadDigest", "IncompleteBody", "InvalidDigest", "RequestTimeout", "XAmzContentSHA256Mismatch")
 _CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
 
@@ -29,18 +29,18 @@ T = TypeVar("T")
 
 
 class PreconditionFailed(Exception):
-    """The store refused a request for its If-None-Match or If-Match."""
+    """The store refused a request because of its If-None-Match or If-Match header."""
 
 
 class RangeRefused(Exception):
-    """The blob has no byte in the range that was asked for."""
+    """The blob has no bytes in the requested range."""
 
 
 class AttemptFailed(Exception):
-    """One attempt came to nothing.
+    """One attempt failed.
 
-    `is_outage` where that speaks against the store as a whole, `can_retry` where another attempt may do better,
-    `is_damage` where bytes came that are not the blob's.
+    `is_outage` if the failure counts against the store as a whole, `can_retry` if another attempt may succeed,
+    `is_damage` if the received bytes are not the blob's.
     """
 
     def __init__(self, reason: str, *, can_retry: bool = True, is_outage: bool = True, is_damage: bool = False) -> None:
@@ -52,7 +52,7 @@ class AttemptFailed(Exception):
 
 
 class S3Calls:
-    """A bucket, and how it is asked. Thread-safe."""
+    """Sends requests to one bucket. Thread-safe."""
 
     def __init__(
         self,
@@ -73,15 +73,15 @@ class S3Calls:
         self._chance = chance
 
     def run(self, what: str, attempt: Callable[[], T], deadline: Deadline | None = None) -> T:
-        """Make attempts until one succeeds. An attempt asks by `ask` and may raise AttemptFailed itself.
+        """Make attempts until one succeeds. An attempt sends requests with `ask` and may raise AttemptFailed itself.
 
-        Raises BlobNotFound, PreconditionFailed, RangeRefused, BlobStoreUnavailable, and what else `attempt` raises.
+        Raises BlobNotFound, PreconditionFailed, RangeRefused, BlobStoreUnavailable, and any other error of `attempt`.
         """
         deadline = deadline or Deadline(self.limits.call_s)
         for number in range(self.limits.max_attempts):
             closed_for_s = self._breaker.enter()
             if closed_for_s is not None:
-                raise self._unavailable(what, "it has failed again and again", closed_for_s)
+                raise self._unavailable(what, "repeated failures, not retrying yet", closed_for_s)
             try:
                 with AttemptTimer(deadline.remaining_s) as timer:
                     found = attempt()
@@ -90,7 +90,7 @@ class S3Calls:
                 raise
             except AttemptFailed as failure:
                 if timer.has_fired:
-                    failure.reason = "the time for it is over"
+                    failure.reason = "deadline exceeded"
                 if failure.is_outage:
                     self._breaker.failed()
                 else:
@@ -103,7 +103,7 @@ class S3Calls:
         raise AssertionError("unreachable")
 
     def send(self, what: str, request: Callable[[], T], deadline: Deadline | None = None) -> T:
-        """`run` where an attempt is one request."""
+        """`run` with an attempt of a single request."""
         return self.run(what, lambda: self.ask(request), deadline)
 
     def ask(self, request: Callable[[], T]) -> T:
@@ -113,29 +113,29 @@ class S3Calls:
         except ClientError as error:
             raise _meaning(error) from error
         except (ReadTimeoutError, ConnectTimeoutError) as error:
-            raise AttemptFailed("no answer came in time") from error
+            raise AttemptFailed("timed out") from error
         except NoCredentialsError as error:
-            raise AttemptFailed("there are no credentials for it", can_retry=False, is_outage=False) from error
+            raise AttemptFailed("no credentials found", can_retry=False, is_outage=False) from error
         except Exception as error:
-            # Not only BotoCoreError: a damaged answer makes boto3's parsers raise whatever they happen to.
-            raise AttemptFailed(f"the connection failed ({type(error).__name__})") from error
+            # Not only BotoCoreError: a damaged response can make boto3's parsers raise anything.
+            raise AttemptFailed(f"connection failed ({type(error).__name__})") from error
 
     def pause_or_give_up(self, what: str, number: int, failure: AttemptFailed, deadline: Deadline) -> None:
-        """Return once the attempt after the `number`th may begin; raises BlobDamaged or BlobStoreUnavailable."""
-        # Anything up to twice as long as before, so that many callers do not come back at once.
+        """Pause before the attempt after number `number`, or raise BlobDamaged or BlobStoreUnavailable."""
+        # Random, up to twice the last bound, so that many callers do not retry simultaneously.
         pause_s = self._chance() * min(self.limits.max_pause_s, self.limits.first_pause_s * 2**number)
         may_retry = failure.can_retry and number < self.limits.max_attempts - 1 and pause_s < deadline.remaining_s
         if may_retry and self._budget.take_retry():
             self._pause(pause_s)
             return
         if failure.is_damage:
-            raise BlobDamaged(f"the bucket {self.bucket} cannot {what}: {failure.reason}") from failure
+            raise BlobDamaged(f"cannot {what} in the bucket {self.bucket}: {failure.reason}") from failure
         raise self._unavailable(what, failure.reason) from failure
 
     def _unavailable(self, what: str, reason: str, retry_after_s: float | None = None) -> BlobStoreUnavailable:
         if reason == "NoSuchBucket":
             return BlobStoreUnavailable(f"the bucket {self.bucket} does not exist")
-        return BlobStoreUnavailable(f"the bucket {self.bucket} cannot {what}: {reason}", retry_after_s)
+        return BlobStoreUnavailable(f"cannot {what} in the bucket {self.bucket}: {reason}", retry_after_s)
 
 
 def _meaning(error: ClientError) -> Exception:
@@ -155,6 +155,6 @@ def _meaning(error: ClientError) -> Exception:
         return AttemptFailed(code, is_outage=False)
     if status in (408, 429) or (status >= 500 and status != 501):
         return AttemptFailed(code)
-    # Expired credentials, a missing permission, a method that the store does not have: a retry changes nothing.
-    hint = "; look at its credentials and their permissions" if status in (401, 403) else ""
+    # Expired credentials, a missing permission, an unsupported method: a retry does not help.
+    hint = "; check the credentials and their permissions" if status in (401, 403) else ""
     return AttemptFailed(f"{code}{hint}", can_retry=False, is_outage=False)

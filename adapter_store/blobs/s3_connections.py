@@ -1,15 +1,19 @@
-"""The boto3 client, and connections that end when the attempt that uses them is out of time.
+"""The boto3 client, with connections that are shut down when their attempt's deadline passes.
 
-boto3's timeouts are for one operation on a socket. A server that sends a byte every four seconds never trips them, so
+boto3's timeouts apply to single socket operations. A server that sends a byte every four seconds never trips them, so
 each attempt also has a timer that shuts its connections down.
 
-botocore has no public way to its connections: its events hand out the request before it is sent and the answer once its
-head is complete. So two of its private names are used, in `connect` alone:
+botocore has no public access to its connections: its events expose the request before it is sent and the response after
+its headers are read. `connect` therefore uses two private names, and no other code does:
 
-- `BaseClient._endpoint`, the way from a client to its HTTP session;
-- `URLLib3Session._pool_classes_by_scheme`, from which the session makes its connections, through proxies too.
+- `BaseClient._endpoint`, which leads from a client to its HTTP session;
+- `URLLib3Session._pool_classes_by_scheme`, from which the session creates its connections, including proxied ones.
 
-`test_s3_connections.py` fails when botocore changes either, or what they mean.
+`test_s3_connections.py` fails if botocore changes either name or its meaning.
+
+obstore 0.12.1 cannot replace boto3: it cannot list or abort multipart uploads, nor complete one with `If-None-Match`
+(https://github.com/apache/arrow-rs-object-store/issues/289), so a conditional put holds the whole blob in memory. Its
+signed URLs do not cover length, checksum or part number, and it sends no `Content-MD5`.
 """
 
 from __future__ import annotations
@@ -40,19 +44,19 @@ _MAX_CONNECTIONS = 64
 
 
 def connect(limits: S3Limits) -> S3Client:
-    """A client whose credentials, region and endpoint come from where boto3 looks for them; nothing is sent yet."""
+    """A client configured by boto3's usual sources of credentials, region and endpoint; sends nothing yet."""
     has_endpoint = any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
     client = boto3.client(
         "s3",
         config=Config(
             connect_timeout=limits.connect_s,
             read_timeout=limits.read_s,
-            # Retries are ours: they share one budget and one breaker, which boto3's do not know.
+            # We do the retries: they share one budget and one breaker, which boto3 does not know.
             retries={"mode": "standard", "total_max_attempts": 1},
             max_pool_connections=_MAX_CONNECTIONS,
             signature_version="s3v4",
-            # Stores other than Amazon's seldom have a host name for each bucket, and few know its new checksums:
-            # Ceph 16 takes any x-amz-checksum-* unread, others refuse the trailers that carry them.
+            # Stores other than Amazon's seldom have a host name per bucket, and few support its newer checksums:
+            # Ceph 16 ignores any x-amz-checksum-*, others refuse the trailers that carry them.
             s3={"addressing_style": "path" if has_endpoint else "auto"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -64,9 +68,9 @@ def connect(limits: S3Limits) -> S3Client:
 
 
 class AttemptTimer:
-    """Shuts down the connections that the current thread uses inside its `with` block once `seconds` have passed.
+    """Shuts down the connections that this thread uses in the `with` block once `seconds` have passed.
 
-    The blocked call then fails as if the peer had closed. Looking up a host name cannot be cut short.
+    The blocked call then fails as if the peer had closed the connection. A DNS lookup cannot be interrupted.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -94,7 +98,7 @@ class AttemptTimer:
         _current_timer.set(None)
         self._timer.cancel()
         with self._lock:
-            # The connections may be another attempt's from here on.
+            # From here on, another attempt may be using the connections.
             self._is_over = True
 
     def _fire(self) -> None:
@@ -106,19 +110,19 @@ class AttemptTimer:
 
 
 _current_timer: ContextVar[AttemptTimer | None] = ContextVar("_current_timer", default=None)
-"""The timer of the attempt that this thread makes: boto3 hands nothing through to its connections."""
+"""The timer of this thread's current attempt, since boto3 passes nothing through to its connections."""
 
 
 def _shut_down(connection: Any) -> None:
     sock = connection.sock
     if sock is not None:
-        # Not closed: another thread is reading from it. SSLSocket's own shutdown would turn that into plain reads.
+        # Not closed: another thread is reading from it. SSLSocket's own shutdown would make it read plaintext.
         with suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class _Timed:
-    """Tells the current attempt's timer of each connection that is made or used again."""
+    """Registers each new or reused connection with the current attempt's timer."""
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]

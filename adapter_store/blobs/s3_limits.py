@@ -1,4 +1,4 @@
-"""How long and how hard the S3 blob store tries."""
+"""Timeouts, retries and part sizes of the S3 blob store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MIN_PART_BYTES = 5 << 20
-"""S3 takes no smaller part but the last."""
+"""Smallest part that S3 accepts, in bytes, except for the last one."""
 MAX_PARTS = 10_000
 MAX_SINGLE_PUT_BYTES = 5 << 30
 MAX_BLOB_BYTES = 5 << 40
@@ -17,9 +17,9 @@ MAX_BLOB_BYTES = 5 << 40
 class S3Limits:
     """Seconds, bytes and counts; the defaults suit a store in the same region.
 
-    A call without a body has `call_s` altogether, retries and pauses included; one that moves a body has `body_s`
-    and as long as the body takes at `min_bytes_per_s`. Larger files than `part_bytes` move in parts, `num_parallel`
-    at a time.
+    A call without a body has `call_s` in total, including retries and pauses. A call with a body has `body_s` plus the
+    time that the body takes at `min_bytes_per_s`. Files larger than `part_bytes` are transferred in parts,
+    `num_parallel` at a time.
     """
 
     connect_s: float = 2.0
@@ -42,7 +42,7 @@ class S3Limits:
 
 
 class Deadline:
-    """A moment by which a call must have ended."""
+    """The time by which a call must end."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,5 +54,5 @@ class Deadline:
         return self._begin + self._seconds - self._clock()
 
     def extend(self, seconds: float) -> None:
-        """End `seconds` after the beginning, where that is later."""
+        """Move the deadline to `seconds` after the start if that is later."""
         self._seconds = max(self._seconds, seconds)

@@ -1,4 +1,4 @@
-"""Requests by which clients put blobs into the bucket themselves."""
+"""Signed requests with which clients put blobs into the bucket themselves."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from loramux.adapter_store.blobs.s3_calls import PreconditionFailed, S3Calls
 from loramux.adapter_store.blobs.s3_limits import MAX_PARTS
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable, PartsMissing
 
-_WHAT = "take an upload in parts"
+_WHAT = "prepare a multipart upload"
 _MAX_EXPIRES_S = 7 * 86_400
-"""Stores refuse signatures that are good for longer."""
+"""Longest lifetime of a signature that stores accept, in seconds."""
 
 
 class S3Presigner:
-    """Signs requests, and keeps the books of uploads in parts.
+    """Signs requests, and completes or aborts the multipart uploads that it begins.
 
-    The signature covers the length, so that no other number of bytes is taken. It covers the SHA-256 as well, but only
-    stores that know `x-amz-checksum-sha256` compare it with the bytes: Ceph 16 does not, MinIO and Amazon S3 do.
+    The signature covers the length, so the store accepts no other number of bytes. It also covers the SHA-256, but only
+    stores that support `x-amz-checksum-sha256` compare it with the bytes: MinIO and Amazon S3 do, Ceph 16 does not.
     """
 
     def __init__(self, calls: S3Calls) -> None:
@@ -59,10 +59,10 @@ class S3Presigner:
         if self._size(key) is not None:
             self.abort(key, upload_id)
             return False
-        # What came is asked of the store, never of the client.
+        # Ask the store which parts arrived, never the client.
         found = calls.send(_WHAT, lambda: self._list(key, upload_id))
         if sum(part["Size"] for part in found) != size:
-            raise PartsMissing("the parts that have arrived do not have the announced size together")
+            raise PartsMissing("the uploaded parts do not add up to the announced size")
         parts: Any = [{"PartNumber": part["PartNumber"], "ETag": part["ETag"]} for part in found]
         condition: Any = {"IfNoneMatch": "*"} if is_conditional else {}
         num_attempts = 0
@@ -82,7 +82,7 @@ class S3Presigner:
             self.abort(key, upload_id)
             return False
         except BlobNotFound:
-            # An attempt whose answer was lost may have been heard: the upload is gone then, and the blob is there.
+            # An attempt whose response was lost may have succeeded: then the upload is gone and the blob exists.
             if num_attempts == 1 or self._size(key) != size:
                 raise
         return True
@@ -118,9 +118,9 @@ class S3Presigner:
                 ExpiresIn=min(expires_s, _MAX_EXPIRES_S),
             )
         except BotoCoreError as error:
-            # There are no credentials, or those that change cannot be had now.
+            # There are no credentials, or temporary ones cannot be refreshed now.
             raise BlobStoreUnavailable(
-                f"no request for the bucket {self._calls.bucket} can be signed ({type(error).__name__})"
+                f"cannot sign a request for the bucket {self._calls.bucket} ({type(error).__name__})"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Finds out at start whether a bucket keeps the promises that blobs rest on."""
+"""Checks at startup whether a bucket has the guarantees that blobs rely on."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from loramux.adapter_store.blobs.s3_calls import AttemptFailed, PreconditionFail
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 
 PROBES = "probes/"
-"""Where the probe's blobs lie, a byte each, until it ends."""
+"""Key prefix of the probe's one-byte blobs, which it deletes when it ends."""
 
 _MEND = "use a store with conditional writes (Amazon S3, Ceph 16 or MinIO of 2024, or later), or a file:// blob URL"
 
 
 class S3Probe:
-    """Asks below `prefix` of the bucket."""
+    """Runs its checks below `prefix` of the bucket."""
 
     def __init__(self, calls: S3Calls, prefix: str) -> None:
         self._calls = calls
         self._prefix = prefix
 
     def check(self) -> None:
-        """Raise BlobStoreUnavailable unless the bucket is there and heeds `If-None-Match: *`."""
+        """Raise BlobStoreUnavailable unless the bucket exists and honors `If-None-Match: *`."""
         calls = self._calls
         try:
-            calls.send("be used", lambda: calls.client.head_bucket(Bucket=calls.bucket))
+            calls.send("access objects", lambda: calls.client.head_bucket(Bucket=calls.bucket))
         except BlobNotFound as error:
             raise BlobStoreUnavailable(f"the bucket {calls.bucket} does not exist") from error
         key = self._new_key()
         try:
-            # Refused it may be as well: by a first attempt whose answer was lost.
+            # A refusal is also possible: the first attempt may have succeeded although its response was lost.
             with suppress(PreconditionFailed):
                 self._put(key)
-            calls.send("keep a blob", lambda: calls.client.head_object(Bucket=calls.bucket, Key=key))
+            calls.send("read back a blob", lambda: calls.client.head_object(Bucket=calls.bucket, Key=key))
             self._put(key)
         except PreconditionFailed:
             return
         except BlobNotFound as error:
-            raise BlobStoreUnavailable(f"the bucket {calls.bucket} does not keep what is put there; {_MEND}") from error
+            raise BlobStoreUnavailable(f"the bucket {calls.bucket} loses blobs put there; {_MEND}") from error
         finally:
             self._delete(key)
         raise BlobStoreUnavailable(
-            f"the bucket {calls.bucket} ignores If-None-Match, so that blobs could be replaced; {_MEND}"
+            f"the bucket {calls.bucket} ignores If-None-Match, so blobs could be replaced; {_MEND}"
         )
 
     def completes_conditionally(self) -> bool:
-        """Whether `If-None-Match: *` is heeded too where a blob is made of parts. Raises BlobStoreUnavailable."""
+        """Whether completing a multipart upload honors `If-None-Match: *` too. Raises BlobStoreUnavailable."""
         calls, key = self._calls, self._new_key()
-        what = "be asked about uploads in parts"
+        what = "test multipart uploads"
         with suppress(PreconditionFailed):
             self._put(key)
         try:
@@ -86,12 +86,12 @@ class S3Probe:
         except PreconditionFailed:
             return True
         except BlobNotFound:
-            # The parts are gone: an attempt whose answer was lost was heard.
+            # The parts are gone: an attempt whose response was lost succeeded.
             return False
         except AttemptFailed as failure:
             if failure.can_retry:
                 raise
-            # The store does not know the header here and says so.
+            # The store rejects the header on this request.
             return False
         return False
 
@@ -99,7 +99,7 @@ class S3Probe:
         return f"{self._prefix}{PROBES}{uuid.uuid4().hex}"
 
     def _put(self, key: str) -> None:
-        """Raises PreconditionFailed where the key is taken."""
+        """Raises PreconditionFailed if the key is taken."""
         calls = self._calls
 
         def attempt() -> None:
@@ -108,14 +108,16 @@ class S3Probe:
             except AttemptFailed as failure:
                 if failure.reason in ("501", "NotImplemented"):
                     raise BlobStoreUnavailable(
-                        f"the bucket {calls.bucket} does not know If-None-Match, which keeps blobs from being "
+                        f"the bucket {calls.bucket} does not support If-None-Match, which keeps blobs from being "
                         f"replaced; {_MEND}"
                     ) from failure
                 raise
 
-        calls.run("be written to", attempt)
+        calls.run("write a blob", attempt)
 
     def _delete(self, key: str) -> None:
-        # What is left is removed with other unfinished things.
+        # `remove_unfinished` deletes what is left here.
         with suppress(BlobStoreUnavailable):
-            self._calls.send("be cleared", lambda: self._calls.client.delete_object(Bucket=self._calls.bucket, Key=key))
+            self._calls.send(
+                "delete a blob", lambda: self._calls.client.delete_object(Bucket=self._calls.bucket, Key=key)
+            )

@@ -1,4 +1,4 @@
-"""Reading a blob from S3: in parts side by side where it is large, and checked against its checksum."""
+"""Reads a blob from S3, a large one in parallel parts, and verifies its checksum."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef
 
 SHA256_METADATA = "loramux-sha256"
-"""Where our own writes keep the SHA-256 of a blob. Every store returns such metadata, while ETags are MD5s only of
-what came in one piece and unencrypted, and checksums of the protocol's own are known to few stores."""
+"""Metadata key under which our own writes store a blob's SHA-256. Every store returns such metadata, whereas ETags are
+MD5s only of unencrypted single-part objects, and few stores support the protocol's own checksums."""
 
 _CHUNK_BYTES = 1 << 20
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Directory buckets of Amazon S3 make up their ETags.
+# Directory buckets of Amazon S3 have arbitrary ETags.
 _DIRECTORY_BUCKET = "--x-s3"
 _WHAT = "read a blob"
 
 
 class Sink(Protocol):
-    """Takes a blob's bytes in any order, and from several threads."""
+    """Receives a blob's bytes in any order, from several threads."""
 
     def resize(self, num_bytes: int) -> None: ...
 
@@ -44,7 +44,7 @@ class Sink(Protocol):
 
 
 class FileSink:
-    """A file, made or emptied; use it in a `with` block."""
+    """A file, created or truncated; use it in a `with` block."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b")
@@ -60,7 +60,7 @@ class FileSink:
     def resize(self, num_bytes: int) -> None:
         os.ftruncate(self._file.fileno(), num_bytes)
         if num_bytes > 0:
-            # A full disk is found before the bytes are fetched. Some file systems cannot say.
+            # Find a full disk before fetching the bytes. Some file systems do not support this.
             with suppress(NotImplementedError):
                 os.posix_fallocate(self._file.fileno(), 0, num_bytes)
 
@@ -79,7 +79,7 @@ class FileSink:
 
 
 class MemorySink:
-    """A buffer."""
+    """A buffer in memory."""
 
     def __init__(self) -> None:
         self.buffer = bytearray()
@@ -98,7 +98,7 @@ class MemorySink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What the first answer says of a blob, and how many bytes from its beginning came with it."""
+    """A blob's properties from the first response, and the number of leading bytes that came with it."""
 
     size: int
     etag: str
@@ -124,14 +124,14 @@ class S3Reader:
             try:
                 self._read_rest(key, sink, found, deadline, may_demand)
             except PreconditionFailed:
-                # Another object came in its place, or the store takes no If-Match as we write it: parts are then
-                # only compared by the ETags that come with them.
+                # The object was replaced, or the store rejects our form of If-Match. From now on only compare the ETags
+                # that come with the parts.
                 may_demand = False
-                failure = AttemptFailed("it was replaced meanwhile", is_outage=False)
+                failure = AttemptFailed("the blob was replaced during the read", is_outage=False)
             else:
                 if found.checksum is None or sink.checksum(found.checksum[0]) == found.checksum[1]:
                     return
-                failure = AttemptFailed("its bytes are damaged", is_outage=False, is_damage=True)
+                failure = AttemptFailed("the bytes are damaged", is_outage=False, is_damage=True)
             self._calls.pause_or_give_up(_WHAT, number, failure, deadline)
 
     def _read_beginning(self, key: str, sink: Sink, max_bytes: int | None, deadline: Deadline) -> _Found:
@@ -147,23 +147,23 @@ class S3Reader:
         try:
             return self._calls.run(_WHAT, lambda: attempt({"Range": _range(0, self._limits.part_bytes)}), deadline)
         except RangeRefused:
-            # An empty blob has no range.
+            # An empty blob has no ranges.
             return self._calls.run(_WHAT, lambda: attempt({}), deadline)
 
     def _sizes(self, answer: GetObjectOutputTypeDef) -> tuple[int, int]:
-        """The bytes of the blob, and of this answer, which begins with the first."""
+        """Size of the blob, and length of this response, which starts at the first byte."""
         length = answer.get("ContentLength", -1)
         if answer["ResponseMetadata"].get("HTTPStatusCode") != 206:
             size, wanted = length, length
         else:
             found = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
             if found is None or int(found[1]) != 0:
-                raise AttemptFailed("its answer fits no range")
+                raise AttemptFailed("the response is not the requested range")
             size = int(found[3])
             wanted = min(size, self._limits.part_bytes)
-        # A damaged number must not make us allocate what it says.
+        # A damaged number must not determine how much we allocate.
         if length < 0 or length != wanted or size > MAX_BLOB_BYTES:
-            raise AttemptFailed("its answer has another length than it says")
+            raise AttemptFailed("the response has an inconsistent length")
         return size, length
 
     def _read_rest(self, key: str, sink: Sink, found: _Found, deadline: Deadline, may_demand: bool) -> None:
@@ -187,7 +187,7 @@ class S3Reader:
     def _part_attempt(self, key: str, sink: Sink, found: _Found, start: int, may_demand: bool) -> Callable[[], None]:
         length = min(self._limits.part_bytes, found.size - start)
         wanted = f"bytes {start}-{start + length - 1}/{found.size}"
-        # Without quotes: stores differ in whether they take them off.
+        # Without quotes: some stores remove them before they compare, others do not.
         demand: Any = {"IfMatch": found.etag.strip('"')} if found.etag and may_demand else {}
 
         def attempt() -> None:
@@ -200,7 +200,7 @@ class S3Reader:
                 if answer.get("ETag", "") != found.etag:
                     raise PreconditionFailed
                 if answer.get("ContentRange") != wanted:
-                    raise AttemptFailed("its answer fits no range")
+                    raise AttemptFailed("the response is not the requested range")
                 self._copy(answer, start, length, sink)
 
         return attempt
@@ -211,15 +211,15 @@ class S3Reader:
             try:
                 chunk = answer["Body"].read(min(_CHUNK_BYTES, end - offset))
             except Exception as error:
-                # urllib3's and ssl's own errors pass through boto3 here.
-                raise AttemptFailed(f"the connection failed ({type(error).__name__})") from error
+                # urllib3 and ssl errors pass through boto3 unwrapped here.
+                raise AttemptFailed(f"connection failed ({type(error).__name__})") from error
             if not chunk:
-                raise AttemptFailed("the connection was cut short")
+                raise AttemptFailed("the connection closed early")
             sink.write(offset, chunk)
             offset += len(chunk)
 
     def _checksum(self, answer: GetObjectOutputTypeDef) -> tuple[str, str] | None:
-        """An algorithm and what it gives for the whole blob, where the store keeps that."""
+        """The algorithm and checksum of the whole blob, if the store keeps one."""
         ours = answer.get("Metadata", {}).get(SHA256_METADATA, "")
         if _SHA256.fullmatch(ours):
             return "sha256", ours

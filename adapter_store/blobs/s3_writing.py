@@ -1,4 +1,4 @@
-"""Writing a blob to S3 where its key is free: in one piece, or in parts side by side."""
+"""Writes a blob to S3 if its key is free: in one request, or in parallel parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
 
 PUT_METADATA = "loramux-put"
-"""A number of our own for each put, by which it is known again when its answer was lost."""
+"""Metadata key of a random ID per put, which identifies our own blob when the response was lost."""
 
 _CHUNK_BYTES = 1 << 20
 _WHAT = "write a blob"
@@ -45,10 +45,10 @@ class _Put:
 
 
 class S3Writer:
-    """Puts blobs with `If-None-Match: *`, so that a key is never given to two.
+    """Puts blobs with `If-None-Match: *`, so that an existing blob is never replaced.
 
-    `completes_conditionally` says whether the store heeds that for parts too. Where it does not, files of up to 5 GiB
-    go in one piece; a larger one takes a key that was free when its parts had come.
+    `completes_conditionally` says whether the store honors that header for multipart uploads too. If not, files of up
+    to 5 GiB are sent in one request, and a larger one is completed if its key is free once all parts have arrived.
     """
 
     def __init__(self, calls: S3Calls, completes_conditionally: Callable[[], bool]) -> None:
@@ -57,7 +57,7 @@ class S3Writer:
         self._completes_conditionally = completes_conditionally
 
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
-        """Raises BlobStoreUnavailable; the blob may then be there or not."""
+        """Raises BlobStoreUnavailable, after which the blob may or may not exist."""
         put = _describe(key, source)
         deadline = Deadline(self._limits.body_deadline_s(put.size) if deadline_s is None else deadline_s)
         try:
@@ -67,8 +67,10 @@ class S3Writer:
                 return self._put_parts(put, deadline)
             return self._put_whole(put, deadline)
         except (BlobNotFound, PreconditionFailed) as error:
-            # A deletion came in between, or the parts were aborted by somebody else.
-            raise BlobStoreUnavailable(f"the bucket {self._calls.bucket} cannot {_WHAT}: it was undone") from error
+            # The blob was deleted or its upload was aborted in between.
+            raise BlobStoreUnavailable(
+                f"cannot {_WHAT} in the bucket {self._calls.bucket}: it was removed meanwhile"
+            ) from error
 
     def _put_whole(self, put: _Put, deadline: Deadline) -> bool:
         num_attempts = 0
@@ -83,7 +85,7 @@ class S3Writer:
                         Key=put.key,
                         Body=body,
                         ContentLength=put.size,
-                        # Every store checks this one.
+                        # Every store verifies this checksum.
                         ContentMD5=put.md5,
                         Metadata=put.metadata,
                         IfNoneMatch="*",
@@ -93,7 +95,7 @@ class S3Writer:
         try:
             self._calls.run(_WHAT, attempt, deadline)
         except PreconditionFailed:
-            # The key may be taken by ourselves: an attempt whose answer was lost may have been heard.
+            # We may have taken the key ourselves: an attempt whose response was lost may have succeeded.
             return num_attempts > 1 and self._is_ours(put, deadline)
         return True
 
@@ -119,7 +121,7 @@ class S3Writer:
         return is_ours
 
     def _upload_parts(self, put: _Put, upload_id: str, deadline: Deadline) -> list[CompletedPartTypeDef]:
-        # No more parts than S3 takes, whatever the size.
+        # Larger parts if the file would otherwise need more than S3 allows.
         part_bytes = max(self._limits.part_bytes, -(-put.size // MAX_PARTS))
 
         def upload(number: int) -> CompletedPartTypeDef:
@@ -169,7 +171,7 @@ class S3Writer:
                 deadline,
             )
         except (PreconditionFailed, BlobNotFound):
-            # Taken, or the parts are gone: by our own attempt, perhaps, whose answer was lost.
+            # The key is taken or the parts are gone, perhaps by our own attempt whose response was lost.
             if self._is_ours(put, deadline):
                 return True
             if self._is_taken(put.key, deadline):
@@ -187,7 +189,7 @@ class S3Writer:
         calls = self._calls
         try:
             return calls.send(
-                "look for a blob",
+                "look up a blob",
                 lambda: calls.client.head_object(Bucket=calls.bucket, Key=key).get("Metadata", {}),
                 deadline,
             )
@@ -195,10 +197,10 @@ class S3Writer:
             return None
 
     def _abort(self, key: str, upload_id: str) -> None:
-        # What is left is removed with the other unfinished uploads after a day.
+        # `remove_unfinished` aborts what is left after a day.
         with suppress(BlobStoreUnavailable, BlobNotFound):
             self._calls.send(
-                "abort a write",
+                "abort an upload",
                 lambda: self._calls.client.abort_multipart_upload(
                     Bucket=self._calls.bucket, Key=key, UploadId=upload_id
                 ),

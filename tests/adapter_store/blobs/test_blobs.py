@@ -95,7 +95,7 @@ def is_refused_as_key(call: Callable[[str], object], key: str) -> bool:
     try:
         call(key)
     except ValueError as error:
-        return "is not a blob key" in str(error)
+        return "invalid blob key" in str(error)
     return False
 
 
