@@ -22,7 +22,7 @@ class S3Probe:
         self._prefix = prefix
 
     def check(self) -> None:
-        """Raise BlobStoreUnavailable unless the bucket exists and honors `If-None-Match: *`."""
+        """Raise BlobStoreUnavailable unless the bucket exists and honours `If-None-Match: *`."""
         calls = self._calls
         try:
             calls.send("access objects", lambda: calls.client.head_bucket(Bucket=calls.bucket))
@@ -46,7 +46,7 @@ class S3Probe:
         )
 
     def completes_conditionally(self) -> bool:
-        """Whether completing a multipart upload honors `If-None-Match: *` too. Raises BlobStoreUnavailable."""
+        """Whether completing a multipart upload honours `If-None-Match: *` too. Raises BlobStoreUnavailable."""
         calls, key = self._calls, self._new_key()
         what = "test multipart uploads"
         with suppress(PreconditionFailed):

@@ -47,7 +47,7 @@ class _Put:
 class S3Writer:
     """Puts blobs with `If-None-Match: *`, so that an existing blob is never replaced.
 
-    `completes_conditionally` says whether the store honors that header for multipart uploads too. If not, files of up
+    `completes_conditionally` says whether the store honours that header for multipart uploads too. If not, files of up
     to 5 GiB are sent in one request, and a larger one is completed if its key is free once all parts have arrived.
     """
 

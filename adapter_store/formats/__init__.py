@@ -1,1 +1,1 @@
-"""Adapter files: safetensors, the canonical form, and the packed pages."""
+"""File formats of adapters: safetensors, the canonical file and packed pages."""

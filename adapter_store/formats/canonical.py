@@ -1,8 +1,8 @@
-"""The one form of an adapter whose SHA-256 is its identity.
+"""The canonical file of an adapter, whose SHA-256 is the adapter's identity.
 
-A safetensors file: tensors sorted by name in their original dtype and without holes; as metadata, `config` holds the
-normalised configuration, JSON with sorted keys: the scale of each module, with alpha, rsLoRA and patterns worked in.
-Equal adapters give equal bytes, whatever the order and spelling of the files that were uploaded.
+It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
+key, `config`: JSON with sorted keys that gives each module's scale, with alpha, rsLoRA and patterns already applied.
+Equal adapters give equal bytes, whatever the tensor order and naming of the uploaded files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from loramux.adapter_store.errors import AdapterCorrupt, AdapterRejected
 from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
 from loramux.adapter_store.formats.tensor_file import TensorFile
 
-# Our metadata come on top of a header that may already be as large as an upload's may be.
+# Our metadata is added to a header that may already be as large as an upload allows.
 MAX_HEADER_BYTES = 4 << 20
 _ALIGNMENT = 8
 
@@ -24,9 +24,9 @@ _ALIGNMENT = 8
 def write_canonical(
     tensors: Path | bytes, scales: Mapping[str, float], destination: Path, names: Mapping[str, str] | None = None
 ) -> str:
-    """Write the canonical file of a validated upload and return its digest, hexadecimal.
+    """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
-    `names` has the upload's own name of each tensor by the canonical one; without it, they are the same.
+    `names` maps each canonical tensor name to the upload's own name; without it, the names are the same.
     """
     config = json.dumps({"peft_type": "LORA", "scales": dict(scales)}, sort_keys=True, separators=(",", ":"))
     with TensorFile(tensors) as file, destination.open("wb") as out:
@@ -52,7 +52,7 @@ def write_canonical(
 
 
 def digest_of(source: Path | bytes) -> str:
-    """SHA-256 of a file's or of given bytes, hexadecimal."""
+    """SHA-256 of a file or of bytes, in hexadecimal."""
     if isinstance(source, bytes):
         return hashlib.sha256(source).hexdigest()
     with source.open("rb") as file:
@@ -60,7 +60,7 @@ def digest_of(source: Path | bytes) -> str:
 
 
 class CanonicalAdapter(TensorFile):
-    """An open canonical file. Raises AdapterCorrupt where it is none: we wrote it ourselves."""
+    """An open canonical file. Raises AdapterCorrupt if it is malformed, since we wrote it ourselves."""
 
     def __init__(self, source: Path | bytes) -> None:
         try:

@@ -1,7 +1,7 @@
-"""Whether a payload in memory is what its file's writer meant: SHA-256 at first use, then a checksum as fast as memory.
+"""Verifies payloads in memory: with SHA-256 at the first read, then with a checksum as fast as memory.
 
-SHA-256 costs more than reading. So the first read of a file by a run verifies it whole and notes lane sums of the same
-bytes; later reads, as long as the file claims the same SHA-256, must give the same lane sums.
+SHA-256 is slower than reading. So the first read of a file by a process verifies its SHA-256 and also notes its lane
+sums. Later reads only compare lane sums, as long as the file states the same SHA-256.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK_BYTES = 1 << 20
-"""What is checked at a time: it is still in the processor's cache, for it has just been read."""
+"""Bytes checked in one go: small enough that they are still in the processor's cache after the read."""
 
 NUM_LANES = 509
-"""A prime, so that no block of a disk or page of memory is a whole number of rows, and its place counts."""
+"""Prime, so that no disk block or memory page is a whole number of rows, and a moved block changes the sums."""
 
 
 class LaneSums:
-    """A checksum: of each chunk, `NUM_LANES` sums of 64-bit words modulo 2**64, word `i` in lane `i % NUM_LANES`.
+    """A checksum: for each chunk, `NUM_LANES` sums of 64-bit words modulo 2**64, word `i` in lane `i % NUM_LANES`.
 
-    It changes for certain when one word does, or some of different lanes do, and by all but a chance of about 2**-64
-    when blocks change places or are lost. It withstands accidents, not an attacker who is free to write the file, and
-    who could write one that is right in itself just as well.
+    It always detects a change of one word, or of several words in different lanes. It misses moved or lost blocks with
+    a probability of about 2**-64. It detects accidents, not attackers: an attacker who can write the file could also
+    write a consistent one.
     """
 
     def __init__(self) -> None:
-        # Hashed together at the end: hashing anything gives the interpreter's lock away and has to wait for it.
+        # Hashed together at the end: each hash call releases the GIL and must wait to get it back.
         self._parts: list[bytes] = []
 
     def update(self, chunk: npt.NDArray[np.uint8]) -> None:
-        """Take the next chunk, uint8 `[num_bytes]`; all but the last are of `CHUNK_BYTES`."""
+        """Add the next chunk, uint8 `[num_bytes]`; all chunks but the last have `CHUNK_BYTES` bytes."""
         num_rows = chunk.nbytes // (8 * NUM_LANES)
         end = num_rows * 8 * NUM_LANES
         sums = np.add.reduce(chunk[:end].view("<u8").reshape(num_rows, NUM_LANES), axis=0, dtype=np.uint64)
@@ -46,7 +46,7 @@ class LaneSums:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Lane sums of a payload whose SHA-256 was verified."""
+    """Lane sums of a payload whose SHA-256 has been verified."""
 
     sha256: str
     lane_sums: bytes
@@ -54,17 +54,17 @@ class Proof:
 
 @dataclass(slots=True)
 class PayloadCheck:
-    """Reads a payload chunk by chunk and checks it on the way."""
+    """Checks a payload chunk by chunk while reading it."""
 
     proof: Proof | None = None
-    """What an earlier check of the same payload found, and then what this one does; None verifies its SHA-256."""
+    """Result of an earlier check of this payload, replaced by this check's own; None makes it verify the SHA-256."""
     read_s: float = 0.0
     verify_s: float = 0.0
 
     def run(self, payload: npt.NDArray[np.uint8], sha256: str, read: Callable[[memoryview], int]) -> bool:
-        """Fill `payload`, uint8 `[num_bytes]`, from `read` in one pass; whether it is the one that has this SHA-256.
+        """Fill `payload`, uint8 `[num_bytes]`, from `read` in one pass; returns whether it matches `sha256`.
 
-        Raises EOFError where it ends too early.
+        Raises EOFError if the input ends early.
         """
         is_proven = self.proof is not None and self.proof.sha256 == sha256
         hashed, lanes = hashlib.sha256(), LaneSums()

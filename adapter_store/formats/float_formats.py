@@ -1,4 +1,4 @@
-"""Float conversions in numpy, which has no bfloat16: such values are held as their upper 16 bits."""
+"""Float conversions in numpy, which has no bfloat16: bfloat16 values are stored as their upper 16 bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 
 def to_float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """Values of a safetensors dtype, held as `STORAGE` says, as float32; exact. May be `values` themselves."""
+    """Convert values stored as `STORAGE` says to float32, exactly. May return `values` itself."""
     if dtype == "BF16":
         bits = values.astype(np.uint32)
         bits <<= np.uint32(16)
@@ -23,11 +23,11 @@ def to_float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
 
 
 def to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Finite float32 values as bfloat16 bits, rounded to nearest, ties to even."""
+    """Convert finite float32 values to bfloat16 bits, rounding to nearest, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = np.empty(bits.shape, np.uint16)
     into, source = rounded.reshape(-1), bits.reshape(-1)
-    # In blocks, so that a head of hundreds of megabytes is not held several times over.
+    # In blocks, to avoid several copies of a head of hundreds of megabytes.
     for begin in range(0, source.size, _BLOCK_ELEMENTS):
         block = source[begin : begin + _BLOCK_ELEMENTS]
         rounding = np.uint32(0x7FFF) + ((block >> 16) & 1)

@@ -1,4 +1,4 @@
-"""The modules of the base that adapters may change, and the names of their tensors."""
+"""The modules of the base model that adapters may change, and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMBEDDING_B_SUFFIX = ".lora_embedding_B"
 class ModulePlace:
     """One module of the base: its name `key`, its layer, and its index among the target's modules.
 
-    `layer` is None for an outer module, whose index is that among the target's outer modules.
+    For an outer module, `layer` is None and the index counts the target's outer modules.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""What adapters are checked against and packed for: the base model's linears, the page's sizes, the pool's dtype."""
+"""What adapters are validated against and packed for: the base model's linears, the page size and the pool's dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loramux.adapter_store.formats.shards import Shard, shard_of
 from loramux.kernels.layout import MAX_RANK, AdapterLayout, LinearShape, PageGeometry, adapter_layout
 
 PACK_FORMAT = 2
-"""Version of the packed layout; a new one makes every packed file be rebuilt."""
+"""Version of the packed layout; increasing it causes every packed file to be rebuilt."""
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _WIDEST_ITEMSIZE = 4
@@ -25,11 +25,11 @@ _MAX_HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackTarget:
-    """One engine's layout. `modules` are named as PEFT names them below a layer; `dtype` is float32 or bfloat16.
+    """One engine's layout. `modules` have the names that PEFT gives them below a layer; `dtype` is float32 or bfloat16.
 
-    `outer_modules` are those outside the layers, under their full names. Where `tp_size` GPUs share each linear, the
-    modules are still the whole model's, the geometry is that of rank `tp_rank`'s own pages, with its share of the heads
-    of K and V, and what is packed is that rank's part of each adapter.
+    `outer_modules` are the modules outside the layers, by full name. If `tp_size` GPUs share each linear, `modules`
+    still describe the whole model, but `geometry` describes rank `tp_rank`'s own pages, with its share of the K and V
+    heads, and each adapter is packed for that rank only.
     """
 
     modules: tuple[LinearShape, ...]
@@ -51,36 +51,36 @@ class PackTarget:
 
     @property
     def storage_dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of packed elements; bfloat16 is held as its bits."""
+        """The numpy dtype of packed elements; bfloat16 is stored as its bits."""
         return np.dtype("<f4") if self.dtype == "float32" else np.dtype("<u2")
 
     @property
     def pack_key(self) -> str:
-        """Names the layout: packed files of equal keys are interchangeable."""
+        """Identifies the layout: packed files with equal keys are interchangeable."""
         identity = {"format": PACK_FORMAT, **self.document()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def max_tensors_bytes(self) -> int:
-        """The largest safetensors file that can be valid: every module at the highest rank, in float32."""
+        """Size of the largest valid safetensors file: every module at the highest rank, in float32."""
         elements = self.geometry.num_layers * _elements_per_rank(self.modules) + _elements_per_rank(self.outer_modules)
         return _MAX_HEADER_BYTES + 8 + elements * MAX_RANK * _WIDEST_ITEMSIZE
 
     @property
     def max_pages(self) -> int:
-        """Pages of an adapter that has every module at the highest rank."""
+        """Pages of an adapter with every module at the highest rank."""
         ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
         return self.layout(ranks, np.full(len(self.outer_modules), MAX_RANK, np.int32)).num_pages
 
     @property
     def max_payload_bytes(self) -> int:
-        """The packed size of an adapter that has every module at the highest rank."""
+        """Packed size of an adapter with every module at the highest rank, in bytes."""
         return self.max_pages * self.geometry.total_page_bytes
 
     def layout(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> AdapterLayout:
         """The layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
 
-        `outer_ranks` int32 `[num_outer_modules]`; None is 0 for each.
+        `outer_ranks` is int32 `[num_outer_modules]`; None means rank 0 for all.
         """
         if outer_ranks is None:
             outer_ranks = np.zeros(len(self.outer_modules), np.int32)
@@ -89,7 +89,7 @@ class PackTarget:
         return _layout(self, ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes())
 
     def shard(self, module: LinearShape) -> Shard:
-        """Our part of a module; the whole of it unless several GPUs share it."""
+        """Our part of a module, or all of it unless several GPUs share the model."""
         head_dim = self.geometry.head_dim
         kv_features = self.geometry.num_kv_heads * head_dim * self.tp_size
         return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
@@ -116,7 +116,7 @@ class PackTarget:
             geometry=PageGeometry(**document["geometry"]),
             dtype=document["dtype"],
             outer_modules=tuple(LinearShape(**module) for module in document["outer_modules"]),
-            # Files that were packed before GPUs could share a model do not say so.
+            # Documents written before tensor parallelism lack these fields.
             tp_size=document.get("tp_size", 1),
             tp_rank=document.get("tp_rank", 0),
         )
@@ -124,7 +124,7 @@ class PackTarget:
 
 @lru_cache(maxsize=256)
 def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes) -> AdapterLayout:
-    """Working a layout out takes longer than checking a small adapter's bytes, and most adapters share a few."""
+    """Cached: computing a layout takes longer than checking a small adapter's bytes, and most adapters share a few."""
     modules, outer_modules = (
         tuple(target.shard(module).shape(module) for module in group)
         for group in (target.modules, target.outer_modules)

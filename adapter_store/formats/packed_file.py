@@ -1,11 +1,11 @@
-"""A packed adapter in a file: a header with each module's shape, rank and scale, then the pages.
+"""The file format of a packed adapter: a header with each module's shape, rank and scale, then the pages.
 
     bytes [0, 8)    magic
     bytes [8, 12)   length of the header, little-endian
     bytes [12, 44)  SHA-256 of the header
-    then the header (JSON), zeros up to a multiple of 4096, and the payload to the end of the file
+    then the header (JSON), zeros up to a multiple of 4096, and the payload up to the end of the file
 
-The header holds the payload's SHA-256, and a CRC-32 of each module so that a damaged one can be named.
+The header holds the payload's SHA-256, and a CRC-32 per module that identifies a damaged module.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.kernels.layout import AdapterLayout, B, part_layout
 
 HostMemory = Callable[[int], npt.NDArray[np.uint8]]
-"""Gives uint8 `[num_bytes]` of host memory; engines with a GPU give memory that it copies from by itself."""
+"""Allocates uint8 `[num_bytes]` of host memory; a GPU engine provides memory that the GPU can copy from directly."""
 
 _MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
 _PREFIX = struct.Struct("<8sI32s")
@@ -41,11 +41,11 @@ _PAYLOAD_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 4 << 20
 
 FIRST_READ_BYTES = 16 << 10
-"""Holds most headers whole, so that most are read by one call."""
+"""Bytes of the first read, enough to hold most headers whole."""
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """What reading needs of the header; `Raw` is JSON that is read only where it is not known yet, or not at all."""
+    """The header fields needed for reading; a `Raw` field is decoded only if needed and not cached."""
 
     digest: str
     pack_key: str
@@ -60,12 +60,12 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def plain_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Memory like any other."""
+    """Allocate ordinary memory."""
     return np.empty(num_bytes, np.uint8)
 
 
 def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
-    """Write `packed` to `path` and flush it to the disk."""
+    """Write `packed` to `path` and flush it to disk."""
     header = json.dumps(
         {
             "format": PACK_FORMAT,
@@ -98,10 +98,10 @@ def read_packed(
     digest: str | None = None,
     allocate: HostMemory = plain_memory,
 ) -> PackedAdapter:
-    """Read a packed adapter into memory from `allocate`; every byte is verified.
+    """Read a packed adapter into memory from `allocate`, verifying every byte.
 
-    Raises AdapterCorrupt where a checksum does not fit, or the file is another adapter's or for another target than
-    was asked for.
+    Raises AdapterCorrupt if a checksum does not match, or if the file belongs to another adapter or target than
+    requested.
     """
     with path.open("rb", buffering=0) as file:
         descriptor = file.fileno()
@@ -116,24 +116,24 @@ def read_open_packed(
     digest: str | None,
     allocate: HostMemory,
 ) -> PackedAdapter:
-    """The same of an open file.
+    """Read a packed adapter from an open file.
 
-    The payload is read in order, to where it stays, and goes through `check` on the way; of what came with the header
-    nothing is used.
+    The payload is read in order, directly into its final memory, and goes through `check` on the way. Payload bytes
+    that were read along with the header are not used.
     """
     header, payload_begin = _read_header(descriptor)
     try:
         found, layout = _laid_out(bytes(header.target), bytes(header.ranks), bytes(header.outer_ranks))
     except (KeyError, TypeError, ValueError):
-        raise AdapterCorrupt("the packed file does not say what it was packed for") from None
+        raise AdapterCorrupt("the packed file does not describe its layout") from None
     if (target is not None and found != target) or (digest is not None and header.digest != digest):
         raise AdapterCorrupt(f"the packed file holds adapter {header.digest[:12]} for {header.pack_key}")
     shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
-    # Compared first: a damaged header must not make us allocate what it says.
+    # Compared first, so that a damaged header does not determine how much we allocate.
     num_stored = status.st_size - payload_begin
     if layout.num_pages != header.num_pages or num_stored != num_bytes:
-        raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, {num_bytes} were expected")
+        raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, expected {num_bytes}")
     payload = allocate(num_bytes)
     place = payload_begin
 
@@ -146,7 +146,7 @@ def read_open_packed(
     try:
         is_right = check.run(payload, header.sha256, read)
     except EOFError:
-        raise AdapterCorrupt("the packed file was cut short while it was read") from None
+        raise AdapterCorrupt("the packed file was truncated during the read") from None
     payload = payload.reshape(shape)
     if not is_right:
         raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header)}")
@@ -156,22 +156,22 @@ def read_open_packed(
 
 @lru_cache(maxsize=256)
 def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes) -> tuple[PackTarget, AdapterLayout]:
-    """What a header's JSON says of the layout. Most adapters share a few, and working one out takes long.
+    """The target and layout that a header's JSON describes. Cached, since most adapters share a few costly layouts.
 
-    Raises KeyError, TypeError or ValueError where it cannot be so.
+    Raises KeyError, TypeError or ValueError if they are invalid.
     """
     found = PackTarget.from_document(json.loads(target))
     return found, found.layout(*(np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks)))
 
 
 def _read_header(descriptor: int) -> tuple[_Header, int]:
-    """The header, and where the payload begins."""
+    """The header, and the offset at which the payload begins."""
     start = os.pread(descriptor, FIRST_READ_BYTES, 0)
     if len(start) < _PREFIX.size:
         raise AdapterCorrupt("the packed file ends inside its header")
     magic, length, checksum = _PREFIX.unpack_from(start)
     if magic != _MAGIC or length > _MAX_HEADER_BYTES:
-        raise AdapterCorrupt("the file is no packed adapter of this format")
+        raise AdapterCorrupt("the file is not a packed adapter of this format version")
     end = _PREFIX.size + length
     if len(start) < end:
         start += os.pread(descriptor, end - len(start), len(start))
@@ -185,7 +185,7 @@ def _read_header(descriptor: int) -> tuple[_Header, int]:
 
 
 def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
-    """CRC-32 of each module's elements, by the module's name; absent modules are left out."""
+    """CRC-32 of each module's elements, by module name, without absent modules."""
     pages = payload.view(target.storage_dtype)
     checksums: dict[str, int] = {}
     for layer, members in groupby(module_places(target), lambda place: place.layer):

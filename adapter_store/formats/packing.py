@@ -1,4 +1,4 @@
-"""From an adapter's canonical file to the pages that the pool holds."""
+"""Packs an adapter's canonical file into the pages that the pool holds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from loramux.kernels.layout import MAX_RANK, A, AdapterLayout, B, part_layout
 class PackedAdapter:
     """An adapter as the pool takes it: page `i` of the payload is copied whole into one page of the pool.
 
-    `scales` float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 where the module is
-    absent. `payload` uint8 `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is
-    `payload.view(dtype)[e // E, l, e % E]`, element `e` of the outer modules' stream is element `e` of the first
-    `layout.num_outer_pages` pages; elements that belong to no row are zero.
+    `scales` is float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 for an absent
+    module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is
+    `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer modules' stream is element `e` of the first
+    `layout.num_outer_pages` pages. Elements outside all rows are zero.
     """
 
     digest: str
@@ -41,9 +41,9 @@ class PackedAdapter:
 
 
 def pack(canonical: Path | bytes, target: PackTarget) -> PackedAdapter:
-    """Lay a canonical adapter out for `target`.
+    """Lay out a canonical adapter for `target`.
 
-    Raises AdapterCorrupt for a damaged file and AdapterRejected where the adapter was made for another base.
+    Raises AdapterCorrupt for a damaged file and AdapterRejected if the adapter was made for another base.
     """
     with CanonicalAdapter(canonical) as file:
         places = _places(file, target)
@@ -74,7 +74,7 @@ def _tables(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[
 
 
 def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
-    """The adapter's modules; raises AdapterRejected where the base has none of that shape."""
+    """The adapter's modules; raises AdapterRejected if the base has no module of that name and shape."""
     entries = file.header.tensors
     places = [place for place in module_places(target) if place.key in file.scales]
     for place in places:
@@ -89,7 +89,7 @@ def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
         ):
             raise AdapterRejected("base_mismatch", "the adapter was made for another base model", place.key)
     if len(places) != len(file.scales) or 2 * len(places) != len(entries):
-        raise AdapterRejected("base_mismatch", "the adapter has modules that the base model lacks")
+        raise AdapterRejected("base_mismatch", "the adapter has modules that the base model does not have")
     return places
 
 
@@ -113,7 +113,7 @@ def _write(
 
 
 def _rows(weights: npt.NDArray[Any], ranges: Sequence[range]) -> npt.NDArray[Any]:
-    """The rows of `weights` `[num_rows, num_columns]` that lie in `ranges`, in their order."""
+    """The rows of `weights` `[num_rows, num_columns]` in `ranges`, in that order."""
     if len(ranges) == 1:
         return weights[ranges[0].start : ranges[0].stop]
     return np.concatenate([weights[rows.start : rows.stop] for rows in ranges])

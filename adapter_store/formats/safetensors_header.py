@@ -1,7 +1,7 @@
-"""Our own strict reading of a safetensors header, before anything else touches the file.
+"""Our own strict parser for safetensors headers, which runs before any other code reads the file.
 
 The format: eight bytes with the header's length, little-endian; the header, JSON that gives each tensor's dtype,
-shape and half-open byte range `[begin, end)` in the data; then the data, without holes.
+shape and half-open byte range `[begin, end)` in the data; then the data, without gaps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """The tensors by name, the text metadata, and where in the file the data begin."""
+    """The tensors by name, the text metadata, and the file offset at which the data begins."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -43,10 +43,10 @@ class SafetensorsHeader:
 
 
 def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEADER_BYTES) -> int:
-    """The header's length, read from the first bytes of a file (at least nine, where it has them)."""
+    """The header's length, from the first bytes of a file (at least nine, if it has that many)."""
     if file_size <= LENGTH_BYTES:
         raise AdapterRejected("truncated_file", f"a file of {file_size} bytes holds no tensors", TENSORS_FILE)
-    # A valid file may begin like a pickle, since its first bytes are a length; its ninth byte decides.
+    # The first eight bytes are a length, so a valid file can look like a pickle; the ninth byte decides.
     if start[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         raise _foreign_file(start)
     (length,) = struct.unpack_from("<Q", start)
@@ -58,7 +58,7 @@ def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEAD
 
 
 def parse_header(header: bytes, file_size: int) -> SafetensorsHeader:
-    """Check a header of a file of `file_size` bytes in every respect; raises AdapterRejected."""
+    """Parse and fully check the header of a file of `file_size` bytes; raises AdapterRejected."""
     try:
         document = parse_strict_json(header)
     except DuplicateKey as error:
@@ -76,31 +76,31 @@ def parse_header(header: bytes, file_size: int) -> SafetensorsHeader:
 
 def _foreign_file(start: bytes) -> AdapterRejected:
     if start[:1] == b"\x80" or b".pkl" in start:
-        return AdapterRejected("pickle_not_allowed", "the file is a pickle, only safetensors are read", TENSORS_FILE)
+        return AdapterRejected("pickle_not_allowed", "the file is a pickle; only safetensors is accepted", TENSORS_FILE)
     if start.startswith(_ARCHIVES):
-        return AdapterRejected("archive_not_allowed", "the file is an archive, upload its files", TENSORS_FILE)
+        return AdapterRejected("archive_not_allowed", "the file is an archive; upload its contents", TENSORS_FILE)
     return AdapterRejected("not_safetensors", "the file is not in safetensors format", TENSORS_FILE)
 
 
 def _metadata(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise AdapterRejected("invalid_header", "__metadata__ must be an object of texts", TENSORS_FILE)
+        raise AdapterRejected("invalid_header", "__metadata__ must be an object of strings", TENSORS_FILE)
     return value
 
 
 def _entry(name: str, value: Any) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise AdapterRejected("invalid_header", "a tensor has exactly dtype, shape and data_offsets", name)
+        raise AdapterRejected("invalid_header", "a tensor must have exactly dtype, shape and data_offsets", name)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise AdapterRejected("invalid_header", "dtype, shape or data_offsets is malformed", name)
     if dtype not in STORAGE:
-        raise AdapterRejected("unsupported_dtype", f"only the dtypes {', '.join(STORAGE)} are read", name)
+        raise AdapterRejected("unsupported_dtype", f"the dtype must be one of {', '.join(STORAGE)}", name)
     if len(shape) != 2:
-        raise AdapterRejected("tensor_not_2d", f"a tensor with {len(shape)} dimensions, all must have two", name)
+        raise AdapterRejected("tensor_not_2d", f"the tensor has {len(shape)} dimensions; it must have two", name)
     begin, end = offsets
     if end - begin != shape[0] * shape[1] * STORAGE[dtype].itemsize:
-        raise AdapterRejected("invalid_offsets", "data_offsets do not fit dtype and shape", name)
+        raise AdapterRejected("invalid_offsets", "data_offsets do not match dtype and shape", name)
     return TensorEntry(name, dtype, (shape[0], shape[1]), begin, end)
 
 
@@ -112,11 +112,13 @@ def _check_ranges(tensors: dict[str, TensorEntry], data_bytes: int) -> None:
     position = 0
     for entry in sorted(tensors.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position:
-            raise AdapterRejected("invalid_offsets", "the tensors overlap or leave a hole", entry.name)
+            raise AdapterRejected("invalid_offsets", "the tensors overlap or leave a gap", entry.name)
         position = entry.end
     if position > data_bytes:
         raise AdapterRejected(
-            "truncated_file", f"the file has {data_bytes} bytes of data, its header says {position}", TENSORS_FILE
+            "truncated_file",
+            f"the file has {data_bytes} bytes of data but its header declares {position}",
+            TENSORS_FILE,
         )
     if position < data_bytes:
         raise AdapterRejected("invalid_offsets", f"{data_bytes - position} bytes follow the last tensor", TENSORS_FILE)

@@ -1,4 +1,4 @@
-"""Which part of a module's weights one of several GPUs holds, when they share a model's linears."""
+"""Which part of each module's weights a GPU holds under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The inputs and outputs of a module that are one rank's, as half-open ranges in the order of its own tensors.
+    """One rank's inputs and outputs of a module, as half-open ranges in the order of the module's own tensors.
 
-    With `y = scale B (A x)`: where the inputs are split, each rank's part of A gives a part of every sum, and what the
-    ranks compute is added up; where the outputs are, each has whole A and its own rows of B, and what they compute is
-    laid side by side.
+    With `y = scale B (A x)`: if the inputs are split, each rank's part of A yields a partial sum and the outputs are
+    added. If the outputs are split, each rank has all of A and its own rows of B, and the outputs are concatenated.
     """
 
     inputs: tuple[range, ...]
@@ -30,10 +29,10 @@ class Shard:
 
 
 def shard_of(module: LinearShape, head_dim: int, kv_features: int, tp_size: int, tp_rank: int) -> Shard:
-    """Rank `tp_rank`'s part of a module; `kv_features` are K's outputs of the whole model.
+    """Rank `tp_rank`'s part of a module; `kv_features` is the number of K outputs in the whole model.
 
     Attention is split by heads, the feed-forward block by its inner features, and vocabularies by tokens, as is usual.
-    Raises ValueError where that cannot be done in equal parts.
+    Raises ValueError if the module cannot be split into equal parts.
     """
     inputs, outputs = (range(module.in_features),), (range(module.out_features),)
     if tp_size == 1:
@@ -51,7 +50,7 @@ def shard_of(module: LinearShape, head_dim: int, kv_features: int, tp_size: int,
     elif name == "gate_up_proj":
         parts = (half, module.out_features - half)
     else:
-        raise ValueError(f"it is not known how {module.name} is split between GPUs")
+        raise ValueError(f"no tensor-parallel split is defined for {module.name}")
     unit = head_dim if name in _OF_HEADS else 1
     if any(part <= 0 or part % (unit * tp_size) for part in parts):
         raise ValueError(f"{module.name} cannot be split into {tp_size} equal parts")
@@ -60,7 +59,7 @@ def shard_of(module: LinearShape, head_dim: int, kv_features: int, tp_size: int,
 
 
 def _shares(parts: tuple[int, ...], tp_size: int, tp_rank: int) -> tuple[range, ...]:
-    """This rank's share of each of the `parts`, which follow one another."""
+    """This rank's share of each of the consecutive `parts`."""
     ends = accumulate(parts)
     shares = ((end - size + tp_rank * size // tp_size, size // tp_size) for size, end in zip(parts, ends, strict=True))
     return tuple(range(begin, begin + size) for begin, size in shares)

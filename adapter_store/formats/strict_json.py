@@ -1,6 +1,6 @@
-"""JSON as it is written, or an error: no duplicate keys, no NaN, no numbers beyond a double, no half characters.
+"""A strict JSON parser: no duplicate keys, no NaN, no numbers beyond a double, no lone surrogates.
 
-No message repeats a part of the text.
+Error messages never repeat any of the text.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import math
 from typing import Any
 
 _MAX_DIGITS = 4300
-"""What Python turns into a number without being told to."""
+"""Longest integer that Python converts by default, in digits."""
 
 
 class InvalidJson(ValueError):
-    """The text is not the JSON that we accept; the message says why."""
+    """The text is not JSON that we accept; the message says why."""
 
 
 class DuplicateKey(InvalidJson):
-    """An object has a key twice, so that two readers could see two different values."""
+    """An object has a key twice, so two readers could see different values."""
 
     def __init__(self, key: str) -> None:
         super().__init__("a key appears twice")
@@ -41,7 +41,7 @@ def parse_strict_json(text: bytes) -> Any:
     except UnicodeDecodeError:
         raise InvalidJson("the text is not UTF-8") from None
     except RecursionError:
-        raise InvalidJson("values are nested too deeply") from None
+        raise InvalidJson("nesting is too deep") from None
     except json.JSONDecodeError as error:
         raise InvalidJson(f"it is malformed at character {error.pos}") from None
     return document
@@ -57,13 +57,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_characters(text: bytes, document: Any) -> None:
-    """Raises InvalidJson for half of a surrogate pair: JSON can spell it, but no text could be written with it."""
+    """Raise InvalidJson for a lone surrogate: JSON can spell it, but the string cannot be encoded as UTF-8."""
     if b"\\ud" not in text.lower():
         return
     try:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidJson("a text holds half of a surrogate pair") from None
+        raise InvalidJson("a string has a lone surrogate") from None
 
 
 def _refuse_constant(name: str) -> Any:
@@ -80,5 +80,5 @@ def _finite(text: str) -> float:
 def _integer(text: str) -> int | float:
     if len(text) > _MAX_DIGITS:
         raise InvalidJson("a number is too large")
-    # Other readers, such as the safetensors library, know no integer minus zero either.
+    # Like other readers, such as the safetensors library, which have no integer minus zero.
     return -0.0 if text == "-0" else int(text)

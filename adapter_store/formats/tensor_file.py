@@ -1,4 +1,4 @@
-"""A safetensors file that is read one matrix at a time, so that memory follows the largest one."""
+"""Reads a safetensors file one matrix at a time, so memory is bounded by the largest matrix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loramux.adapter_store.formats.safetensors_header import MAX_HEADER_BYTES, h
 
 
 class TensorFile:
-    """An open safetensors file whose header has passed every check. Raises AdapterRejected where it does not."""
+    """An open safetensors file whose header has passed all checks. Raises AdapterRejected if a check fails."""
 
     def __init__(self, source: Path | bytes, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
         self._file = _open(source)
@@ -42,7 +42,7 @@ class TensorFile:
         self._file.close()
 
     def raw(self, name: str) -> npt.NDArray[Any]:
-        """A matrix as it is stored: float32, float16, or the bits of bfloat16."""
+        """A matrix as stored: float32, float16, or the bits of bfloat16."""
         entry = self.header.tensors[name]
         self._file.seek(self.header.data_start + entry.begin)
         values: npt.NDArray[Any] = np.frombuffer(self._file.read(entry.end - entry.begin), STORAGE[entry.dtype])
@@ -58,8 +58,8 @@ def _open(source: Path | bytes) -> BinaryIO:
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        raise AdapterRejected("not_a_file", "the tensors cannot be opened as a file", TENSORS_FILE) from None
+        raise AdapterRejected("not_a_file", "the tensors file cannot be opened", TENSORS_FILE) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise AdapterRejected("not_a_file", "the tensors are not a regular file", TENSORS_FILE)
+        raise AdapterRejected("not_a_file", "the tensors file is not a regular file", TENSORS_FILE)
     return os.fdopen(descriptor, "rb")

@@ -175,7 +175,7 @@ def test_a_file_of_the_first_format_is_refused(make_adapter: Any, target: PackTa
     data = (tmp_path / "p").read_bytes()
     assert data[:8] == b"LMXPACK\x02"
     (tmp_path / "p").write_bytes(b"LMXPACK\x01" + data[8:])
-    with pytest.raises(AdapterCorrupt, match="no packed adapter of this format"):
+    with pytest.raises(AdapterCorrupt, match="not a packed adapter of this format"):
         read_packed(tmp_path / "p", target)
 
 

@@ -175,7 +175,7 @@ def test_a_rank_rebuilds_its_part_from_the_canonical_upload(
         pytest.param(2, 0, (LinearShape("q_proj", 32, 24),), "equal parts", id="half a head"),
         pytest.param(2, 0, (LinearShape("gate_up_proj", 32, 6),), "equal parts", id="odd halves"),
         pytest.param(2, 0, (LinearShape("qkv_proj", 32, 2 * KEYS),), "equal parts", id="no queries"),
-        pytest.param(2, 0, (LinearShape("router", 32, 8),), "not known", id="unknown"),
+        pytest.param(2, 0, (LinearShape("router", 32, 8),), "no tensor-parallel split", id="unknown"),
     ],
 )
 def test_what_cannot_be_split_is_refused(
