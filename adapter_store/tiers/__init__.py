@@ -1,1 +1,1 @@
-"""Packed adapters on the disk and in host memory, and the staging process that brings them there."""
+"""Packed adapters on disk and in host memory, and the staging process that loads them."""

@@ -1,4 +1,4 @@
-"""Packed adapters on a local disk, bounded, least recently used out first, shared by one host's engines."""
+"""A bounded tier of packed adapters on a local disk, shared by a host's engines, least recently used evicted first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Known:
 
 
 class HeldFile:
-    """An open file of the tier, which no engine evicts before it is closed; leave its `with` block."""
+    """An open file of the tier that no engine evicts until it is closed; use it in a `with` block."""
 
     def __init__(self, tier: DiskTier, descriptor: int, status: os.stat_result) -> None:
         self._tier = tier
@@ -50,14 +50,17 @@ class HeldFile:
 
 
 class DiskTier:
-    """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, whichever engine wrote them. Thread-safe.
+    """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, written by any engine of one host and user. Thread-safe.
 
-    What an earlier run left is used again; files of other pack keys count and are evicted like any other. Whoever adds
-    a file keeps the whole directory within its own `max_bytes`, so all should be given the same; files that are being
-    made and the few that are set aside come on top. Who reads a file holds a shared lock on it, and who evicts one
-    needs the exclusive lock: neither waits for the other. The order of use is that of the files' access times, which
-    only we set. All locks end with the process that holds them, and what it was making is removed by whoever adds a
-    file a minute later, or starts.
+    Files survive restarts; files with other pack keys count and are evicted like any other. An engine that adds a file
+    keeps the whole directory within its own `max_bytes`, so configure all engines alike. Unfinished files and the few
+    in `set_aside` come on top.
+
+    A reader holds a shared `flock` on its file and an eviction needs the exclusive one, so neither waits for the other.
+    Changes also need the directory's lock, reads do not: a process that keeps it delays each addition by up to 5 s, but
+    no read. The order of use is kept in the files' access times, which only this class sets, so it survives restarts.
+    Locks end with their process. Unfinished files of a dead process are removed at the next start, or by an engine that
+    adds a file once a minute has passed since its last sweep.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:
@@ -65,17 +68,17 @@ class DiskTier:
         self._directory = directory
         self._own = directory / pack_key
         self._set_aside = directory / "set_aside"
-        # Other users of the host have no business with tenants' adapters.
+        # Tenants' adapters must not be readable by other users of the host.
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (self._own, self._set_aside):
             path.mkdir(parents=True, exist_ok=True)
         self.used_bytes = 0
         self.num_evictions = 0
-        # Least recently used first; what other engines add or use is learnt when something is added or must go.
+        # Least recently used first. Other engines' additions and uses are learned when a file is added or evicted.
         self._files: OrderedDict[Path, _Known] = OrderedDict()
         self._lock = threading.Lock()
         self._changes = DirectoryLock(directory / "lock")
-        # None: nothing is known of the directory.
+        # None: the directory's contents are unknown.
         self._last_change: int | None = None
         with self._changing():
             self._atomic_files = AtomicFiles(directory)
@@ -83,7 +86,7 @@ class DiskTier:
             self._evict(self._max_bytes)
 
     def hold(self, digest: str) -> HeldFile | None:
-        """An adapter's file, which stays until it is closed; None where there is none."""
+        """Open an adapter's file and keep it from eviction until it is closed; None if there is no such file."""
         path = self._path(digest)
         opened = _open_shared(path)
         now_ns = time.time_ns()
@@ -98,7 +101,7 @@ class DiskTier:
             return None
         descriptor, status = opened
         try:
-            # Kept in the file, so that the order outlives a restart and other engines know it.
+            # Stored in the file, so that the order of use survives restarts and other engines see it.
             os.utime(descriptor, ns=(now_ns, status.st_mtime_ns))
         except BaseException:
             os.close(descriptor)
@@ -106,11 +109,11 @@ class DiskTier:
         return HeldFile(self, descriptor, status)
 
     def new_file(self) -> Path:
-        """A place for a file that is being made; `add` or `set_aside` takes it."""
+        """A path for a file that will be passed to `add` or `set_aside`."""
         return self._atomic_files.new_file()
 
     def add(self, digest: str, file: Path) -> None:
-        """Keep a finished file. One for which there is no room, even without what nobody reads, is dropped."""
+        """Move a finished file into the tier; it is dropped if evicting every unread file does not make room."""
         status = file.stat()
         if status.st_size > self._max_bytes:
             file.unlink()
@@ -120,7 +123,7 @@ class DiskTier:
             if time.monotonic() > self._sweep_due:
                 self._sweep()
             with self._lock:
-                # One that another engine has added in the meantime gives way to ours.
+                # Ours replaces a file that another engine has added in the meantime.
                 known = self._files.pop(path, None)
                 self.used_bytes -= known.size if known else 0
             self._evict(self._max_bytes - status.st_size)
@@ -136,7 +139,7 @@ class DiskTier:
                 self.used_bytes += status.st_size
 
     def forget(self, digest: str, inode: int) -> None:
-        """Put an adapter's file aside because its bytes are wrong, unless another engine has replaced it already."""
+        """Set an adapter's file aside because its bytes are wrong, unless another engine has already replaced it."""
         path = self._path(digest)
         with self._changing():
             try:
@@ -151,19 +154,19 @@ class DiskTier:
                 self.used_bytes -= known.size if known else 0
 
     def set_aside(self, file: Path) -> None:
-        """Keep a file with wrong bytes for whoever looks into it; only the newest few stay."""
+        """Keep a file with wrong bytes for inspection; only the newest few are kept."""
         with self._changes.hold():
             self._put_aside(file)
 
     def trim(self) -> None:
-        """Evict what could not be evicted before, because it was being read."""
+        """Evict files that exceed the bound because they were being read before."""
         if self.used_bytes > self._max_bytes:
-            # Whoever holds the lock may do it for us, and else the next one.
+            # If another engine holds the lock, it trims for us, or a later call does.
             with suppress(DirectoryBusy), self._changing():
                 self._evict(self._max_bytes)
 
     def contents(self) -> TierContents:
-        """What is known here; what other engines added since this one last changed something is not."""
+        """The files known here, without those that other engines added since this one last made a change."""
         now_ns = time.time_ns()
         with self._lock:
             own = ((path, known) for path, known in reversed(self._files.items()) if path.parent == self._own)
@@ -190,12 +193,12 @@ class DiskTier:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock for a change, knowing what other engines did; without any, nothing is looked at."""
+        """Hold the lock for a change; first rescan the directory if other engines have changed it."""
         with self._changes.hold():
             if self._changes.num_changes != self._last_change:
                 self._scan()
             number = self._changes.note_change()
-            # A change that breaks off leaves us knowing nothing.
+            # Until the change completes, treat the directory's contents as unknown.
             self._last_change = None
             yield
             self._last_change = number
@@ -215,7 +218,7 @@ class DiskTier:
             self.used_bytes = sum(known.size for known in self._files.values())
 
     def _evict(self, num_bytes: int) -> None:
-        """Remove files until they take `num_bytes` at most, or all that are left are being read."""
+        """Remove files until they take at most `num_bytes`, or until all that are left are being read."""
         for minds_others in (True, False):
             with self._lock:
                 files = list(self._files.items())
@@ -245,7 +248,7 @@ class DiskTier:
                 if self._files.pop(path, None) is not None:
                     self.used_bytes -= known.size
         except BlockingIOError:
-            # Somebody reads it.
+            # It is being read.
             return
         finally:
             if descriptor is not None:
@@ -261,14 +264,14 @@ class DiskTier:
 
 
 def _open_shared(path: Path) -> tuple[int, os.stat_result] | None:
-    """Open a file under a shared lock; None where it is gone, or goes just now."""
+    """Open a file under a shared lock; None if it is gone or is just being removed."""
     try:
-        # Reading must not change the order of use: that is what access times are kept for.
+        # Reading must not change the access time, which records the order of use.
         descriptor = os.open(path, os.O_RDONLY | _KEEPS_ACCESS_TIME)
     except FileNotFoundError:
         return None
     try:
-        # Only an eviction holds the exclusive lock, and only for a moment.
+        # Only an eviction holds the exclusive lock, and only briefly.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         status = os.fstat(descriptor)
         if status.st_nlink:

@@ -1,4 +1,4 @@
-"""Pieces of one stretch of host memory, which processes may share and a GPU may copy from by itself."""
+"""Pieces of one block of host memory that processes can share and a GPU can copy from directly."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ ALIGNMENT = 4096
 
 
 def shared_memory(num_bytes: int) -> int:
-    """The descriptor of so much memory; a page is committed when it is first written to or registered with a GPU."""
+    """The descriptor of new shared memory, whose pages are committed when first written or registered with a GPU."""
     descriptor = os.memfd_create("adapters")
     os.truncate(descriptor, max(num_bytes, 1))
     return descriptor
 
 
 def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
-    """The whole of shared memory, uint8 `[num_bytes]`; whoever maps it sees what others write."""
+    """Map all of a shared memory, uint8 `[num_bytes]`; every process that maps it sees the others' writes."""
     return np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
 
 
 def piece_of(
     memory: npt.NDArray[np.uint8], begin: int, num_bytes: int, when_gone: Callable[[], None]
 ) -> npt.NDArray[np.uint8]:
-    """`memory[begin : begin + num_bytes]`, with a call once the last view of it is gone, on whatever thread that is."""
-    # Views of an array keep this object alive, and the finalizer keeps the memory.
+    """`memory[begin : begin + num_bytes]`; calls `when_gone` once its last view is gone, on any thread."""
+    # Views of the array keep this object alive, and the finalizer keeps the memory alive.
     piece = (ctypes.c_uint8 * num_bytes).from_address(memory.ctypes.data + begin)
     weakref.finalize(piece, _gone, memory, when_gone)
     array: npt.NDArray[np.uint8] = np.frombuffer(memoryview(piece), np.uint8)
@@ -45,18 +45,18 @@ def _gone(_memory: npt.NDArray[np.uint8], when_gone: Callable[[], None]) -> None
 
 
 class HostSlab:
-    """Hands out pieces of `memory`, uint8 `[num_bytes]`, first fit; what does not fit is ordinary memory.
+    """Allocates pieces of `memory`, uint8 `[num_bytes]`, first fit; falls back to ordinary memory when full.
 
-    Making memory known to the driver takes long and holds up other threads' calls, so it is done once for all adapters
-    of the host tier. A piece returns by itself when its last array is gone. Thread-safe.
+    Registering memory with the GPU driver is slow and blocks other threads' calls, so it is done once for the whole
+    host tier. A piece is freed when the last array that views it is gone. Thread-safe.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
         self._memory = memory
         self._lock = threading.Lock()
-        # Free stretches `[begin, end)` in order, none touching the next.
+        # Free ranges `[begin, end)` in order; no two are adjacent.
         self._free = [(0, memory.size // ALIGNMENT * ALIGNMENT)]
-        # An array may go at any moment, also while this thread holds the lock: what it gives back is taken up later.
+        # An array can be freed at any moment, even while this thread holds the lock, so freed pieces are queued.
         self._returned: deque[tuple[int, int]] = deque()
 
     @property
@@ -66,13 +66,13 @@ class HostSlab:
             return sum(end - begin for begin, end in self._free)
 
     def allocate(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """uint8 `[num_bytes]`, not cleared."""
+        """Allocate uint8 `[num_bytes]`, not zeroed."""
         size = _rounded(num_bytes)
         begin = self._take(size)
         return np.empty(num_bytes, np.uint8) if begin is None else self._piece(begin, num_bytes)
 
     def occupy(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """The piece that begins there, where an earlier slab of the same memory gave it out."""
+        """Take the piece at `begin`, which an earlier slab of the same memory had allocated."""
         end = begin + _rounded(num_bytes)
         with self._lock:
             self._take_up()
@@ -85,7 +85,7 @@ class HostSlab:
         return self._piece(begin, num_bytes)
 
     def offset_of(self, array: npt.NDArray[np.uint8]) -> int | None:
-        """Where an array lies in the memory; None where it is ordinary memory."""
+        """The array's offset in the memory, or None if it is in ordinary memory."""
         offset: int = array.ctypes.data - self._memory.ctypes.data
         return offset if 0 <= offset < self._memory.size else None
 
@@ -118,9 +118,9 @@ class HostSlab:
 
 
 class EngineMemory:
-    """The memory that an engine shares with its staging processes, and its pieces in use.
+    """Memory that an engine shares with its staging processes, and the pieces of it in use.
 
-    A piece lasts as long as a view of it, whatever becomes of the process that filled it.
+    A piece lives as long as any view of it, even after the process that filled it has died.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -128,12 +128,12 @@ class EngineMemory:
         weakref.finalize(self, os.close, self.descriptor)
         self.array = mapped(self.descriptor)
         self._pieces: dict[int, int] = {}
-        # Appended to on whatever thread the last view of a piece goes.
+        # Appended to by whichever thread drops the last view of a piece.
         self._unused: deque[int] = deque()
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Begin and length of each piece that `take_unused` has not returned."""
+        """Begin and length of each piece that `take_unused` has not returned yet."""
         return list(self._pieces.items())
 
     @property
@@ -141,12 +141,12 @@ class EngineMemory:
         return bool(self._unused)
 
     def use(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """A piece that a process has filled, uint8 `[num_bytes]`."""
+        """A piece that a staging process has filled, uint8 `[num_bytes]`."""
         self._pieces[begin] = num_bytes
         return piece_of(self.array, begin, num_bytes, partial(self._unused.append, begin))
 
     def take_unused(self) -> list[int]:
-        """Where the pieces began that have gone out of use since the last call."""
+        """The beginnings of the pieces that have gone out of use since the last call."""
         begins = []
         while self._unused:
             begin = self._unused.popleft()

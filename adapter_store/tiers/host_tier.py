@@ -1,4 +1,4 @@
-"""Packed adapters in host memory, bounded, least recently used out first, with floors for some."""
+"""A bounded tier of packed adapters in host memory, evicted least recently used first, with floors for tenants."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class _Group:
 
 
 class HostTier:
-    """Belongs to one thread. A leased entry stays even where the bound is exceeded by it.
+    """Belongs to one thread. Leased adapters stay even if that exceeds the bound.
 
-    The bound comes before the floors: a protected adapter that nobody leases gives way when nothing else is left.
+    The bound takes precedence over the floors: an unleased adapter that a floor protects is evicted only when nothing
+    else is left.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -49,7 +50,7 @@ class HostTier:
         return digest in self._entries
 
     def lease(self, digest: str) -> PackedAdapter | None:
-        """Count one more lease of an entry; None where there is none."""
+        """Take another lease on an adapter; None if it is not here."""
         entry = self._entries.get(digest)
         if entry is None:
             return None
@@ -59,7 +60,7 @@ class HostTier:
         return entry.packed
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve room for adapters that are on their way; replaces the last reservation.
+        """Reserve room for adapters being loaded; replaces the previous reservation.
 
         Their memory is in use before they are added.
         """
@@ -67,7 +68,7 @@ class HostTier:
         self._evict()
 
     def add(self, packed: PackedAdapter, num_leases: int) -> None:
-        """Keep an adapter that is leased `num_leases` times from the start."""
+        """Add an adapter with `num_leases` leases."""
         assert packed.digest not in self._entries
         self._entries[packed.digest] = _Entry(packed, num_leases, time.monotonic())
         self._count(packed.digest, packed.payload.nbytes)
@@ -80,11 +81,11 @@ class HostTier:
         self._evict()
 
     def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
-        """Keep up to `floor_bytes` of these adapters, once they are here, from giving way to those of others.
+        """Keep up to `floor_bytes` of these adapters from being evicted in favour of others.
 
-        The least recently used of a group still go first, as long as the rest make up its floor. Replaces what was
-        protected under this name before; a floor of 0 ends it. Raises ValueError where all floors together exceed the
-        tier, which then stays as it was.
+        Within a group, the least recently used are still evicted first as long as the rest reach the floor. Replaces
+        the group's previous floor; a floor of 0 removes it. Raises ValueError, and changes nothing, if all floors
+        together exceed the tier.
         """
         others = sum(one.floor_bytes for name, one in self._groups.items() if name != group)
         if floor_bytes < 0 or others + floor_bytes > self._max_bytes:
@@ -97,7 +98,7 @@ class HostTier:
         self._groups[group] = _Group(members, floor_bytes, used)
 
     def held(self) -> dict[Tier, Held]:
-        """What is counted of it."""
+        """Bytes in use and evictions, for `TierFigures`."""
         return {"host": Held(self.used_bytes, self.num_evictions)}
 
     def contents(self) -> TierContents:
@@ -131,7 +132,7 @@ class HostTier:
                 self.num_evictions += 1
 
     def _victim(self, minds_floors: bool) -> str | None:
-        # Few are leased, and these were used last: without floors the search ends at once.
+        # Few are leased, and those were used recently, so without floors the search ends quickly.
         for digest, entry in self._entries.items():
             if entry.num_leases == 0 and not (minds_floors and self._is_protected(digest, entry.num_bytes)):
                 return digest

@@ -1,4 +1,4 @@
-"""Fetches an adapter's packed file from the local disk or the blob store, or packs it again; verifies it first."""
+"""Loads an adapter's packed file from the local disk or the blob store, or packs it again, and verifies it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CANONICAL_ATTEMPTS = 2
 _MAX_PROOFS = 1 << 14
 _MAX_DOWNLOADS = 64
-"""Threads for loads from the blob store, those included that nobody waits for but that hang in it."""
+"""Threads for downloads, including abandoned ones that still hang in the blob store."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Differs where a file was replaced or written to."""
+    """Changes if a file is replaced or written to."""
 
     inode: int
     size: int
@@ -52,21 +52,22 @@ class FileIdentity:
 
 
 class PackedSource:
-    """Fetches packed adapters for one target from the disk, else from the blob store. Thread-safe.
+    """Loads packed adapters for one target from disk, else from the blob store. Thread-safe.
 
-    Two fetches of one adapter at a time are right but do the work twice. Nobody asks for that: an engine asks for each
-    adapter once, and begins again only after it has cancelled.
+    Concurrent fetches of one adapter are correct but duplicate the work. That is rare: an engine requests each adapter
+    once, and again only after it has cancelled.
 
     What is verified, and when:
 
     - a canonical file, whenever it comes from the blob store: its SHA-256 is the digest;
     - a packed file's header, at each read: its SHA-256;
-    - a packed file's pages, at the first read of a file by this engine, also of one that an earlier run or another
-      engine left on the disk: their SHA-256, which the header states;
-    - at later reads of a file that has the same inode, size and time of its last change: lane sums, noted at the first.
+    - a packed file's pages, when this engine first reads the file, even if an earlier run or another engine wrote it:
+      their SHA-256, which the header states;
+    - the pages at later reads, while the file's inode, size and modification time are unchanged: lane sums noted at the
+      first read.
 
-    Always what is verified is what lies in memory, after it was read. Wrong bytes are set aside and had from further
-    away, and a packed file that is missing or wrong in the blob store is rebuilt from the canonical one.
+    The check always covers the bytes in memory, after the read. A file with wrong bytes is set aside and fetched again
+    from the blob store. A packed file that is missing or wrong there is rebuilt from the canonical one.
     """
 
     def __init__(
@@ -82,18 +83,18 @@ class PackedSource:
         )
         self._lock = threading.Lock()
         self._proofs: OrderedDict[str, tuple[FileIdentity, Proof]] = OrderedDict()
-        # Downloads have threads of their own, so that a cancelled fetch returns while its download still hangs.
+        # Downloads have their own threads, so that a cancelled fetch can return while its download still hangs.
         self._downloads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="download")
 
     def fetch(self, digest: str, cancellation: Cancellation) -> PackedAdapter:
-        """An adapter in memory from `allocate`; blocks. Raises AdapterUnavailable or AdapterCorrupt.
+        """Load an adapter into memory from `allocate`; blocks. Raises AdapterUnavailable or AdapterCorrupt.
 
-        The caller reads by itself, to the end, what the disk has. It waits for the blob store no longer than until it
-        is cancelled, and leaves with LoadCancelled. The download then ends after the part that it is at: a packed file
-        that it was getting goes to the disk.
+        A read from disk runs to completion on the caller's thread. A wait for the blob store ends with LoadCancelled as
+        soon as the fetch is cancelled. The download itself stops after its current step; a packed file that it was
+        fetching still goes to the disk.
         """
         if not _DIGEST.fullmatch(digest):
-            raise AdapterUnavailable("what was asked for is no digest")
+            raise AdapterUnavailable("the requested adapter is not a digest")
         _check_wanted(digest, cancellation)
         try:
             packed = self._from_disk(digest)
@@ -106,7 +107,7 @@ class PackedSource:
             self.figures.count_end("failed")
             if isinstance(failure, StoreError) and not isinstance(failure, BlobStoreUnavailable):
                 raise
-            # Of files it says no names.
+            # For an OSError, do not reveal file names.
             what = failure.strerror if isinstance(failure, OSError) else type(failure).__name__
             reason = str(failure) if isinstance(failure, BlobStoreUnavailable) else what
             raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded: {reason}") from failure
@@ -123,7 +124,7 @@ class PackedSource:
         try:
             downloading = self._downloads.submit(download)
         except RuntimeError as error:
-            # There are no more threads. It was queued all the same, and must find that nobody wants it.
+            # No thread could be started, but the download is queued all the same and must find itself cancelled.
             cancellation.cancel()
             raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more") from error
         woken = threading.Event()
@@ -135,7 +136,7 @@ class PackedSource:
         return downloading.result()
 
     def _from_disk(self, digest: str) -> PackedAdapter | None:
-        """None where the disk tier has no such file, or had wrong bytes."""
+        """None if the disk tier has no such file, or the file's bytes were wrong."""
         with self.figures.timed("disk", "lookup"):
             held = self._hold(digest)
         self.figures.count_lookup("disk", held is not None)
@@ -151,7 +152,7 @@ class PackedSource:
         return None
 
     def _from_blobs(self, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter:
-        """Between its parts it calls `check_wanted`, whose exception ends it.
+        """Download an adapter; between steps it calls `check_wanted`, whose exception ends it.
 
         Raises AdapterUnavailable, AdapterCorrupt, BlobStoreUnavailable or OSError.
         """
@@ -166,7 +167,7 @@ class PackedSource:
             except BlobNotFound:
                 return self._rebuild(digest, check_wanted)
             except AdapterCorrupt:
-                # The store's own checks may have found it, or ours.
+                # Found by the store's own checks or by ours.
                 self._set_aside(file)
                 self._blobs.delete(key)
                 return self._rebuild(digest, check_wanted)
@@ -179,11 +180,11 @@ class PackedSource:
         try:
             return self.disk.hold(digest)
         except OSError:
-            # A file that cannot be opened is as good as none.
+            # Treat a file that cannot be opened as missing.
             return None
 
     def _rebuild(self, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter:
-        """Pack an adapter for our target and give the packed file to the blob store too."""
+        """Pack an adapter for our target and put the packed file into the blob store too."""
         check_wanted()
         canonical, file = self.disk.new_file(), self.disk.new_file()
         try:
@@ -246,7 +247,7 @@ class PackedSource:
         return packed
 
     def _keep_unless(self, check_wanted: Callable[[], None], digest: str, file: Path) -> None:
-        """Keep the downloaded file on the disk even if the fetch was cancelled meanwhile."""
+        """Keep the downloaded file on disk even if the fetch was cancelled in the meantime."""
         try:
             check_wanted()
         except BaseException:
@@ -254,13 +255,13 @@ class PackedSource:
             raise
 
     def _keep(self, digest: str, file: Path) -> None:
-        # Without a place on the disk the adapter can be served all the same.
+        # The adapter can be served even if the disk has no room for it.
         with suppress(OSError):
             self.disk.add(digest, file)
 
     def _set_aside(self, file: Path) -> None:
         self.figures.count_end("set_aside")
-        # Whether or not there is room to keep it, it is not used.
+        # The file is not used, whether or not there is room to keep it.
         with suppress(OSError):
             self.disk.set_aside(file)
 

@@ -1,4 +1,4 @@
-"""What came of bringing an adapter into host memory."""
+"""The results of loading an adapter into host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 
 class StagedAdapter:
-    """A counted hold on an adapter in host memory; release it once."""
+    """A lease on an adapter in host memory; release it once."""
 
     __slots__ = ("_give_back", "packed", "stages")
 
@@ -26,7 +26,7 @@ class StagedAdapter:
         return self.packed.digest
 
     def release(self) -> None:
-        """Give the hold back; a second call changes nothing."""
+        """Give the lease back; a second call does nothing."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back(self.digest)
@@ -34,7 +34,7 @@ class StagedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class NotStaged:
-    """An adapter that cannot be had, and why."""
+    """An adapter that could not be loaded, and why."""
 
     digest: str
     message: str

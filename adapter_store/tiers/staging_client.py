@@ -1,4 +1,4 @@
-"""The engine's side of staging: adapters come from host memory, else by the staging process, into what both share."""
+"""The engine's side of staging: takes adapters from host memory, or has the staging process load them into it."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage, TierFigures, added, of_the_past
 
 MAX_ASKED = 32
-"""Adapters that the process is asked for at a time: so many descriptors may be on their way."""
+"""Most requests in flight to the staging process: each may have a descriptor on its way back."""
 
 MAX_TRIES = 2
-"""Processes that may die over one adapter."""
+"""Staging processes that may die while loading one adapter before it fails."""
 
 RESTART_S = 1.0
-"""A process that dies younger is not followed by another before it would have been as old."""
+"""Shortest time between two starts of the staging process, in seconds."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class StagingRefused(StoreError):
-    """The staging process cannot work; the message says how to mend it."""
+    """The staging process cannot work; the message says how to fix it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """An adapter that the process is to bring; its number tells its answer from that to a cancelled one."""
+    """A pending load; its number distinguishes its answer from the answer to a cancelled request."""
 
     digest: str
     number: int
@@ -71,15 +71,15 @@ class _Request:
 
 
 class StagingClient:
-    """Takes adapters from host memory where they are there, else has the staging process put them there.
+    """Takes adapters from host memory if they are there, and otherwise has the staging process load them.
 
-    A process that dies or hangs is followed by another. What it had not answered the next one is asked for, once; what
-    it had staged stays as it is. `memory` is where adapters lie, but for those for which it has no room.
+    A process that dies or hangs is replaced. Its unanswered requests are repeated once, and adapters that it had staged
+    stay as they are. `memory` holds the adapters, except those that do not fit into it.
 
-    Belongs to one thread and never waits. No thread of this process works for it: a thread takes the interpreter's lock
-    after each of its system calls, an S3 client for milliseconds at a time, and a step that finds the lock taken sleeps
-    until it is woken, which takes a tenth of a millisecond. `wake` is called where `poll` has something that nothing
-    else tells of. Raises StagingRefused where there can be no process.
+    Belongs to one thread and never blocks. It uses no thread of its own: another thread in this process would take the
+    GIL after each of its system calls, an S3 client for milliseconds at a time, and a step that waits for the GIL loses
+    a tenth of a millisecond until it is woken. `wake` is called if `poll` has a result that does not make `fileno`
+    readable. Raises StagingRefused if no process can be started.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class StagingClient:
         self._wake = wake
         self._clock = clock
         self.figures = TierFigures(held=host.held)
-        """What this process counts; `counts` adds what the others did."""
+        """Counts of this process; `counts` adds those of the staging processes."""
         self._numbers = itertools.count()
-        # What somebody waits for; of that what this process has yet to be asked for; what came of it.
+        # All pending requests; the ones not yet sent to the process; the finished ones.
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[str] = deque()
         self._results: dict[str, StagedAdapter | NotStaged] = {}
-        # What this process has yet to answer, by number, also where it was cancelled.
+        # Requests that this process has not answered, by number, including cancelled ones.
         self._asked: dict[int, str] = {}
-        # Room in host memory is kept for what is coming, as much as the last adapter took for each.
+        # Host memory reserves, for each adapter being loaded, as much as the last one took.
         self._last_bytes = 0
         self._looks: deque[Callable[[], None]] = deque()
         self._answered_looks: list[Callable[[], None]] = []
-        # What processes that are gone counted, and what this one did, which is decoded when somebody asks.
+        # Counts of former processes, and of this one, which are decoded only when needed.
         self._past_counts = TierFigures().snapshot()
         self._process_counts: msgspec.Raw | None = None
         self._disk: TierContents | None = None
@@ -133,11 +133,11 @@ class StagingClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs; None while there is none."""
+        """PID of the running process; None while there is none."""
         return None if self._link is None else self._link.process.pid
 
     def await_opened(self, timeout_s: float) -> None:
-        """Wait for the process to have opened its tiers. Raises StagingRefused."""
+        """Wait until the process has opened its tiers. Raises StagingRefused."""
         due_s = time.monotonic() + timeout_s
         while not self._is_opened:
             if self._refusal is not None:
@@ -146,10 +146,10 @@ class StagingClient:
                 raise StagingRefused("the process that fetches adapters did not start")
             self._receive()
 
-    # What the adapter pool asks
+    # Called by the adapter pool
 
     def request(self, digest: str) -> None:
-        """Begin to bring an adapter into host memory; `poll` tells what came of it. Once at a time for each digest."""
+        """Start loading an adapter into host memory; `poll` returns the result. One request per digest at a time."""
         assert digest not in self._requests
         assert digest not in self._results
         stages: list[PassedStage] = []
@@ -159,7 +159,7 @@ class StagingClient:
         if packed is not None:
             self._results[digest] = StagedAdapter(packed, self._host.release, stages)
         elif not _DIGEST.fullmatch(digest):
-            self._results[digest] = NotStaged(digest, "what was asked for is no digest", stages)
+            self._results[digest] = NotStaged(digest, "the requested adapter is not a digest", stages)
         else:
             self._requests[digest] = _Request(digest, next(self._numbers), stages)
             self._waiting.append(digest)
@@ -169,7 +169,7 @@ class StagingClient:
             self._wake()
 
     def cancel(self, digest: str) -> None:
-        """Nobody wants it any more, and `poll` says nothing of it."""
+        """Withdraw a request; `poll` does not return its result."""
         result = self._results.pop(digest, None)
         if isinstance(result, StagedAdapter):
             result.release()
@@ -183,28 +183,28 @@ class StagingClient:
         self._reserve()
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
-        """What was staged or failed since the last call; to be called again and again while something is requested."""
+        """Results since the last call; call it repeatedly while requests are pending."""
         has_unsent = self._link is not None and self._link.has_unsent
         if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
             self._receive()
         results, self._results = self._results, {}
         return list(results.values())
 
-    # What the engine's process asks
+    # Called by the engine's process
 
     def fileno(self) -> int:
-        """Readable when `attend` has something to do; -1 while there is no process."""
+        """Readable when `attend` has work to do; -1 while there is no process."""
         return -1 if self._link is None else self._link.fileno()
 
     def attend(self) -> None:
-        """Take in what has come, and call back who looked."""
+        """Receive what has arrived, and make the callbacks that `look` has registered."""
         self._receive()
         answered, self._answered_looks = self._answered_looks, []
         for then in answered:
             then()
 
     def look(self, then: Callable[[], None]) -> None:
-        """Have `attend` call `then` once `contents` are those of now, or cannot be."""
+        """Have `attend` call `then` once `contents` is up to date, or cannot be updated."""
         if self._link is None:
             self._answered_looks.append(then)
         else:
@@ -212,16 +212,16 @@ class StagingClient:
             self._link.send(Look())
 
     def contents(self) -> tuple[TierContents, ...]:
-        """What host memory holds, and the disk tier when somebody last looked."""
+        """Contents of host memory now, and of the disk tier as of the last `look`."""
         host = self._host.contents()
         return (host,) if self._disk is None else (host, self._disk)
 
     def counts(self) -> LoadCounts:
-        """What this process and all its staging processes counted."""
+        """Total counts of this process and all its staging processes."""
         return added(self.figures.snapshot(), self._counts_of_processes())
 
     def close(self) -> None:
-        """End the process and forget what was requested."""
+        """End the process and drop all requests."""
         for digest in [*self._results, *self._requests]:
             self.cancel(digest)
         if self._link is not None:
@@ -245,12 +245,12 @@ class StagingClient:
     def _ask(self) -> None:
         if not self._waiting:
             return
-        # First, so that its memory can be used for this.
+        # Released first, so that the memory can be reused for these requests.
         self._release_unused()
         link = self._link
         if link is None:
             if self._clock() < self._started_s + RESTART_S:
-                # Later: see `poll`.
+                # Too early; `poll` tries again.
                 return
             self._started_s = self._clock()
             try:
@@ -272,7 +272,7 @@ class StagingClient:
                 self._link.send(Release(tuple(begins[begin : begin + MAX_PIECES])))
 
     def _receive(self) -> None:
-        """Take in what the process has said, or that it died."""
+        """Receive the process's messages, or notice that it died."""
         self._release_unused()
         link = self._link
         if link is not None:
@@ -313,11 +313,11 @@ class StagingClient:
                     self._disk = decode_contents(content.data)
                 self._answered_looks.append(self._looks.popleft())
             case Pong():
-                # It was enough to hear something: see `StagingLink.watch`.
+                # Any message shows that the process is alive: see `StagingLink.watch`.
                 pass
 
     def _answered(self, message: Staged | Failed) -> _Request | None:
-        """The request, unless it was cancelled."""
+        """The request that a message answers, or None if it was cancelled."""
         self._process_counts = message.counts
         request = self._requests.get(self._asked.pop(message.number, ""))
         if request is None or request.number != message.number:
@@ -328,7 +328,7 @@ class StagingClient:
         return request
 
     def _packed(self, digest: str, staged: Staged, memory: npt.NDArray[np.uint8] | None) -> PackedAdapter:
-        """An adapter in memory of its own, or else in what is shared."""
+        """An adapter in `memory`, or else in the shared memory."""
         geometry = self._target.geometry
         ranks = np.frombuffer(staged.ranks, np.int32).reshape(geometry.num_layers, -1)
         layout = self._target.layout(ranks, np.frombuffer(staged.outer_ranks, np.int32))
@@ -353,11 +353,11 @@ class StagingClient:
         self._results[request.digest] = NotStaged(request.digest, message, request.stages)
 
     def _reserve(self) -> None:
-        """Nobody knows yet what a coming adapter will take: as much as the last one."""
+        """Reserve room for pending adapters. Their sizes are unknown, so each counts as much as the last one."""
         self._host.reserve(self._last_bytes * min(len(self._requests), self._config.num_threads))
 
     def _lose(self, link: StagingLink) -> None:
-        """The process is gone: what it owed is asked of another one, or failed."""
+        """The process is gone: repeat its unanswered requests with another process, or fail them."""
         self._link = None
         code = link.end()
         if self._refusal is None:
@@ -384,9 +384,9 @@ class StagingClient:
 
 
 def _content(descriptors: list[int]) -> npt.NDArray[np.uint8] | None:
-    """A copy of the memory that came with a packet; None where there were no descriptors or no memory to be had.
+    """A copy of the memory that came with a packet; None if it came without, or the memory cannot be mapped.
 
-    A mapping would keep its descriptor, of which a process has few.
+    A mapping would keep its descriptor open, and a process has few of them.
     """
     try:
         return mapped(descriptors[0]).copy() if descriptors else None

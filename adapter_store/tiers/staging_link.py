@@ -1,4 +1,4 @@
-"""One staging process, from its start to its end, and the packets that go to and fro."""
+"""One staging process from start to end, and the packets exchanged with it."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from loramux.adapter_store.tiers.staging_messages import (
 )
 
 END_GRACE_S = 1.0
-"""How long a process may take to notice that its engine is done with it."""
+"""Seconds that a process has to exit after its engine has closed the connection."""
 
 OPEN_S = 30.0
-"""How long a process may take until its tiers are open."""
+"""Seconds that a process has to open its tiers."""
 
 PING_S = 2.0
-"""A process from which something is awaited, and that has said nothing for this long, is asked whether it runs."""
+"""Seconds of silence after which a process that owes an answer is pinged."""
 
 SILENCE_S = 10.0
-"""How long it may take to say so: one that is stopped, or hangs, is ended."""
+"""Seconds that a pinged process has to answer before it is killed as stopped or hanging."""
 
 COMMAND = (sys.executable, "-m", "loramux.adapter_store.tiers.staging_process")
 
 
 class StagingLink:
-    """Starts a process that shares the memory behind `memory_fd`. But for `wait` and `close`, no call waits.
+    """Starts a process that shares the memory behind `memory_fd`. Only `wait` and `close` block.
 
-    Raises OSError where none can be started.
+    Raises OSError if it cannot be started.
     """
 
     def __init__(self, memory_fd: int, clock: Callable[[], float]) -> None:
@@ -61,21 +61,21 @@ class StagingLink:
         self._unsent: deque[bytes] = deque()
         self._clock = clock
         self._heard_s = clock()
-        # By when it must say something; it is to begin with saying that it has opened its tiers.
+        # When the next message is due; the first must say that the tiers are open.
         self._due_s = self._heard_s + OPEN_S
         self.is_lost = False
-        """Whether `packets` came to the last one, since the process is dead or dying."""
+        """Whether `packets` has reached the end of the stream, since the process is dead or dying."""
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something waits for room in the socket; `flush` tries again."""
+        """Whether packets wait for room in the socket; `flush` tries again."""
         return bool(self._unsent)
 
     def fileno(self) -> int:
         return self._end.fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a packet or the end has come within that time."""
+        """Whether a packet or the end of the stream has arrived within `timeout_s`."""
         return bool(select.select([self._end], [], [], max(0.0, timeout_s))[0])
 
     def send(self, message: ToStaging | StagingConfig) -> None:
@@ -87,19 +87,19 @@ class StagingLink:
             try:
                 self._end.send(self._unsent[0])
             except OSError:
-                # There is no room yet or, as `packets` will find, nobody to read it.
+                # The socket is full or, as `packets` will notice, nobody reads it any more.
                 return
             self._unsent.popleft()
 
     def packets(self) -> Iterator[tuple[FromStaging, list[int]]]:
-        """What has come, with the descriptors that came with it, which the receiver closes."""
+        """The packets that have arrived, with their descriptors, which the receiver must close."""
         while not self.is_lost:
             try:
                 packet, descriptors, _, _ = socket.recv_fds(self._end, MAX_PACKET_BYTES, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # Told once, where it died with packets of ours unread; behind that are its last ones.
+                # Reported once if it died with packets of ours unread; its last packets follow.
                 continue
             if packet:
                 self._heard_s, self._due_s = self._clock(), math.inf
@@ -108,13 +108,13 @@ class StagingLink:
                 self.is_lost = True
 
     def watch(self) -> None:
-        """See that the process runs; to be called after `packets`, again and again, while something is awaited of it.
+        """Check that the process responds; call it after `packets`, repeatedly, while an answer is pending.
 
-        It is killed if it does not, which `packets` then tells.
+        A process that does not respond is killed, which `packets` then notices.
         """
         now_s = self._clock()
         if now_s >= self._due_s:
-            print(f"the staging process says nothing: process {self.process.pid} is killed", file=sys.stderr)
+            print(f"the staging process does not respond: killing process {self.process.pid}", file=sys.stderr)
             self.process.kill()
             self._due_s = now_s + SILENCE_S
         elif self._due_s == math.inf and now_s - self._heard_s >= PING_S:
@@ -122,7 +122,7 @@ class StagingLink:
             self.send(Ping())
 
     def end(self) -> int:
-        """Free what is left of a process that is lost; its exit code."""
+        """Clean up after a lost process; returns its exit code."""
         self._end.close()
         self.process.kill()
         return self.process.wait()
@@ -131,13 +131,13 @@ class StagingLink:
         """End the process."""
         self._end.close()
         try:
-            # It ends by itself once it finds that we are gone.
+            # It exits on its own once it notices that the socket is closed.
             self.process.wait(END_GRACE_S)
         except subprocess.TimeoutExpired:
             self.end()
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with credentials for the blob store, and the same code; without what tunes the memory of steps."""
+    """Our environment, with blob store credentials and the same code, but without the allocator tuning for steps."""
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,4 +1,4 @@
-"""What an engine and its staging process say to each other: msgpack, one record a packet of their socket."""
+"""Messages between an engine and its staging process: msgpack, one record per packet."""
 
 from __future__ import annotations
 
@@ -12,75 +12,75 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage
 
 MAX_PACKET_BYTES = 64 << 10
 MAX_MESSAGE_CHARS = 2000
-"""Of what is said of a failure."""
+"""Longest failure message, in characters."""
 
 MAX_PIECES = 1000
-"""Pieces that one packet names."""
+"""Most pieces that one packet names."""
 
 
 class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The first packet: where adapters come from, and for what they are packed."""
+    """The first packet: where adapters come from, and the target for which they are packed."""
 
     blob_url: str
     disk_dir: str
     disk_bytes: int
     target: dict[str, Any]
-    """A `PackTarget.document()`."""
+    """The output of `PackTarget.document()`."""
     num_threads: int
 
 
 class Occupied(msgspec.Struct, frozen=True, tag=True):
-    """Pieces of the shared memory that a process before this one gave out: begin and length in bytes of each.
+    """Pieces of the shared memory that an earlier process allocated: begin and length in bytes of each.
 
-    They come before anything else, and are given back like any others.
+    Sent before any other request. The pieces are released like any others.
     """
 
     pieces: tuple[tuple[int, int], ...]
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Bring the adapter into the shared memory; answered by one Staged or Failed of the same number."""
+    """Load an adapter into the shared memory; answered by one Staged or Failed with the same number."""
 
     number: int
     digest: str
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for this any more; it is answered all the same."""
+    """The adapter is no longer wanted; the request is still answered."""
 
     number: int
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """The pieces of the shared memory that begin there are no longer used."""
+    """The pieces of the shared memory that begin there are no longer in use."""
 
     begins: tuple[int, ...]
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """Say what the disk tier holds; answered by Looked."""
+    """Request the disk tier's contents; answered by Looked."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answered by Pong at once, whatever is being fetched."""
+    """Answered by Pong immediately, even during fetches."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """The tiers can be used."""
+    """The tiers are open."""
 
     counts: msgspec.Raw
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """They cannot, and the process ends; `message` says how to mend it."""
+    """The tiers cannot be opened, and the process exits; `message` says how to fix it."""
 
     message: str
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """The adapter's pages lie in the shared memory from `begin` on, and stay until they are given back.
+    """The adapter's pages are in the shared memory from `begin` on, and stay until they are released.
 
-    Where that had no room, `begin` is None, and with the packet comes the descriptor of memory that holds nothing else.
+    If they did not fit, `begin` is None and the packet carries the descriptor of separate memory that holds only them.
     Tables are as in `PackedAdapter`: int32 ranks and float32 scales.
     """
 
@@ -92,11 +92,11 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     outer_scales: bytes
     stages: tuple[PassedStage, ...]
     counts: msgspec.Raw
-    """LoadCounts of the whole process, which the engine reads when it is asked."""
+    """LoadCounts of the whole process, decoded by the engine only when needed."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The adapter cannot be had, or was cancelled."""
+    """The adapter could not be loaded, or the request was cancelled."""
 
     number: int
     message: str
@@ -105,16 +105,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Looked(msgspec.Struct, frozen=True, tag=True):
-    """With the packet comes the descriptor of memory that holds the TierContents, too long for a packet.
+    """Carries the descriptor of memory with the encoded TierContents, which are too long for a packet.
 
-    Without one they cannot be told.
+    Without a descriptor, the contents are unavailable.
     """
 
     counts: msgspec.Raw
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """The process runs."""
+    """The process is alive."""
 
 
 ToStaging = Occupied | Stage | Cancel | Release | Look | Ping
@@ -134,5 +134,5 @@ decode_contents = msgspec.msgpack.Decoder(TierContents).decode
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends that keep packets whole and in order, and notice when the other one is gone."""
+    """Two connected sockets that keep packets whole and in order, and notice when the peer is gone."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,8 +1,8 @@
 """The staging process of one engine: `python -m loramux.adapter_store.tiers.staging_process SOCKET MEMORY`.
 
-It brings packed adapters from the local disk, or out of the blob store, into memory that it shares with the engine, and
-verifies them there. So what that takes, an S3 client above all, never takes the interpreter's lock from the thread of
-the engine's steps. Both arguments are descriptors; it ends when the engine's end of the socket closes.
+It loads packed adapters from the local disk or the blob store into memory shared with the engine, and verifies them
+there. In its own process, this work, S3 clients above all, never takes the GIL from the thread that runs the engine's
+steps. Both arguments are file descriptors. The process exits when the engine closes its end of the socket.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 
 class StagingServer:
-    """Answers one engine. A piece of the shared memory that it gives out it holds until the engine releases it."""
+    """Serves one engine. It holds each piece of shared memory that it hands out until the engine releases it."""
 
     def __init__(self, end: socket.socket, source: PackedSource, slab: HostSlab, num_threads: int) -> None:
         self._end = end
         self._source = source
         self._slab = slab
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="staging")
-        # Who looks does not wait for a blob store.
+        # Separate, so that `Look` does not wait for the blob store.
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
         self._sending = threading.Lock()
-        # By where they begin; some of them an earlier process gave out.
+        # By offset; an earlier process may have handed them out.
         self._given_out: dict[int, npt.NDArray[np.uint8]] = {}
         self._under_way: dict[int, Cancellation] = {}
 
     def serve(self) -> None:
-        """Tell that the tiers are open, and run until the engine is gone."""
+        """Announce that the tiers are open, and serve requests until the engine is gone."""
         self._send(Opened(self._counts()))
         while packet := self._end.recv(MAX_PACKET_BYTES):
             match decode_to_staging(packet):
@@ -107,7 +107,7 @@ class StagingServer:
                 self._counts(),
             )
             payload = packed.payload
-            # The engine may release it at once, and then nothing here may hold it.
+            # The engine may release it immediately, so nothing here may still refer to it.
             del packed
             if staged.begin is None:
                 with _memory_of(payload.reshape(-1)) as descriptor:
@@ -123,7 +123,7 @@ class StagingServer:
         except StoreError as error:
             self._send(Failed(number, str(error)[:MAX_MESSAGE_CHARS], tuple(stages), self._counts()))
         except Exception as error:
-            # Whatever else goes wrong must still reach the requests that wait for this adapter.
+            # Every failure must reach the requests that wait for this adapter.
             self._send(Failed(number, f"loading failed: {type(error).__name__}", tuple(stages), self._counts()))
         finally:
             self._under_way.pop(number, None)
@@ -140,14 +140,14 @@ class StagingServer:
         return msgspec.Raw(encode(self._source.figures.snapshot()))
 
     def _send(self, message: FromStaging, *descriptors: int) -> None:
-        # Where the engine is gone, `serve` ends the process.
+        # If the engine is gone, `serve` ends the process.
         with self._sending, suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._end, [encode(message)], descriptors)
 
 
 @contextmanager
 def _memory_of(content: npt.NDArray[np.uint8]) -> Iterator[int]:
-    """The descriptor of memory with this content, which whoever gets it keeps."""
+    """The descriptor of new memory with this content; its receiver keeps the memory alive."""
     descriptor = shared_memory(content.size)
     try:
         mapped(descriptor)[:] = content
@@ -169,7 +169,7 @@ def main() -> None:
         traceback.print_exc()
         code = 1
     finally:
-        # Threads that wait for a blob store are not waited for.
+        # Do not wait for threads that are blocked on the blob store.
         os._exit(code)
 
 

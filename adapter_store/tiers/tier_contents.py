@@ -1,11 +1,11 @@
-"""Which adapters a bounded tier keeps, for operators who look."""
+"""The adapters that a bounded tier holds, for operators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MAX_LISTED = 2000
-"""Adapters that are named of one tier, those used last: a look must not take long."""
+"""Most adapters listed per tier, most recently used first, which keeps a look fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +15,12 @@ class KeptAdapter:
     digest: str
     num_bytes: int
     idle_s: float
-    """Since its last use."""
+    """Seconds since its last use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierContents:
-    """A tier's fill, and its adapters, the one used last first; of more than MAX_LISTED the rest are only counted."""
+    """How full a tier is, and its adapters, most recently used first; beyond MAX_LISTED they are only counted."""
 
     tier: str
     used_bytes: int

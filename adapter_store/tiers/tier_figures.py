@@ -1,4 +1,4 @@
-"""Where adapters were found, and what bringing them took: counted by tier and stage, never by adapter."""
+"""Where adapters were found and how long loading them took: counted by tier and stage, never by adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tier = Literal["host", "disk", "blobs", "pool"]
 Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
 
 TIERS: tuple[Tier, ...] = ("host", "disk", "blobs")
-"""Those in which adapters are looked for; the pool is where they are taken to."""
+"""The tiers in which adapters are looked up; `pool` is their destination."""
 
 STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("host", "lookup"),
@@ -27,12 +27,12 @@ STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("blobs", "pack"),
     ("pool", "copy"),
 )
-"""All that are counted, so that the number of series is fixed."""
+"""All stages that are counted, so that the number of series is fixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedStage:
-    """A stage of one load. Times are nanoseconds since 1970; of stages that alternate, each ends with the last."""
+    """A stage of one load. Times are nanoseconds since 1970; stages that alternate all end when the last one does."""
 
     tier: str
     stage: str
@@ -43,7 +43,7 @@ class PassedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCounts:
-    """One tier; blobs are not evicted, and nobody counts their bytes."""
+    """Counts of one tier; blobs have no evictions, and their bytes are not counted."""
 
     tier: str
     num_hits: int = 0
@@ -54,7 +54,7 @@ class TierCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCounts:
-    """One stage in one tier: how often it was gone through, with how many bytes, and how long that took together."""
+    """Counts of one stage in one tier: how often it ran, on how many bytes, and its total time."""
 
     tier: str
     stage: str
@@ -65,23 +65,23 @@ class StageCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCounts:
-    """How adapters came to the pool since the engine started."""
+    """How adapters reached the pool since the engine started."""
 
     tiers: tuple[TierCounts, ...] = ()
     stages: tuple[StageCounts, ...] = ()
     num_loaded: int = 0
-    """Adapters that were brought into host memory."""
+    """Adapters loaded into host memory."""
     num_failed: int = 0
     num_given_up: int = 0
-    """Loads that nobody wanted any more before they were through."""
+    """Loads that were cancelled before they finished."""
     num_set_aside: int = 0
     """Files with wrong bytes."""
     breaker: BreakerState = "closed"
-    """Whether the blob store is asked (`closed`), is not since it fails (`open`), or is tried again (`half_open`)."""
+    """State of the blob store's circuit breaker: in use (`closed`), failing (`open`) or tried again (`half_open`)."""
 
 
 def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
-    """What two processes counted together; the breaker is whichever is not closed."""
+    """The sum of two processes' counts; the breaker state is the first that is not closed."""
     return LoadCounts(
         tiers=tuple(
             TierCounts(
@@ -112,12 +112,12 @@ def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
 
 
 def of_the_past(counts: LoadCounts) -> LoadCounts:
-    """What a process counted that is gone, and holds nothing any more."""
+    """The counts of a process that has ended and holds nothing any more."""
     return replace(counts, tiers=tuple(replace(one, used_bytes=0) for one in counts.tiers), breaker="closed")
 
 
 class Held(NamedTuple):
-    """What a tier holds now, and how many adapters it has let go of since it was opened."""
+    """Bytes that a tier holds now, and its evictions since it was opened."""
 
     used_bytes: int
     num_evictions: int
@@ -128,18 +128,18 @@ _NOTHING = Held(0, 0)
 
 @dataclass(slots=True)
 class TimedStage:
-    """A stage that is under way; who learns later how many bytes it handles writes them down here."""
+    """A stage in progress; code that learns the number of bytes later sets it here."""
 
     num_bytes: int
 
 
 def closed() -> BreakerState:
-    """The breaker of a process that has no blob store."""
+    """The breaker state of a process without a blob store."""
     return "closed"
 
 
 class TierFigures:
-    """Counts of one process. `held` says what its bounded tiers hold, `breaker` how its blob store is. Thread-safe."""
+    """One process's counts. `held` returns its bounded tiers' fill, `breaker` its blob store's state. Thread-safe."""
 
     def __init__(
         self, held: Callable[[], Mapping[Tier, Held]] = dict, breaker: Callable[[], BreakerState] = closed
@@ -172,13 +172,13 @@ class TierFigures:
 
     @property
     def noted(self) -> list[PassedStage] | None:
-        """Where the calling thread notes its stages: see `noting`."""
+        """The list to which the calling thread appends its stages: see `noting`."""
         noted: list[PassedStage] | None = getattr(self._thread, "noted", None)
         return noted
 
     @contextmanager
     def noting(self, stages: list[PassedStage] | None) -> Iterator[None]:
-        """Append each stage that the calling thread counts in the block to `stages`, those of one load."""
+        """Append each stage that the calling thread counts inside the block to `stages`, the stages of one load."""
         before = self.noted
         self._thread.noted = stages
         try:
@@ -188,7 +188,7 @@ class TierFigures:
 
     @contextmanager
     def timed(self, tier: Tier, stage: Stage, num_bytes: int = 0) -> Iterator[TimedStage]:
-        """Count a stage that does not raise."""
+        """Time and count a stage, unless it raises."""
         timed = TimedStage(num_bytes)
         started_s = time.perf_counter()
         yield timed

@@ -547,7 +547,7 @@ def test_a_process_that_says_nothing_is_killed_and_followed_by_another(
     assert process_of(client).pid != stopped
     client.attend()
     assert looked == [True]
-    assert f"process {stopped} is killed" in capfd.readouterr().err
+    assert f"killing process {stopped}" in capfd.readouterr().err
 
 
 def test_a_store_that_hangs_gives_its_thread_back_when_a_request_is_cancelled(
