@@ -1,1 +1,1 @@
-"""From a declared upload to a version in service, or a refused one."""
+"""Turns uploads into validated versions in service, or refuses them."""

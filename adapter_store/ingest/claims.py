@@ -1,4 +1,4 @@
-"""The SQL of versions in validation: one server at a time holds each, and says what became of it."""
+"""The SQL of versions in validation: one server at a time claims a version and records its verdict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NO_CLAIM = {"claimed_by": None, "claim_expires_us": None}
 
 @dataclass(frozen=True, slots=True)
 class ClaimedVersion:
-    """A version that this server holds, and the upload that it is made of."""
+    """A version that this server has claimed, and its upload."""
 
     version: AdapterVersion
     upload: Upload
@@ -44,7 +44,7 @@ class ClaimedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What validation found of an adapter that passed."""
+    """The result for an adapter that passed validation."""
 
     digest: str
     max_rank: int
@@ -54,11 +54,11 @@ class Verdict:
 
 
 class VersionClaims:
-    """One server's claims. Every transition is one transaction, and only the holder of a claim makes it.
+    """One server's claims. Each transition is one transaction, and only the holder of the claim makes it.
 
-    pending -> validating (claimed) -> ready or rejected; given back, or with a claim that has expired, any server may
-    take it again. `accept` is noted within `validating`: what has passed is known before its blobs are put, so that
-    no blob is ever without a row.
+    pending -> validating (claimed) -> ready or rejected. Any server may claim a version that was given back or whose
+    claim has expired. `accept` records the digest while still `validating`, before any blob is stored, so that no blob
+    is ever without a row.
     """
 
     def __init__(self, database: Database, lease_s: float = LEASE_S, limits: StockLimits | None = None) -> None:
@@ -67,10 +67,10 @@ class VersionClaims:
         self._lease_us = round(lease_s * 1_000_000)
         self.lease_s = lease_s
         self.server_id = new_id("srv")
-        """Of this process alone: after a restart its claims are another's."""
+        """Unique to this process: after a restart, its earlier claims belong to another server."""
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
-        """Claim a version; None where it is decided, waits for its time, or another server holds it."""
+        """Claim a version; None if it is decided, postponed, or claimed by another server."""
         columns = adapter_versions.c
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -87,13 +87,13 @@ class VersionClaims:
         return ClaimedVersion(version, upload)
 
     def renew(self, version_id: str) -> None:
-        """Hold the version for another lease; raises ClaimLost."""
+        """Extend the claim by another lease; raises ClaimLost."""
         with self._database.write() as connection:
             expires_us = self._database.now_us(connection) + self._lease_us
             self._change(connection, version_id, {"claim_expires_us": expires_us})
 
     def give_back(self, version_id: str, delay_s: float = 0.0) -> None:
-        """Let a version wait again, for `delay_s` at least; raises ClaimLost."""
+        """Return a version to the queue, for at least `delay_s`; raises ClaimLost."""
         with self._database.write() as connection:
             due_us = None
             if delay_s > 0:
@@ -101,15 +101,15 @@ class VersionClaims:
             self._change(connection, version_id, {"state": "pending", "claimed_by": None, "claim_expires_us": due_us})
 
     def announce(self, claimed: ClaimedVersion, num_bytes: Mapping[str, int]) -> None:
-        """Note how large the files are that an operator's bucket holds, before any is copied: they count from now on.
+        """Record the sizes of files in an operator's bucket before copying them; they count against the quota now.
 
-        Raises ClaimLost, or AdapterRejected where the tenant may not keep so much.
+        Raises ClaimLost, or AdapterRejected if they exceed the tenant's quota.
         """
         adapter_id = claimed.version.adapter_id
         change = update(uploads).where(uploads.c.id == claimed.upload.id)
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
-            # An earlier try may have counted them already, as they came or as they were validated.
+            # An earlier attempt may have counted the files already, as announced or as validated.
             self._change(connection, claimed.version.id, {"canonical_bytes": None})
             connection.execute(change.values(files=[]))
             if self._limits is not None:
@@ -123,7 +123,7 @@ class VersionClaims:
             connection.execute(change.values(files=announced))
 
     def record_files(self, claimed: ClaimedVersion, files: Sequence[UploadFile]) -> None:
-        """Note what an operator's bucket held. Raises AdapterRejected for bytes that are a version already."""
+        """Record the files of an operator's bucket. Raises AdapterRejected if another version has the same bytes."""
         sha256 = files_sha256(files)
         assert sha256 is not None
         version = claimed.version
@@ -137,7 +137,7 @@ class VersionClaims:
             connection.execute(update(uploads).where(uploads.c.id == claimed.upload.id).values(files=declared))
 
     def accept(self, version: AdapterVersion, verdict: Verdict) -> None:
-        """Note what has passed validation; raises ClaimLost, or AdapterRejected where the same is quarantined."""
+        """Record that validation has passed; raises ClaimLost, or AdapterRejected if these weights are quarantined."""
         facts = {
             "digest": verdict.digest,
             "max_rank": verdict.max_rank,
@@ -150,9 +150,9 @@ class VersionClaims:
             self._change(connection, version.id, facts)
 
     def publish(self, version: AdapterVersion) -> None:
-        """Make an accepted version ready, and the default one where the adapter has none.
+        """Make an accepted version ready, and the default if the adapter has none.
 
-        Raises ClaimLost, or AdapterRejected where the same has been quarantined meanwhile.
+        Raises ClaimLost, or AdapterRejected if the same weights have been quarantined in the meantime.
         """
         with self._database.write() as connection:
             lock_adapter(connection, version.adapter_id)
@@ -169,7 +169,7 @@ class VersionClaims:
                 change_alias(connection, version.adapter_id, DEFAULT_ALIAS, first, SYSTEM, "set", now_us)
 
     def reject(self, version_id: str, report: Mapping[str, Any]) -> None:
-        """Refuse a version for good; raises ClaimLost."""
+        """Reject a version for good; raises ClaimLost."""
         nothing = {"digest": None, "max_rank": None, "num_pages": None, "canonical_bytes": None}
         with self._database.write() as connection:
             self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})
@@ -186,9 +186,9 @@ class VersionClaims:
 
 
 class ClaimRenewal:
-    """Renews a claim three times a lease, on a thread that lives as long as the `with` block.
+    """Renews a claim three times per lease, on a thread that lives as long as the `with` block.
 
-    If the claim is lost anyway, the next transition that uses it raises ClaimLost.
+    If the claim is lost anyway, its next transition raises ClaimLost.
     """
 
     def __init__(self, claims: VersionClaims, version_id: str) -> None:
@@ -214,12 +214,12 @@ class ClaimRenewal:
             except ClaimLost:
                 return
             except Exception as error:
-                # The database is down: the claim lasts for two more tries.
+                # The database is down; the claim lasts for two more attempts.
                 _log.warning("claim_not_renewed", version_id=self._version_id, error=str(error))
 
 
 def _refuse_quarantined(connection: Connection, adapter_id: str, digest: str) -> None:
-    """Weights that were quarantined do not come back as another version, nor under another name of their tenant."""
+    """Raise AdapterRejected if the tenant has a quarantined version with these weights, under any adapter name."""
     own, other = adapters.alias(), adapters.alias()
     query = (
         select(adapter_versions.c.number, other.c.name)

@@ -1,4 +1,4 @@
-"""The files of a version as they were uploaded."""
+"""Exports a version's files exactly as they were uploaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXPORTABLE = ("ready", "archived")
 
 
 class ExportedFile:
-    """One uploaded file, made again and found to be what was declared. Close it: it may hold disk space."""
+    """One uploaded file, rebuilt and verified against its declaration. Close it to free its disk space."""
 
     def __init__(self, declared: UploadFile, config: bytes, header: KeptHeader | None, canonical: BinaryIO | None):
         self.declared = declared
@@ -36,7 +36,7 @@ class ExportedFile:
         self._canonical = canonical
 
     def chunks(self) -> Iterator[bytes]:
-        """The file's bytes; memory holds one chunk."""
+        """The file's bytes; memory holds one chunk at a time."""
         if self._header is None or self._canonical is None:
             yield self._config
         else:
@@ -57,21 +57,21 @@ class ExportedFile:
 
 @dataclass(frozen=True, slots=True)
 class VersionExport:
-    """Gives back what was uploaded. The canonical file is copied to `scratch_dir`, where no crash leaves it."""
+    """Rebuilds uploaded files. The canonical file is copied to `scratch_dir` and unlinked: a crash leaves nothing."""
 
     database: Database
     blobs: BlobStore
     scratch_dir: Path
 
     def files(self, version: AdapterVersion) -> tuple[UploadFile, ...]:
-        """The files that a version was made of, as they were declared; none until a source has been read."""
+        """The files of a version as declared; empty until a source has been read."""
         return UploadRows(self.database).upload_of_version(version.id).files
 
     def open(self, version: AdapterVersion, name: str) -> ExportedFile:
-        """One file of a version.
+        """Open one file of a version.
 
-        Raises FileNotFound, VersionNotReady unless the version is ready or archived, OriginalNotKept for one that was
-        made by an earlier loramux, AdapterCorrupt where the stores no longer hold what was uploaded.
+        Raises FileNotFound, VersionNotReady unless the version is ready or archived, OriginalNotKept if an earlier
+        loramux created the version, and AdapterCorrupt if the stored bytes do not match the upload.
         """
         declared = next((file for file in self.files(version) if file.name == name), None)
         if declared is None:
@@ -88,7 +88,7 @@ class VersionExport:
             file = ExportedFile(declared, b"", KeptHeader.decode(kept), self._canonical(version.digest))
         try:
             if sha256_of(file.chunks()) != declared.sha256:
-                raise AdapterCorrupt("the uploaded file cannot be made again: the stores hold other bytes")
+                raise AdapterCorrupt("the uploaded file cannot be rebuilt: the stored bytes differ")
         except BaseException:
             file.close()
             raise
@@ -103,5 +103,5 @@ class VersionExport:
         except BlobNotFound:
             raise AdapterCorrupt("the canonical file is lost") from None
         finally:
-            # Without a name, it is gone as soon as its reader is.
+            # Unlinked, the file is gone as soon as its reader closes it.
             path.unlink(missing_ok=True)

@@ -7,10 +7,10 @@ from enum import StrEnum
 
 
 class Failpoint(StrEnum):
-    """What has just been done, in the order of an upload's way.
+    """Steps that have just been completed, in the order of an upload's life.
 
-    After each of them `recover`, `process` and `remove_abandoned` of this or of another server bring things to a good
-    end; the tests kill a process at every one.
+    After a crash at any of them, `recover`, `process` and `remove_abandoned` of this or another server complete the
+    upload or clean it up. The tests kill a process at each one.
     """
 
     UPLOAD_DECLARED = "upload declared"
@@ -19,25 +19,25 @@ class Failpoint(StrEnum):
     VERSION_ADDED = "version added"
     CLAIMED = "claimed"
     SOURCE_RECORDED = "source recorded"
-    """Only of files that the server takes from an operator's bucket."""
+    """Only for files that the server takes from an operator's bucket."""
     FILES_FETCHED = "files fetched"
     VALIDATED = "validated"
     ACCEPTED = "accepted"
-    """From here on the row names its digest; no blob is put for good before."""
+    """From here on the row has its digest; no permanent blob is stored before this."""
     CONFIG_KEPT = "configuration kept"
     HEADER_KEPT = "header kept"
     CANONICAL_STORED = "canonical file stored"
     PACKED_STORED = "packed file stored"
     PUBLISHED = "published"
     REJECTED = "rejected"
-    """Instead of what comes between FILES_FETCHED and PUBLISHED."""
+    """Replaces the steps between FILES_FETCHED and PUBLISHED."""
     FIRST_FILE_DELETED = "first uploaded file deleted"
     FILES_DELETED = "uploaded files deleted"
 
 
 FailpointHook = Callable[[Failpoint], None]
-"""Called at each failpoint; a test's may end the process."""
+"""Called at each failpoint; a test's hook may end the process."""
 
 
 def no_op(failpoint: Failpoint) -> None:
-    """What the server does at each failpoint: nothing."""
+    """The server's hook, which does nothing."""

@@ -1,4 +1,4 @@
-"""The way of an upload: declared, put, used for a version, validated, published or rejected."""
+"""An upload's life: declared, received, used for a version, validated, published or rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from loramux.adapter_store.validation.validator import Validator
 from loramux.migrations.paging import Page
 
 SOURCE_LIFETIME_S = 3600
-"""How long a source is asked for its files, where it cannot be reached."""
+"""How long an unreachable source is retried, in seconds."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -38,13 +38,13 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class Ingest:
     """Turns uploads into versions. Blocking: call it from threads.
 
-    `scratch_dir` belongs to this process alone; what lies in it is removed by `recover`. A crash at any point leaves
-    either nothing or a row that some server finishes or removes once the claim on it has expired; `failpoints.py`
-    names the points. What was acknowledged is there after it.
+    `scratch_dir` belongs to this process alone; `recover` empties it. A crash at any of the points in `failpoints.py`
+    leaves either nothing, or a row that some server completes or removes once its claim has expired. Acknowledged
+    versions survive.
 
-    Any number of servers may share a database and a blob store, each with a scratch directory of its own. With
-    `sources`, an operator may have versions taken from a bucket; `is_presigning` lets clients put their files into
-    the blob store themselves, where it can do that.
+    Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
+    operator can create versions from a bucket. `is_presigning` lets clients put their files into the blob store
+    directly, if it supports that.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Ingest:
         """Set whenever a version may wait for `process`; IngestWorker waits on it."""
 
     def create_upload(self, adapter_id: str, files: Sequence[UploadFile]) -> Upload:
-        """Announce the two files of a version: they count from now on.
+        """Declare the two files of a version, which count against the quota from now on.
 
-        Raises AdapterNotFound, UploadRefused, LimitReached, or what the registry's limits raise.
+        Raises AdapterNotFound, UploadRefused, LimitReached, or the registry's limit errors.
         """
         if sorted(file.name for file in files) != sorted(UPLOAD_FILES):
             raise UploadRefused(
-                "invalid_files", f"an upload has exactly the files {' and '.join(UPLOAD_FILES)}", "files"
+                "invalid_files", f"an upload must have exactly the files {' and '.join(UPLOAD_FILES)}", "files"
             )
         for file in files:
             if not 0 < file.size <= self._max_bytes[file.name]:
@@ -101,15 +101,15 @@ class Ingest:
                     "size",
                 )
             if not _SHA256.fullmatch(file.sha256):
-                raise UploadRefused("invalid_sha256", "sha256 must have 64 hexadecimal digits, lower case", "sha256")
+                raise UploadRefused("invalid_sha256", "sha256 must be 64 lowercase hexadecimal digits", "sha256")
         upload = self._upload_rows.open_upload(adapter_id, files, self._lifetime_s * 1_000_000)
         self._at_failpoint(Failpoint.UPLOAD_DECLARED)
         return upload
 
     def presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
-        """The requests by which the client puts files into the blob store itself; files that it sends us have none.
+        """Signed requests with which the client puts files into the blob store directly; other files go to the server.
 
-        An upload whose requests cannot be signed is forgotten: its client never learns its name.
+        An upload whose requests cannot be signed is deleted, since its client never learns its name.
         """
         if not self._is_presigning:
             return {}
@@ -125,16 +125,16 @@ class Ingest:
     def list_open_uploads(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[Upload]:
-        """An adapter's open uploads, newest first; `after` and `before` are identifiers of uploads."""
+        """An adapter's open uploads, newest first; `after` and `before` are upload identifiers."""
         return self._upload_rows.list_open(adapter_id, limit, after, before)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> None:
-        """Forget an open upload, with the files that were sent.
+        """Delete an open upload with its files.
 
-        Raises AdapterNotFound, UploadNotFound, or UploadRefused for one that is used.
+        Raises AdapterNotFound, UploadNotFound, or UploadRefused if a version uses it.
         """
         upload = self._upload_rows.cancel_upload(adapter_id, upload_id)
-        # The janitor finds what is left where the store fails here.
+        # If the store fails here, the janitor removes what is left.
         for file in upload.files:
             key = upload_key(upload_id, file.name)
             if file.parts_id is not None:
@@ -142,17 +142,16 @@ class Ingest:
             self._blobs.delete(key)
 
     def put_file(self, upload_id: str, name: str, chunks: Iterable[bytes], num_bytes: int | None = None) -> None:
-        """Take the bytes of one file; they must be what was announced, and may come again.
+        """Receive one file; the bytes must match the declaration, and may be sent again.
 
-        `num_bytes`, where it is known beforehand, is compared before anything is read. Raises UploadNotFound or
-        UploadRefused.
+        `num_bytes`, if known in advance, is checked before anything is read. Raises UploadNotFound or UploadRefused.
         """
         upload = self._upload_rows.require_open(upload_id)
         file = next((file for file in upload.files if file.name == name), None)
         if file is None:
             raise UploadNotFound("the upload has no file of that name")
         if num_bytes is not None and num_bytes != file.size:
-            raise UploadRefused("size_mismatch", f"{file.name} was announced with another size", "size")
+            raise UploadRefused("size_mismatch", f"{file.name} was declared with a different size", "size")
         scratch = self._scratch_dir / uuid.uuid4().hex
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
         try:
@@ -163,15 +162,15 @@ class Ingest:
         finally:
             scratch.unlink(missing_ok=True)
         try:
-            # A file that took longer than the upload's time is not wanted any more, and the janitor's.
+            # If the upload expired while its file was received, the janitor removes the file.
             self._upload_rows.require_open(upload_id)
         except UploadNotFound:
-            # It was cancelled meanwhile, and its files were deleted before this one was put.
+            # The upload was cancelled, and its files were deleted before this one was stored.
             self._blobs.delete(upload_key(upload_id, name))
             raise
 
     def create_version(self, adapter_id: str, upload_id: str) -> AdapterVersion:
-        """Use an upload; quick, since `process` does the work. Identical bytes give the existing version.
+        """Create a version from an upload; `process` does the slow work. Identical bytes give the existing version.
 
         Raises AdapterNotFound, UploadNotFound, UploadRefused or LimitReached.
         """
@@ -188,7 +187,7 @@ class Ingest:
         return added.version
 
     def create_version_from(self, adapter_id: str, source_url: str) -> AdapterVersion:
-        """Have the files taken from a bucket that the operator allows; those who call this are the operator's.
+        """Create a version from a bucket that the operator allows; only for platform administrators.
 
         Raises AdapterNotFound or UploadRefused.
         """
@@ -200,18 +199,18 @@ class Ingest:
         return version
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Take a version to ready or rejected; returns it unchanged where another server has it.
+        """Take a version to ready or rejected; returns it unchanged if another server has claimed it.
 
-        Raises StoreError where a store or the validation process fails; the version then waits for another try.
+        Raises StoreError if a store or the validation process fails; the version is then retried later.
         """
         return self._processor.process(version_id)
 
     def next_waiting(self, but: Collection[str] = ()) -> str | None:
-        """The version to `process` next, other than those in `but`; None where none waits. Tenants take turns."""
+        """The version to `process` next, other than those in `but`, or None. Tenants take turns."""
         return self._turns.next(but)
 
     def recover(self) -> None:
-        """Clear up after an earlier run, before anything else is done.
+        """Clean up after an earlier run; call it before anything else.
 
         Versions that it was validating are taken up again, by this server or another, once its claims have expired.
         """
@@ -220,7 +219,7 @@ class Ingest:
         self.has_pending.set()
 
     def remove_abandoned(self) -> None:
-        """Delete what no version needs: see `Janitor`."""
+        """Delete files that no version needs: see `Janitor`."""
         self._janitor.clear_up()
 
     def _presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
@@ -241,7 +240,7 @@ class Ingest:
         key = upload_key(upload_id, file.name)
         if self._blobs.put(key, scratch):
             return
-        # Sent again; or the client has put something else there itself, which must not pass for what came now.
+        # A repeated upload, or the client put a different blob there itself, which must not pass for these bytes.
         there = scratch.with_suffix(".there")
         try:
             self._blobs.get(key, there, file.size)
@@ -261,11 +260,11 @@ class Ingest:
                 continue
             found = self._upload_rows.get_upload(upload.id)
             if found is not None and found.state == "used":
-                # Another call has been quicker, and its version may have been decided already.
+                # Another call was faster, and its version may already have been decided.
                 return
             if size is None:
                 raise UploadRefused("upload_incomplete", f"{file.name} has not been uploaded yet", "upload_id")
-            raise UploadRefused("size_mismatch", f"{file.name} has not the announced size", "upload_id")
+            raise UploadRefused("size_mismatch", f"{file.name} does not have the declared size", "upload_id")
 
     def _size_of(self, upload: Upload, file: UploadFile) -> int | None:
         key = upload_key(upload.id, file.name)
@@ -291,6 +290,6 @@ def _write_verified(path: Path, file: UploadFile, chunks: Iterable[bytes]) -> No
             out.write(chunk)
     if size != file.size:
         amount = "more" if size > file.size else "fewer"
-        raise UploadRefused("size_mismatch", f"{amount} bytes of {file.name} came than were announced", "size")
+        raise UploadRefused("size_mismatch", f"{file.name} has {amount} bytes than declared", "size")
     if hashed.hexdigest() != file.sha256:
-        raise UploadRefused("checksum_mismatch", f"the bytes of {file.name} have another SHA-256", "sha256")
+        raise UploadRefused("checksum_mismatch", f"the SHA-256 of {file.name} does not match", "sha256")

@@ -1,4 +1,4 @@
-"""Removes what no version needs."""
+"""Deletes files that no version needs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from loramux.adapter_store.blobs.interface import UPLOADS, BlobStore
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 
 FORGET_AFTER_US = 7 * 86_400 * 1_000_000
-"""How long a client that comes too late is told that its upload has expired, and not that there is none."""
+"""How long a late client is told that its upload has expired rather than that it does not exist, in microseconds."""
 
 
 class Janitor:
-    """Any number of servers may clear up at once, at any time: what an upload or a version needs stays.
+    """Any number of servers may clean up at any time; files that an upload or a version needs are kept.
 
-    Only files below `uploads/` can become orphans. Blobs for good are put for versions that have been accepted, and
-    those are published in the end.
+    Only files below `uploads/` can become orphans. Permanent blobs belong to accepted versions, which are eventually
+    published.
     """
 
     def __init__(self, upload_rows: UploadRows, blobs: BlobStore) -> None:
@@ -21,13 +21,13 @@ class Janitor:
         self._blobs = blobs
 
     def clear_up(self) -> None:
-        """Delete the files of expired uploads and of decided versions, and what unfinished puts left behind.
+        """Delete the files of expired uploads and decided versions, and what unfinished puts left behind.
 
-        A file that is put while this runs, or after its upload has expired, is found the next time.
+        A file that is put while this runs, or after its upload has expired, is found by the next run.
         """
         self._blobs.remove_unfinished()
         keys = list(self._blobs.list_keys(UPLOADS))
-        # Asked after the keys are known: an upload that is not in use now will never be again.
+        # Queried after the listing: an upload that is not in use by now will never be again.
         in_use = self._upload_rows.uploads_in_use({_upload_id(key) for key in keys})
         for key in keys:
             if _upload_id(key) not in in_use:

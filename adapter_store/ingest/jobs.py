@@ -1,4 +1,4 @@
-"""Work on versions as jobs: queued and running ones, and what became of those that ended."""
+"""Versions as jobs: queued, running and finished, with their outcome."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNFINISHED: tuple[JobState, ...] = ("queued", "running")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestJob:
-    """One version on its way from an upload to service. `server_id` is the process that works on it."""
+    """The processing of one version, from upload to service. `server_id` is the process that works on it."""
 
     id: str
     state: JobState
@@ -42,11 +42,11 @@ class IngestJob:
     error: Mapping[str, Any] | None
     created_us: int
     finished_us: int | None
-    """When it succeeded; of a refused one this is not kept."""
+    """When it succeeded; not recorded for a failed job."""
 
 
 class IngestJobs:
-    """Every version is one job, whose identifier is the version's with another prefix. Blocking; reads only."""
+    """Each version is one job, whose identifier is the version's with another prefix. Blocking; reads only."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -60,11 +60,11 @@ class IngestJobs:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[IngestJob]:
-        """One tenant's jobs in these states, or every tenant's; newest first. With `only`, of these adapters."""
+        """One tenant's jobs in these states, or every tenant's; newest first. With `only`, only of these adapters."""
         columns = adapter_versions.c
         wanted = {name for state in states for name in _VERSION_STATES[state]}
         if "ready" in wanted:
-            # Nearly all versions are: their order is what narrows the search, not their state.
+            # Nearly all versions are ready, so let the ordering narrow the search instead of the state.
             query = _select().where(columns.state.not_in(sorted(_JOB_STATES.keys() - wanted)))
         else:
             query = _select().where(columns.state.in_(sorted(wanted)))

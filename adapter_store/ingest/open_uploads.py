@@ -1,4 +1,4 @@
-"""What a tenant's open uploads hold: they count from their declaration until they are used, cancelled or expired."""
+"""A tenant's open uploads, which count from their declaration until they are used, cancelled or expired."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from loramux.migrations.schema import adapters, uploads
 
 @dataclass(frozen=True, slots=True)
 class OpenUploads:
-    """How many there are, and the bytes that they declare together."""
+    """The number of open uploads, and the total of their declared bytes."""
 
     num_uploads: int
     num_bytes: int
     first_expires_us: int | None
-    """When the first of them expires; None where there are none."""
+    """When the first of them expires; None if there are none."""
 
 
 def open_uploads_of(connection: Connection, tenant_id: str, now_us: int) -> OpenUploads:
-    """What a tenant's open uploads hold at `now_us`, over all its adapters."""
+    """A tenant's open uploads at `now_us`, across all its adapters."""
     query = (
         select(uploads.c.files, uploads.c.expires_us)
         .join(adapters, adapters.c.id == uploads.c.adapter_id)

@@ -1,8 +1,8 @@
-"""What the canonical file lacks of the files that were uploaded, so that both can be made again byte for byte.
+"""The parts of uploaded files that the canonical file lacks, kept so that both can be rebuilt byte for byte.
 
-Kept for each version: the configuration as it came, and one blob with the header of the safetensors file as it came
-(which says its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`: the half-open byte ranges of the
-canonical file which, in this order, are the data that followed the header.
+Kept for each version: the configuration as uploaded, and one blob with the header of the uploaded safetensors file
+(which states its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`. These half-open byte ranges of the
+canonical file, in this order, make up the data that followed the header.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def header_key(version_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeptHeader:
-    """The safetensors file as it was uploaded, short of the data, which are in the canonical file."""
+    """The uploaded safetensors file without its data, which is in the canonical file."""
 
     header: bytes
     ranges: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, tensors: Path, canonical: Path) -> KeptHeader:
-        """Find each uploaded tensor in the canonical file, by its bytes: its name may be another there.
+        """Find each uploaded tensor in the canonical file by its bytes, since its name there may differ.
 
-        Raises AdapterCorrupt where one is missing.
+        Raises AdapterCorrupt if one is missing.
         """
         with TensorFile(tensors) as uploaded, CanonicalAdapter(canonical) as kept:
             places: dict[bytes, tuple[int, int]] = {}
@@ -66,12 +66,12 @@ class KeptHeader:
 
     @classmethod
     def decode(cls, data: bytes) -> KeptHeader:
-        """Read what `encode` wrote; raises AdapterCorrupt."""
+        """Decode the output of `encode`; raises AdapterCorrupt."""
         try:
             end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
             ranges = tuple((int(begin), int(stop)) for begin, stop in json.loads(data[end:])["ranges"])
         except (ValueError, TypeError, KeyError) as error:
-            raise AdapterCorrupt("the header that was kept of an upload is damaged") from error
+            raise AdapterCorrupt("the stored header of an upload is damaged") from error
         return cls(data[:end], ranges)
 
     def encode(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Adapters that an operator has in a bucket: the server takes the files from there itself."""
+"""Adapter files in an operator's bucket, which the server fetches itself."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_][A-Za-z0-
 
 
 class AdapterSources:
-    """The `s3://BUCKET/PREFIX` that adapters may be taken from: those given and what lies below them; none by default.
+    """The `s3://BUCKET/PREFIX` locations, and everything below them, from which adapters may be taken; none by default.
 
-    `open_store` makes a store of a URL; tests give other stores.
+    `open_store` opens the store of a URL; tests replace it.
     """
 
     def __init__(self, allowed: Collection[str] = (), open_store: Callable[[str], BlobStore] = open_blob_store) -> None:
@@ -34,15 +34,15 @@ class AdapterSources:
         self._open_store = open_store
 
     def check(self, url: str) -> str:
-        """The URL without a slash at its end; raises UploadRefused unless files may be taken from there."""
+        """The URL without trailing slashes; raises UploadRefused unless it is allowed."""
         if len(url) > MAX_URL_LENGTH or not is_source_url(url):
-            raise UploadRefused("invalid_source", "a source is named as s3://BUCKET/PREFIX", "source")
+            raise UploadRefused("invalid_source", "a source must have the form s3://BUCKET/PREFIX", "source")
         if not f"{url.rstrip('/')}/".startswith(self._allowed or ("\0",)):
-            raise UploadRefused("source_not_allowed", "adapters may not be taken from there", "source")
+            raise UploadRefused("source_not_allowed", "adapters may not be taken from this source", "source")
         return url.rstrip("/")
 
     def size(self, url: str, name: str, max_bytes: int) -> int:
-        """How many bytes a file of a source has, of which none is copied; raises as `fetch` does."""
+        """Size of a source's file in bytes, without copying it; raises the same errors as `fetch_file`."""
         with _told(name, max_bytes):
             found = self._open_store(self.check(url)).head(name)
             if found is None:
@@ -51,15 +51,15 @@ class AdapterSources:
             return found.size
 
     def fetch_file(self, url: str, name: str, destination: Path, max_bytes: int) -> None:
-        """Copy one file of a source; raises AdapterRejected, or SourceUnavailable where a later try may succeed."""
+        """Copy one file of a source; raises AdapterRejected, or SourceUnavailable if a later attempt may succeed."""
         with _told(name, max_bytes):
-            # Asked again, since what is allowed may have changed since the version was made.
+            # Checked again, since the allowed sources may have changed since the version was created.
             self._open_store(self.check(url)).get(name, destination, max_bytes)
 
 
 @contextmanager
 def _told(name: str, max_bytes: int) -> Iterator[None]:
-    """Say of a version what went wrong with a file of its source."""
+    """Translate errors of a source's file into the version's errors."""
     try:
         yield
     except BlobNotFound:

@@ -1,4 +1,4 @@
-"""How much one tenant may have on its way into the store at once, whatever its quotas say."""
+"""Caps on one tenant's open uploads and pending versions, independent of its quotas."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from loramux.adapter_store.registry.records import UNFINISHED
 from loramux.migrations.schema import adapter_versions, adapters, uploads
 
 MAX_OPEN_UPLOADS = 64
-"""Open uploads of one tenant."""
+"""Most open uploads per tenant."""
 MAX_OPEN_LARGEST = 16
-"""Bytes that the open uploads of one tenant may declare, in adapters of the largest size that the base takes."""
+"""Most bytes declared by a tenant's open uploads, in multiples of the largest adapter that the base allows."""
 MAX_PENDING_VERSIONS = 64
-"""Versions of one tenant that wait for validation or are in it."""
+"""Most versions per tenant that wait for validation or are being validated."""
 
 UPLOAD_RETRY_S = 60.0
-"""Longest time after which a tenant with too many open uploads may try again: one of them may be used or cancelled."""
+"""Longest retry delay for a tenant with too many open uploads, in seconds: one may be used or cancelled sooner."""
 VERSION_RETRY_S = 2.0
-"""The same for pending versions: a validation takes about a second."""
+"""Retry delay for a tenant with too many pending versions, in seconds; a validation takes about one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantCaps:
-    """The caps. The caller holds the tenant's row, so that two that add at once take turns."""
+    """The caps. The caller must hold the lock on the tenant's row, so that concurrent additions take turns."""
 
     max_open_bytes: int
     max_open_uploads: int = MAX_OPEN_UPLOADS
     max_pending_versions: int = MAX_PENDING_VERSIONS
 
     def check_upload(self, connection: Connection, tenant_id: str, num_bytes: int, now_us: int) -> None:
-        """Raise LimitReached where an upload of `num_bytes` is one too many."""
+        """Raise LimitReached if another upload of `num_bytes` exceeds a cap."""
         held = open_uploads_of(connection, tenant_id, now_us)
         if held.num_uploads < self.max_open_uploads and held.num_bytes + num_bytes <= self.max_open_bytes:
             return
         wait_us = now_us if held.first_expires_us is None else held.first_expires_us
         raise LimitReached(
             "too_many_open_uploads",
-            f"{held.num_uploads} uploads of {held.num_bytes} bytes are open, and a tenant may have "
-            f"{self.max_open_uploads} of {self.max_open_bytes} bytes: use or cancel one first",
+            f"{held.num_uploads} uploads of {held.num_bytes} bytes are open; a tenant may have "
+            f"{self.max_open_uploads} uploads of {self.max_open_bytes} bytes in total: use or cancel one first",
             min(UPLOAD_RETRY_S, (wait_us - now_us) / 1_000_000),
         )
 
     def check_version(self, connection: Connection, tenant_id: str) -> None:
-        """Raise LimitReached where another version of the tenant's own uploads is one too many."""
+        """Raise LimitReached if another version from the tenant's own uploads exceeds the cap."""
         columns = adapter_versions.c
-        # What an operator has taken from a bucket is not the tenant's doing.
+        # Versions that an operator creates from a bucket do not count.
         query = (
             select(func.count())
             .select_from(adapter_versions.join(adapters, adapters.c.id == columns.adapter_id))
@@ -59,6 +59,6 @@ class TenantCaps:
         if num_pending >= self.max_pending_versions:
             raise LimitReached(
                 "too_many_pending_versions",
-                f"{num_pending} versions wait for validation, which is as many as a tenant may have",
+                f"{num_pending} versions are waiting for validation, the most that a tenant may have",
                 VERSION_RETRY_S,
             )

@@ -1,4 +1,4 @@
-"""Whose version a server validates next: tenants take turns, each with its oldest first."""
+"""Chooses the version that a server validates next: tenants take turns, each with its oldest version first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.migrations.schema import adapter_versions, adapters
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A tenant's oldest version that no server has, and how many of the tenant's versions servers have now."""
+    """A tenant's oldest unclaimed version, and how many of the tenant's versions are claimed now."""
 
     version_id: str
     tenant_id: str
@@ -23,20 +23,20 @@ class _Candidate:
 
 
 class IngestTurns:
-    """One server's order. Of all tenants with a waiting version, the one with the fewest under way is next.
+    """One server's order: next is the tenant with a waiting version that has the fewest validations in progress.
 
-    Of several, it is the one that this server served longest ago or never, then the one that has waited longest. A
-    version thus waits for one validation under way and for one version of each other tenant, however many those have.
+    Ties go to the tenant that this server served longest ago or never, then to the one that has waited longest. A
+    version thus waits for one validation in progress and for one version of each other tenant, however many they have.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # Of tenants that have waiting versions only.
+        # Only tenants with waiting versions are kept.
         self._last_turns: dict[str, int] = {}
         self._num_turns = 0
 
     def next(self, but: Collection[str] = ()) -> str | None:
-        """The version to process next, other than those in `but`; None where none waits. It counts as a turn."""
+        """The version to process next, other than those in `but`, or None. Counts as the tenant's turn."""
         candidates = self._candidates(but)
         never = 0
         self._last_turns = {one.tenant_id: self._last_turns.get(one.tenant_id, never) for one in candidates}
@@ -48,12 +48,12 @@ class IngestTurns:
         return chosen.version_id
 
     def _candidates(self, but: Collection[str]) -> list[_Candidate]:
-        """One of each tenant with a version that waits for a server, or whose server is silent."""
+        """One candidate per tenant that has an unclaimed version or one whose claim has expired."""
         columns = adapter_versions.c
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)
             oldest = func.min(case((is_free(now_us) & columns.id.not_in(sorted(but)), columns.id)))
-            # A version that was put off has no server, and yet is not free before its time.
+            # A postponed version is unclaimed, but not free until its time comes.
             is_claimed = columns.claimed_by.is_not(None) & not_(is_free(now_us))
             query = (
                 select(oldest, adapters.c.tenant_id, func.count(case((is_claimed, 1))))

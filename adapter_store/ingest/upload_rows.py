@@ -1,4 +1,4 @@
-"""The SQL of uploads, and of versions until a server takes them."""
+"""The SQL of uploads, and of versions before a server claims them."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from loramux.migrations.paging import Page, keyset_rows
 from loramux.migrations.schema import adapter_versions, uploads
 
 LEASE_US = 30_000_000
-"""A claim on a version that is not renewed for this long is void; the server that made it has died or hangs."""
+"""Microseconds after which a claim that was not renewed is void, since its server has died or hangs."""
 _MAX_NAMES = 500
-"""Identifiers in one query."""
+"""Most identifiers in one query."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddedVersion:
-    """A version, and the upload that it was made of."""
+    """A version, and the upload that it was created from."""
 
     version: AdapterVersion
     upload_id: str
 
 
 class UploadRows:
-    """Every change of an upload's state is one transaction here, and so is a version's coming into being."""
+    """Each change of an upload's state is one transaction here, and so is the creation of a version."""
 
     def __init__(self, database: Database, limits: StockLimits | None = None, caps: TenantCaps | None = None) -> None:
         self._database = database
@@ -51,7 +51,7 @@ class UploadRows:
         self._caps = caps
 
     def open_upload(self, adapter_id: str, files: Sequence[UploadFile], lifetime_us: int) -> Upload:
-        """Raises AdapterNotFound, LimitReached, or what `limits` raise where the tenant may not keep these bytes."""
+        """Raises AdapterNotFound, LimitReached, or the error of `limits` if these bytes exceed the tenant's quota."""
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             tenant_id = _lock_owner(connection, adapter_id)
@@ -63,9 +63,9 @@ class UploadRows:
             return self._insert_upload(connection, adapter_id, files, "open", None, lifetime_us)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> Upload:
-        """Forget an upload that no version was made of; returns it as it was.
+        """Delete an upload that no version uses; returns it as it was.
 
-        Raises AdapterNotFound, UploadNotFound, or UploadRefused for one that is used.
+        Raises AdapterNotFound, UploadNotFound, or UploadRefused if a version uses it.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -78,7 +78,7 @@ class UploadRows:
     def list_open(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[Upload]:
-        """An adapter's open uploads, newest first; `after` and `before` are identifiers of uploads."""
+        """An adapter's open uploads, newest first; `after` and `before` are upload identifiers."""
         with self._database.read() as connection:
             is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
             query = select(uploads).where(uploads.c.adapter_id == adapter_id, is_open)
@@ -86,7 +86,7 @@ class UploadRows:
         return Page(tuple(upload_of(row) for row in rows), has_more)
 
     def note_parts(self, upload: Upload, parts_ids: Mapping[str, str]) -> None:
-        """Keep what the blob store calls the uploads in parts of an open upload's files."""
+        """Store the blob store's IDs for the multipart uploads of an open upload's files."""
         files = [asdict(replace(file, parts_id=parts_ids.get(file.name))) for file in upload.files]
         with self._database.write() as connection:
             connection.execute(update(uploads).where(uploads.c.id == upload.id).values(files=files))
@@ -99,7 +99,7 @@ class UploadRows:
         return upload_of(row) if row else None
 
     def require_open(self, upload_id: str) -> Upload:
-        """Raises UploadNotFound, or UploadRefused for one that is used or expired."""
+        """Raises UploadNotFound, or UploadRefused if the upload is used or expired."""
         upload = self.get_upload(upload_id)
         if upload is None:
             raise UploadNotFound("there is no such upload")
@@ -107,16 +107,16 @@ class UploadRows:
         return upload
 
     def check_open(self, upload: Upload) -> None:
-        """Raises UploadRefused for an upload that is used or expired."""
+        """Raises UploadRefused if the upload is used or expired."""
         _check_open(upload, self._database.now_us())
 
     def add_version(self, adapter_id: str, upload_id: str) -> AddedVersion:
-        """Use an upload for a new pending version.
+        """Create a new pending version from an upload.
 
-        The upload may have been used already, or its files may be those of another version that was not rejected;
-        that version is then returned, in whatever state it is: what was taken out of service does not come back
-        under a new number. Its bytes were admitted when it was opened. Raises AdapterNotFound, UploadNotFound,
-        UploadRefused for an expired upload, or LimitReached.
+        If the upload is already used, or another version that was not rejected has identical files, that version is
+        returned in whatever state it is: a version that was taken out of service does not come back under a new number.
+        The upload's bytes were admitted when it was opened. Raises AdapterNotFound, UploadNotFound, UploadRefused for
+        an expired upload, or LimitReached.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -134,9 +134,9 @@ class UploadRows:
         return added
 
     def add_version_from(self, adapter_id: str, source_url: str, lifetime_us: int) -> AdapterVersion:
-        """Add a pending version whose files a server is to take from `source_url` within `lifetime_us`.
+        """Create a pending version whose files a server fetches from `source_url` within `lifetime_us`.
 
-        One that is still on its way from there is returned instead. Raises AdapterNotFound.
+        Returns the existing version if one from that source is still pending. Raises AdapterNotFound.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -166,7 +166,7 @@ class UploadRows:
         return version_of(row)
 
     def upload_of_version(self, version_id: str) -> Upload:
-        """The upload that a version was made of; raises VersionNotFound."""
+        """The upload that a version was created from; raises VersionNotFound."""
         query = (
             select(uploads)
             .join(adapter_versions, adapter_versions.c.upload_id == uploads.c.id)
@@ -179,7 +179,7 @@ class UploadRows:
         return upload_of(row)
 
     def uploads_in_use(self, upload_ids: Collection[str]) -> set[str]:
-        """Those of the uploads whose files are still wanted: open and not expired, or of an unfinished version."""
+        """The uploads whose files are still needed: open and not expired, or used by an unfinished version."""
         wanted: set[str] = set()
         asked = sorted(upload_id for upload_id in upload_ids if is_identifier(upload_id))
         for start in range(0, len(asked), _MAX_NAMES):
@@ -187,13 +187,13 @@ class UploadRows:
         return wanted
 
     def forget_expired(self, age_us: int) -> None:
-        """Delete the rows of uploads that expired so long ago without having been used."""
+        """Delete the rows of unused uploads that expired at least `age_us` ago."""
         with self._database.write() as connection:
             expired_us = self._database.now_us(connection) - age_us
             connection.execute(delete(uploads).where(uploads.c.state == "open", uploads.c.expires_us < expired_us))
 
     def _in_use(self, upload_ids: Sequence[str]) -> set[str]:
-        # One statement, so that no upload is used between two.
+        # One statement, so that no upload can become used between two.
         unfinished = select(adapter_versions.c.upload_id).where(adapter_versions.c.state.in_(UNFINISHED))
         with self._database.read() as connection:
             is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
@@ -226,16 +226,16 @@ class UploadRows:
 
 
 def is_free(now_us: int) -> ColumnElement[bool]:
-    """Whether no server holds a version and its time to wait is over.
+    """Whether a version is unclaimed and not postponed.
 
-    A claim that lies ahead by more than twice a lease was made before the clock went back, and is void.
+    A claim that ends more than two leases from now was made before the clock went back, and is void.
     """
     expires_us = adapter_versions.c.claim_expires_us
     return or_(expires_us.is_(None), not_(expires_us.between(now_us + 1, now_us + 2 * LEASE_US)))
 
 
 def files_sha256(files: Collection[UploadFile]) -> str | None:
-    """What identical uploads have in common: SHA-256 of their files' checksums; None until they are known."""
+    """Identifies identical uploads: SHA-256 of their files' checksums; None until those are known."""
     checksums = {file.name: file.sha256 for file in files}
     if not checksums:
         return None
@@ -245,7 +245,7 @@ def files_sha256(files: Collection[UploadFile]) -> str | None:
 def identical_version(
     connection: Connection, adapter_id: str, sha256: str, but: str = ""
 ) -> Row[*tuple[Any, ...]] | None:
-    """The first version of an adapter that was made of the same bytes and not rejected, other than `but`."""
+    """The first version of an adapter with the same bytes that was not rejected, other than `but`."""
     columns = adapter_versions.c
     query = select(columns.id, columns.number, columns.upload_id).where(
         columns.adapter_id == adapter_id,
@@ -253,7 +253,7 @@ def identical_version(
         columns.state != "rejected",
         columns.id != but,
     )
-    # Sorted here: asked for the lowest number, SQLite would go through all of the adapter's versions in that order.
+    # Sorted here: to find the lowest number, SQLite would scan all of the adapter's versions in that order.
     return min(connection.execute(query), key=lambda row: row.number, default=None)
 
 
@@ -263,7 +263,7 @@ def upload_of(row: Row[*tuple[Any, ...]]) -> Upload:
 
 
 def _lock_owner(connection: Connection, adapter_id: str) -> str:
-    """Hold the row of an adapter's tenant; its identifier."""
+    """Lock the row of an adapter's tenant and return the tenant's identifier."""
     tenant_id: str = connection.execute(select(owner_of(adapter_id))).scalar_one()
     lock_tenant(connection, tenant_id)
     return tenant_id
@@ -280,14 +280,14 @@ def _own_upload(connection: Connection, adapter_id: str, upload_id: str) -> Uplo
 
 
 def _already_used() -> UploadRefused:
-    return UploadRefused("upload_used", "the upload has been used for a version")
+    return UploadRefused("upload_used", "the upload has already been used for a version")
 
 
 def _check_open(upload: Upload, now_us: int) -> None:
     if upload.state != "open":
         raise _already_used()
     if upload.expires_us <= now_us:
-        raise UploadRefused("upload_expired", "the upload has expired: make a new one")
+        raise UploadRefused("upload_expired", "the upload has expired: create a new one")
 
 
 def _existing_version(connection: Connection, upload: Upload) -> AddedVersion | None:

@@ -30,16 +30,16 @@ from loramux.adapter_store.validation.validator import Accepted, ValidationJob, 
 from loramux.migrations.database import Database
 
 SOURCE_RETRY_S = 30.0
-"""How long a version waits whose source could not be read, so that others have their turn."""
+"""Delay before an unreadable source is retried, in seconds, so that other versions get their turn."""
 
 _log = structlog.get_logger(__name__)
 
 
 class VersionProcessor:
-    """Claims a version, validates it, puts its blobs and publishes it, or rejects it.
+    """Claims a version, validates it, stores its blobs and publishes it, or rejects it.
 
-    `scratch_dir` belongs to this process alone. Whatever the uploaded blobs become while this is at work, the copies
-    there are what is hashed, validated and published.
+    `scratch_dir` belongs to this process alone. Its copies of the uploaded blobs are what is hashed, validated and
+    published, even if the blobs change in the meantime.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class VersionProcessor:
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Take a version to its verdict; returns it unchanged where it has one or another server is at it.
+        """Take a version to its verdict; returns it unchanged if it has one or another server has claimed it.
 
-        Raises StoreError where a store or the validation process fails; the version then waits for another try.
+        Raises StoreError if a store or the validation process fails; the version is then retried later.
         """
         claimed = self._claims.claim_version(version_id)
         if claimed is None:
@@ -91,7 +91,7 @@ class VersionProcessor:
         version_id = claimed.version.id
         scratch = self._scratch_dir / version_id
         try:
-            # A server may have died after it had put everything.
+            # A server may have died after it had stored everything.
             if not self._is_stored(claimed.version):
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
@@ -116,9 +116,9 @@ class VersionProcessor:
             self._fetch_source(claimed, claimed.upload.source_url, scratch)
         self._at_failpoint(Failpoint.FILES_FETCHED)
         accepted = self._validator.validate(job, self._target)
-        # The process that read a tenant's bytes is not taken at its word for the name they go by.
+        # The process that read a tenant's bytes is not trusted to name the digest.
         if digest_of(job.canonical) != accepted.digest:
-            raise AdapterCorrupt("the validation process wrote a file of another digest")
+            raise AdapterCorrupt("the validation process wrote a file with a different digest")
         kept = KeptHeader.of(job.tensors, job.canonical)
         self._at_failpoint(Failpoint.VALIDATED)
         self._claims.accept(
@@ -141,12 +141,12 @@ class VersionProcessor:
             except BlobNotFound:
                 raise AdapterRejected("upload_incomplete", "the file was never uploaded", file.name) from None
             except BlobTooLarge:
-                raise AdapterRejected("size_mismatch", "more bytes came than were announced", file.name) from None
+                raise AdapterRejected("size_mismatch", "the file is larger than declared", file.name) from None
             if (scratch / file.name).stat().st_size != file.size:
-                raise AdapterRejected("size_mismatch", "fewer bytes came than were announced", file.name)
-            # Clients that put their files into a bucket themselves are not taken at their word.
+                raise AdapterRejected("size_mismatch", "the file is smaller than declared", file.name)
+            # Clients that put their files into a bucket directly are not trusted to declare the checksum.
             if digest_of(scratch / file.name) != file.sha256:
-                raise AdapterRejected("checksum_mismatch", "the bytes have another SHA-256", file.name)
+                raise AdapterRejected("checksum_mismatch", "the SHA-256 does not match", file.name)
 
     def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> None:
         found = []
@@ -160,11 +160,11 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.SOURCE_RECORDED)
 
     def _put(self, version: AdapterVersion, job: ValidationJob, accepted: Accepted, kept: KeptHeader) -> None:
-        """The canonical file last but one: where it is, nothing is missing that cannot be rebuilt."""
-        # A server that was taken for dead stops here.
+        """Store the canonical file last but one: once it exists, everything that cannot be rebuilt is stored."""
+        # A server whose claim has expired stops here.
         self._claims.renew(version.id)
         if version.digest is not None:
-            # An earlier try has come this far, and a source may have held other files then.
+            # An earlier attempt came this far, and its source may have held other files then.
             self._delete_originals(version.id)
         self._blobs.put(config_key(version.id), job.config)
         self._at_failpoint(Failpoint.CONFIG_KEPT)
@@ -183,7 +183,7 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.REJECTED)
 
     def _is_stored(self, version: AdapterVersion) -> bool:
-        """Whether all is there that an accepted version needs; its uploaded files are then not asked for again."""
+        """Whether all blobs of an accepted version exist; its uploaded files are then not needed again."""
         if version.digest is None:
             return False
         keys = (config_key(version.id), header_key(version.id), canonical_key(version.digest))
@@ -194,7 +194,7 @@ class VersionProcessor:
             self._blobs.delete(key)
 
     def _postpone(self, claimed: ClaimedVersion) -> None:
-        """Try again later what could not be read now, until the upload's time is over."""
+        """Retry a version with an unreadable source later, until its upload expires."""
         version_id = claimed.version.id
         if self._database.now_us() < claimed.upload.expires_us:
             self._give_back(version_id, SOURCE_RETRY_S)
@@ -208,7 +208,7 @@ class VersionProcessor:
         try:
             self._claims.give_back(version_id, delay_s)
         except Exception as error:
-            # The database is down, or another has it: once the claim has expired, anybody may take it.
+            # The database is down, or another server has the claim: once it expires, any server may take it.
             _log.warning("claim_left", version_id=version_id, error=str(error))
 
     def _delete_files(self, upload_id: str) -> None:
@@ -218,6 +218,6 @@ class VersionProcessor:
                 if name == UPLOAD_FILES[0]:
                     self._at_failpoint(Failpoint.FIRST_FILE_DELETED)
         except Exception as error:
-            # The version has its verdict, and the janitor will try again.
+            # The version has its verdict; the janitor deletes the files later.
             _log.warning("upload_left", upload_id=upload_id, error=str(error))
         self._at_failpoint(Failpoint.FILES_DELETED)

@@ -11,16 +11,16 @@ from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.registry.records import UNFINISHED
 
 MAX_IN_A_ROW = 100
-"""Versions that are processed before abandoned uploads are looked for again."""
+"""Versions that are processed before the thread checks for abandoned uploads again."""
 
 _log = structlog.get_logger(__name__)
 
 
 class IngestWorker:
-    """Processes pending versions as they come, and from time to time removes abandoned uploads.
+    """Processes pending versions as they arrive, and regularly removes abandoned uploads.
 
-    Versions that other gateways made, or that a dead one left, are found every `poll_s`; one that a failing store or
-    database kept from being processed is tried again as often.
+    Every `poll_s` it looks for versions that other gateways created or a dead one left, and retries versions that a
+    failing store or database had held up.
     """
 
     def __init__(self, ingest: Ingest, poll_s: float = 5.0, clear_up_s: float = 300.0) -> None:
@@ -34,7 +34,7 @@ class IngestWorker:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Finish the version in hand and end. Close the validator first so as not to wait for it."""
+        """Finish the current version and stop. Close the validator first to avoid waiting for it."""
         self._is_stopping.set()
         self._ingest.has_pending.set()
         self._thread.join(timeout_s)
@@ -54,7 +54,7 @@ class IngestWorker:
                 _log.warning("ingest_postponed", error=str(error))
 
     def _process_waiting(self) -> None:
-        # What failed now is tried again when the others have been.
+        # Versions that fail now are retried after the others.
         undecided: set[str] = set()
         num_done = 0
         for _ in range(MAX_IN_A_ROW):
@@ -68,10 +68,10 @@ class IngestWorker:
                 _log.warning("validation_postponed", version_id=version_id, error=str(error))
                 continue
             if version.state in UNFINISHED:
-                # Another server was quicker, or its source cannot be read.
+                # Another server was faster, or the source cannot be read.
                 undecided.add(version_id)
             num_done += 1
             _log.info("version_processed", version_id=version_id, state=version.state)
         if num_done:
-            # There may be more of them.
+            # More versions may be waiting.
             self._ingest.has_pending.set()

@@ -1,1 +1,1 @@
-"""Which adapters and versions exist, and which version a name means: SQL."""
+"""The SQL of adapters and versions, and the resolution of model names."""

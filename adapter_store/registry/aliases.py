@@ -1,4 +1,4 @@
-"""Aliases: names for an adapter's versions, each with a weight, and the history that a rollback goes back in."""
+"""Aliases: names for weighted sets of an adapter's versions, with a history for rollbacks."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ MAX_TARGETS = 8
 MAX_WEIGHT = 10_000
 DEFAULT_WEIGHT = 100
 SYSTEM = "system"
-"""The actor of what nobody asked for: the first ready version becomes the default."""
+"""The actor of automatic changes, such as making the first ready version the default."""
 
 
 class AdapterAliases:
-    """Every change is one transaction that adds one row to the history; revisions count from 1 without a gap.
+    """Each change is one transaction that adds one row to the history; revisions count from 1 without gaps.
 
-    An alias that is deleted and made anew goes on where it was, so that a revision never means two things.
+    An alias that is deleted and created again continues its revision numbers, so a revision is never ambiguous.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def of(self, adapter_ids: Sequence[str]) -> dict[str, dict[str, Alias]]:
-        """The aliases of each of some adapters, by name."""
+        """The aliases of each adapter, by name."""
         found: dict[str, dict[str, Alias]] = {adapter_id: {} for adapter_id in adapter_ids}
         with self._database.read() as connection:
             for adapter_id, alias in _read(connection, [name for name in adapter_ids if is_identifier(name)]):
@@ -65,10 +65,10 @@ class AdapterAliases:
         actor: str = SYSTEM,
         expected_revision: int | None = None,
     ) -> Alias:
-        """Make an alias name ready versions, `weights` by version number; the rest of the requests follow the weights.
+        """Point an alias at ready versions, with `weights` by version number; requests are distributed by weight.
 
-        Raises InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, and AliasChanged where
-        the alias is no longer at `expected_revision` (0: it must not exist yet).
+        Raises InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, and AliasChanged if the
+        alias is no longer at `expected_revision` (0: it must not exist yet).
         """
         check_slug(name, "name")
         if not 0 < len(weights) <= MAX_TARGETS:
@@ -90,11 +90,11 @@ class AdapterAliases:
         revision: int | None = None,
         expected_revision: int | None = None,
     ) -> Alias:
-        """Make an alias name again what it named at a revision, by default the one before the present.
+        """Restore an alias to what it named at `revision`, by default the one before the current one.
 
-        The rollback is a revision of its own, so that the next one undoes it. Raises AdapterNotFound, AliasNotFound,
-        NothingToRollBack, VersionNotReady where a version of that time can no longer be served, and AliasChanged where
-        the alias is no longer at `expected_revision`.
+        The rollback is itself a revision, so the next one undoes it. Raises AdapterNotFound, AliasNotFound,
+        NothingToRollBack, VersionNotReady if one of those versions can no longer be served, and AliasChanged if the
+        alias is no longer at `expected_revision`.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -103,13 +103,13 @@ class AdapterAliases:
             wanted = present.revision - 1 if revision is None else revision
             targets = _targets_at(connection, adapter_id, name, wanted)
             if targets is None or wanted >= present.revision:
-                raise NothingToRollBack(f"the alias has no revision {wanted} before the present one")
+                raise NothingToRollBack(f"the alias has no revision {wanted} before the current one")
             ready = [_ready_target(connection, adapter_id, target.number, target.weight) for target in targets]
             now_us = self._database.now_us(connection)
             return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us)
 
     def targets_at(self, adapter_id: str, name: str, revision: int | None = None) -> tuple[AliasTarget, ...]:
-        """What a rollback would name; raises AliasNotFound or NothingToRollBack."""
+        """The targets that a rollback would restore; raises AliasNotFound or NothingToRollBack."""
         with self._database.read() as connection:
             present = _require(connection, adapter_id, name)
             wanted = present.revision - 1 if revision is None else revision
@@ -119,10 +119,10 @@ class AdapterAliases:
         return targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
-        """Forget an alias and its history but for what it named last, behind which one made anew goes on counting.
+        """Delete an alias and its history, except for its last revision, from which a new alias of that name counts on.
 
-        Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default, and AliasChanged where the alias is no
-        longer at `expected_revision`.
+        Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default, and AliasChanged if the alias is no longer
+        at `expected_revision`.
         """
         if name == DEFAULT_ALIAS:
             raise InvalidAlias("default_alias", "the default alias can be moved, not removed", "name")
@@ -162,9 +162,9 @@ def change_alias(
     action: AliasAction,
     now_us: int,
 ) -> Alias:
-    """Create or move an alias, with its row of history; the adapter's row must be locked."""
+    """Create or move an alias and add its history row; the caller must hold the lock on the adapter's row."""
     present = _revision(connection, adapter_id, name)
-    # Beyond that of one of this name that was deleted: nobody who saw that one changes this one by mistake.
+    # Continue after a deleted alias of this name, so that a client that saw it cannot change this one by mistake.
     revision = (present or _last_revision(connection, adapter_id, name)) + 1
     before = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
     key = {"adapter_id": adapter_id, "name": name}
@@ -200,7 +200,7 @@ def change_alias(
 
 
 def _shown(alias: Alias | None) -> dict[str, object]:
-    """For the audit log: the weights by version number."""
+    """An alias for the audit log: the weights by version number."""
     if alias is None:
         return {}
     return {"revision": alias.revision, "targets": {str(target.number): target.weight for target in alias.targets}}
@@ -257,7 +257,7 @@ def _revision(connection: Connection, adapter_id: str, name: str) -> int:
 
 
 def _last_revision(connection: Connection, adapter_id: str, name: str) -> int:
-    """Of an alias that there is, or was."""
+    """The last revision of an alias that exists or was deleted; 0 if there was none."""
     table = adapter_alias_history.c
     query = select(func.max(table.revision)).where(table.adapter_id == adapter_id, table.name == name)
     return connection.execute(query).scalar() or 0

@@ -1,4 +1,4 @@
-"""Whose versions a digest is: the engine knows digests alone, and people know names."""
+"""Maps digests, which are all that the engine knows, to the adapter versions that have them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.migrations.schema import adapter_versions, adapters, tenants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestOwner:
-    """One version that has the digest."""
+    """One version with the digest."""
 
     tenant_id: str
     tenant_slug: str
@@ -27,9 +27,9 @@ class DigestOwner:
 def owners_of(
     database: Database, digests: Sequence[str], tenant_id: str | None, only: Collection[str] | None = None
 ) -> Mapping[str, Sequence[DigestOwner]]:
-    """The versions that have each digest, the oldest first; with a tenant, only its own. Blocking.
+    """The versions with each digest, oldest first; with `tenant_id`, only that tenant's. Blocking.
 
-    With `only`, versions of these adapters.
+    With `only`, only versions of these adapters.
     """
     columns = adapter_versions.c
     query = (
@@ -44,7 +44,7 @@ def owners_of(
         query = query.where(adapters.c.tenant_id == tenant_id)
     if only is not None:
         query = query.where(columns.adapter_id.in_(only))
-    # One statement for any number of digests, which are one value of it.
+    # One statement for any number of digests, passed as a single parameter.
     if database.is_sqlite:
         wanted = func.json_each(bindparam("digests")).table_valued("value")
         query = query.where(columns.digest.in_(select(wanted.c.value)))

@@ -1,4 +1,4 @@
-"""Which versions are to stay in the page pool, whatever becomes of the engine."""
+"""Versions pinned in the page pool, stored so that the pins survive the engine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from loramux.migrations.schema import adapter_versions, adapters
 
 
 class AdapterPins:
-    """An engine forgets its pins when it ends; these are what it is told again. Blocking."""
+    """The stored pins, which are sent to each engine that starts. Blocking."""
 
     def __init__(self, database: Database, registry: AdapterRegistry) -> None:
         self._database = database
         self._registry = registry
 
     def set_pinned(self, adapter_id: str, number: int, is_pinned: bool) -> AdapterVersion:
-        """Note that a version is to stay, or need not any more.
+        """Pin or unpin a version.
 
-        Raises AdapterNotFound and VersionNotFound; VersionNotReady where a version is to stay that is not served.
+        Raises AdapterNotFound and VersionNotFound; VersionNotReady for pinning a version that is not ready.
         """
         columns = adapter_versions.c
         with self._database.write() as connection:
@@ -41,11 +41,11 @@ class AdapterPins:
         if version is None:
             raise VersionNotFound("the adapter has no such version")
         if is_pinned and version.pinned_us is None:
-            raise VersionNotReady(f"version {number} is {version.state}: only a ready one can be pinned")
+            raise VersionNotReady(f"version {number} is {version.state}: only a ready version can be pinned")
         return version
 
     def digests(self) -> frozenset[str]:
-        """The digests of every version that is to stay and is served."""
+        """The digests of all pinned versions that are in service."""
         columns = adapter_versions.c
         query = (
             select(columns.digest)

@@ -1,4 +1,4 @@
-"""The facts about adapters that cross this package's border."""
+"""Records of adapters, versions, aliases, grants and uploads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ UploadState = Literal["open", "used"]
 AliasAction = Literal["set", "rollback"]
 
 UNFINISHED: tuple[VersionState, ...] = ("pending", "validating")
-"""States of a version that has no verdict yet."""
+"""States of a version without a verdict."""
 
 DEFAULT_ALIAS = "default"
-"""The alias that a bare adapter name means."""
+"""The alias that a bare adapter name resolves to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Adapter:
     name: str
     created_us: int
     disabled_us: int | None
-    """Since when it answers no request; None while it does."""
+    """Time since which it answers no requests; None while enabled."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
     """One immutable set of weights, or the record of why it was refused.
 
-    `digest`, `max_rank`, `num_pages` and `canonical_bytes` are known once validation has passed, `ready_us` once the
-    version is ready. `report` holds what validation found; of a rejected version it has `{"error": {"code",
+    `digest`, `max_rank`, `num_pages` and `canonical_bytes` are set once validation has passed, `ready_us` once the
+    version is ready. `report` holds what validation found; for a rejected version it has `{"error": {"code",
     "message", "param"}}`.
     """
 
@@ -51,12 +51,12 @@ class AdapterVersion:
     created_us: int
     ready_us: int | None
     pinned_us: int | None
-    """Since when it is to stay in the page pool."""
+    """Time since which it is pinned in the page pool; None if it is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class AliasTarget:
-    """A version that an alias names; its part of the requests is `weight` out of the sum of the alias's weights."""
+    """A version that an alias names; its share of requests is `weight` divided by the sum of the alias's weights."""
 
     version_id: str
     number: int
@@ -65,7 +65,7 @@ class AliasTarget:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name for versions of an adapter, `targets` in the order of their numbers; `revision` counts its changes."""
+    """A name for versions of an adapter, with `targets` sorted by version number; `revision` counts its changes."""
 
     name: str
     revision: int
@@ -75,7 +75,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class AliasChange:
-    """What an alias named from one of its revisions on, and the key (or "system") that brought it."""
+    """The targets that an alias had from one revision on, and the key (or "system") that set them."""
 
     id: str
     name: str
@@ -88,7 +88,7 @@ class AliasChange:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Another tenant that may call an adapter, and pays for its calls."""
+    """Permission for another tenant to call an adapter; that tenant pays for its calls."""
 
     adapter_id: str
     tenant_id: str
@@ -98,20 +98,20 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class UploadFile:
-    """A file as the client declared it: name, bytes, and the SHA-256 of its bytes in hexadecimal."""
+    """A file as the client declared it: name, size in bytes, and SHA-256 in hexadecimal."""
 
     name: str
     size: int
     sha256: str
     parts_id: str | None = None
-    """What the blob store calls it while the client puts its parts there."""
+    """The blob store's ID for the multipart upload, if the client uploads the file in parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Files on their way to becoming a version; open until used or expired.
+    """Files that are to become a version; open until used or expired.
 
-    One with a `source_url` is used from the start, and has no `files` before a server has read them from there.
+    An upload with a `source_url` is used from the start, and has no `files` until a server has read them from there.
     """
 
     id: str
@@ -125,7 +125,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """A ready version that a request runs with, as resolved once from a model name."""
+    """A ready version for a request to run with, resolved once from a model name."""
 
     tenant_id: str
     tenant_slug: str

@@ -1,4 +1,4 @@
-"""Which adapters and versions exist, and which version a name means."""
+"""Adapters and versions in SQL, and the version that a model name resolves to."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 DIGEST_PREFIX = re.compile(r"[0-9a-f]{12,64}")
 IDENTIFIER = re.compile(r"[a-z]{3}_[0-9a-f]{32}")
 MAX_VERSION = 2**31 - 1
-"""The largest version number that the database holds."""
+"""The largest version number that the database can store."""
 
 
 class StockLimits(Protocol):
-    """Says whether a tenant may keep more, in the transaction that adds it."""
+    """Decides whether a tenant may store more, in the transaction that adds it."""
 
     @property
     def refusal(self) -> type[Exception]:
-        """What `admit` raises."""
+        """The error that `admit` raises."""
 
     def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int, now_us: int) -> None:
-        """Raise where `amount` more `adapters` or `adapter_bytes` are too many."""
+        """Raise if `amount` more `adapters` or `adapter_bytes` exceed the limit."""
 
 
 class AdapterRegistry:
-    """The SQL facts about adapters. Versions come into being through `Ingest`.
+    """Adapters and versions in SQL. New versions are created through `Ingest`.
 
-    `reserved_names` are names that no adapter may take: the served base model's.
+    `reserved_names` are names that no adapter may take, such as the served base model's.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AdapterRegistry:
         return _adapter(row) if row else None
 
     def delete_adapter(self, adapter_id: str) -> None:
-        """Remove an adapter that never had a version; raises AdapterNotFound, or AdapterInUse where it had one."""
+        """Delete an adapter that has no versions or uploads; raises AdapterNotFound, or AdapterInUse if it has any."""
         with self.database.write() as connection:
             lock_adapter(connection, adapter_id)
             version = select(adapter_versions.c.id).where(adapter_versions.c.adapter_id == adapter_id).limit(1)
@@ -118,7 +118,7 @@ class AdapterRegistry:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[Adapter]:
-        """One tenant's adapters, or every tenant's; newest first. With `only`, of these identifiers."""
+        """One tenant's adapters, or every tenant's; newest first. With `only`, only adapters with these identifiers."""
         query = _select_adapters()
         if tenant_id is not None:
             query = query.where(adapters.c.tenant_id == tenant_id)
@@ -157,11 +157,11 @@ class AdapterRegistry:
         caller_id: str | None = None,
         sticky: str = "",
     ) -> AdapterRef | None:
-        """The ready version that a name means: by number, by digest prefix, by alias, else by the default alias.
+        """Resolve a name to a ready version: by number, by digest prefix, by alias, else by the default alias.
 
-        A digest prefix has 12 to 64 hexadecimal digits; one that fits two different digests names nothing. Where an
-        alias names several versions, equal `sticky` texts get the same one as long as the weights stay, and a version
-        whose weight grows keeps the texts that it had. With `caller_id`, only what that tenant owns or was granted.
+        A digest prefix has 12 to 64 hexadecimal digits; one that matches two different digests resolves to nothing. If
+        an alias names several versions, equal `sticky` strings get the same one while the weights stay, and a version
+        whose weight grows keeps the strings it had. With `caller_id`, only adapters that it owns or was granted.
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None
@@ -178,7 +178,7 @@ class AdapterRegistry:
             return None
         parameters: dict[str, object] = {"tenant": tenant_slug, "adapter": adapter_name, "wanted": wanted}
         if suffix == "digest":
-            # Behind every hexadecimal digit comes "g", in any collation.
+            # "g" sorts after every hexadecimal digit, in any collation.
             parameters["end"] = f"{wanted}g"
         if caller_id is not None:
             parameters["caller_id"] = caller_id
@@ -192,14 +192,14 @@ class AdapterRegistry:
         return None if any(ref.digest != newest.digest for ref, _ in found) else newest
 
     def list_models(self, tenant_id: str) -> list[AdapterRef]:
-        """The heaviest version behind the bare name of each adapter that a tenant may call, its own first, by name."""
+        """The heaviest default version of each adapter that a tenant may call, its own adapters first, by name."""
         rows = self.database.query(default_models(), {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS})
-        # Of an adapter's several versions the last one, which is the heaviest, stays.
+        # Rows of one adapter are sorted by weight, so the heaviest version overwrites the others.
         return list({row.adapter_id: AdapterRef(*row) for row in rows}.values())
 
 
 def is_identifier(text: str) -> bool:
-    """Whether text has the form of an identifier; other text need not, and must not, reach a query."""
+    """Whether text has the form of an identifier; other text must never reach a query."""
     return IDENTIFIER.fullmatch(text) is not None
 
 
@@ -207,18 +207,18 @@ def check_slug(text: str, param: str) -> None:
     if not SLUG.fullmatch(text):
         raise InvalidName(
             "invalid_name",
-            "a name has 1 to 63 of the characters a-z, 0-9, '.', '_' and '-' and begins with a letter or digit",
+            "a name has 1 to 63 of the characters a-z, 0-9, '.', '_' and '-', and begins with a letter or digit",
             param,
         )
 
 
 def owner_of(adapter_id: str) -> ScalarSelect[str]:
-    """The tenant that an adapter belongs to, as part of another statement."""
+    """The tenant that owns an adapter, as a subquery."""
     return select(adapters.c.tenant_id).where(adapters.c.id == adapter_id).scalar_subquery()
 
 
 def lock_adapter(connection: Connection, adapter_id: str) -> None:
-    """Hold an adapter's row until the transaction ends: its versions and aliases change one at a time."""
+    """Lock an adapter's row until the transaction ends, so that its versions and aliases change one at a time."""
     found = None
     if is_identifier(adapter_id):
         query = select(adapters.c.id).where(adapters.c.id == adapter_id).with_for_update()
@@ -228,17 +228,17 @@ def lock_adapter(connection: Connection, adapter_id: str) -> None:
 
 
 def lock_tenant(connection: Connection, tenant_id: str) -> None:
-    """Hold a tenant's row until the transaction ends: what it has under way is counted and added to in turns.
+    """Lock a tenant's row until the transaction ends, so that checks and additions of its uploads take turns.
 
-    An adapter's row is locked before its tenant's.
+    Lock an adapter's row before its tenant's.
     """
-    # Not against those that only refer to the tenant: its requests go on.
+    # FOR NO KEY UPDATE does not block rows that only reference the tenant, so its requests continue.
     query = select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True)
     connection.execute(query).scalar_one()
 
 
 def select_versions() -> Select[*tuple[Any, ...]]:
-    """The columns that `version_of` reads."""
+    """Select the columns that `version_of` reads."""
     columns = adapter_versions.c
     return select(
         columns.id,

@@ -1,4 +1,4 @@
-"""The SQL behind a model's name: which versions it may mean, and which of an alias's versions a request gets."""
+"""The SQL that resolves a model name to versions, and the choice among an alias's versions for a request."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Suffix = Literal["alias", "number", "digest"]
 
 @functools.cache
 def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]:
-    """The columns of an AdapterRef and a weight, of every version in service that a name fits, newest first.
+    """Select an AdapterRef's columns and a weight for every version in service that matches a name, newest first.
 
-    Parameters: `tenant`, `adapter`; `wanted`, the alias or number, or the digests' range `[wanted, end)`; `caller_id`
-    where there is a caller, who then owns the adapter or was granted it.
+    Parameters: `tenant`, `adapter`; `wanted`, the alias or number, or the digest range `[wanted, end)`; `caller_id` if
+    there is a caller, who must own the adapter or have been granted it.
     """
-    # Built once: putting a statement together takes longer than SQLite needs to answer it.
+    # Cached: building a statement takes longer than SQLite needs to run it.
     query = _select_in_service().where(tenants.c.slug == bindparam("tenant"), adapters.c.name == bindparam("adapter"))
     query = query.order_by(adapter_versions.c.number.desc())
     if has_caller:
@@ -33,16 +33,16 @@ def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]
     query = query.add_columns(literal(1))
     if suffix == "number":
         return query.where(adapter_versions.c.number == bindparam("wanted"))
-    # A range instead of LIKE, which PostgreSQL answers from an index only under the C collation.
+    # A range instead of LIKE, for which PostgreSQL uses an index only under the C collation.
     digest = adapter_versions.c.digest
     return query.where(digest >= bindparam("wanted"), digest < bindparam("end"))
 
 
 @functools.cache
 def default_models() -> Select[*tuple[Any, ...]]:
-    """The versions behind the bare names that `caller_id` may use, its own first, lighter ones ahead of heavier.
+    """Select the versions behind the bare names that `caller_id` may use, own adapters first, ascending by weight.
 
-    `wanted` is the alias that a bare name means.
+    `wanted` is the alias that a bare name resolves to.
     """
     by_name = (tenants.c.id != bindparam("caller_id"), tenants.c.slug, adapters.c.name)
     by_weight = (adapter_alias_targets.c.weight, adapter_versions.c.number)
@@ -50,9 +50,10 @@ def default_models() -> Select[*tuple[Any, ...]]:
 
 
 def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
-    """One of the targets, in proportion to their weights, by a hash of `sticky` alone.
+    """Choose one of the targets in proportion to their weights, by a hash of `sticky` alone.
 
-    The newest version has the end of the range, so that one whose share grows takes over more and gives back none.
+    The newest version has the end of the hash range, so a new version whose share grows takes over callers but gives
+    none back.
     """
     ordered = sorted(targets, key=lambda target: target[0].version)
     position = int.from_bytes(hashlib.sha256(sticky.encode("utf-8", "surrogatepass")).digest()[:8]) / 2**64

@@ -1,4 +1,4 @@
-"""Grants: other tenants that may call an adapter."""
+"""Grants, which let other tenants call an adapter."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from loramux.migrations.schema import adapter_grants, tenants
 
 
 class AdapterGrants:
-    """Who else may call an adapter, by its full name; the caller pays. Changing it stays with its owner."""
+    """Lets other tenants call an adapter by its full name, and pay for it. Only its owner may change the adapter."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def list(self, adapter_id: str) -> list[Grant]:
-        """The tenants that were granted an adapter, by slug."""
+        """An adapter's grants, sorted by the tenants' slugs."""
         with self._database.read() as connection:
             rows = connection.execute(
                 _select().where(adapter_grants.c.adapter_id == adapter_id).order_by(tenants.c.slug)
@@ -30,7 +30,7 @@ class AdapterGrants:
             return [Grant(*row) for row in rows]
 
     def add(self, adapter: Adapter, tenant_id: str) -> Grant:
-        """Let a tenant call an adapter; the same call again changes nothing. Raises InvalidGrant, TenantNotFound."""
+        """Let a tenant call an adapter; repeating it changes nothing. Raises InvalidGrant, TenantNotFound."""
         if tenant_id == adapter.tenant_id:
             raise InvalidGrant("own_adapter", "the adapter belongs to this tenant already", "tenant")
         if not is_identifier(tenant_id):
@@ -45,7 +45,7 @@ class AdapterGrants:
                 after = {"granted_to": tenant_id}
                 audit(connection, now_us, "grant.add", adapter.id, tenant_id=adapter.tenant_id, after=after)
         except IntegrityError:
-            # It was granted before.
+            # Already granted.
             pass
         with self._database.read() as connection:
             of_tenant = _select().where(
@@ -54,16 +54,16 @@ class AdapterGrants:
             return Grant(*connection.execute(of_tenant).one())
 
     def remove(self, adapter_id: str, tenant: str) -> None:
-        """Take a grant back, for requests that come from now on; raises GrantNotFound.
+        """Revoke a grant for future requests; raises GrantNotFound.
 
-        `tenant` is an identifier or a slug. Where nothing was granted, the same statement runs whether or not there is
-        such a tenant, so that an owner cannot tell by the time that it takes.
+        `tenant` is an identifier or a slug. If there is no grant, the same statement runs whether or not the tenant
+        exists, so that an owner cannot tell from the time it takes.
         """
         refusal = GrantNotFound("the tenant was not granted the adapter")
         if not SLUG.fullmatch(tenant):
             raise refusal
         table = adapter_grants
-        # A slug may look like another tenant's identifier; the identifier wins.
+        # A slug can look like another tenant's identifier; the identifier takes precedence.
         named = select(tenants.c.id).where((tenants.c.id == tenant) | (tenants.c.slug == tenant))
         found = named.order_by((tenants.c.id == tenant).desc()).limit(1).scalar_subquery()
         one = delete(table).where(table.c.adapter_id == adapter_id, table.c.tenant_id == found)

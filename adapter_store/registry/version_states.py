@@ -1,4 +1,4 @@
-"""Taking versions and whole adapters out of service, and back into it; running requests finish on what they have."""
+"""Takes versions and whole adapters out of service and restores them; running requests finish on the old state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ACTIONS = {"archived": "version.archive", "quarantined": "version.quarantine", 
 
 
 class VersionStates:
-    """An archived version answers no request until it is restored; a quarantined one needs an operator for that.
+    """An archived version answers no request until it is restored; restoring a quarantined one takes an operator.
 
-    A disabled adapter is out of service with all its versions, whose states stay as they are. Nothing is deleted.
+    Disabling an adapter takes all its versions out of service without changing their states. Nothing is deleted.
     """
 
     def __init__(self, database: Database, registry: AdapterRegistry) -> None:
@@ -27,31 +27,31 @@ class VersionStates:
         self._registry = registry
 
     def archive(self, adapter_id: str, number: int) -> AdapterVersion:
-        """Take a ready version out of service; raises VersionInUse where an alias names it.
+        """Take a ready version out of service; raises VersionInUse if an alias names it.
 
-        Raises AdapterNotFound, VersionNotFound or VersionNotReady too.
+        Also raises AdapterNotFound, VersionNotFound or VersionNotReady.
         """
         return self._change(adapter_id, number, ("ready", "archived"), "archived", may_be_named=False)
 
     def quarantine(self, adapter_id: str, number: int) -> AdapterVersion:
-        """Take a version out of service at once, whatever names it: an alias then serves its other versions only.
+        """Take a version out of service immediately, even if aliases name it; these then serve their other versions.
 
         Raises AdapterNotFound, VersionNotFound or VersionNotReady.
         """
         return self._change(adapter_id, number, ("ready", "archived", "quarantined"), "quarantined", may_be_named=True)
 
     def restore(self, adapter_id: str, number: int, from_states: Collection[VersionState]) -> AdapterVersion:
-        """Put a version back into service; raises VersionNotReady where it is in none of the states."""
+        """Put a version back into service; raises VersionNotReady if it is in none of `from_states`."""
         return self._change(adapter_id, number, (*from_states, "ready"), "ready", may_be_named=True)
 
     def set_disabled(self, adapter_id: str, is_disabled: bool) -> Adapter:
-        """Take an adapter out of service or back into it; raises AdapterNotFound."""
+        """Disable or enable an adapter; raises AdapterNotFound."""
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             now_us = self._database.now_us(connection)
             change = update(adapters).where(adapters.c.id == adapter_id)
             if is_disabled:
-                # The time of the first call stays.
+                # Keep the time of the first call.
                 change = change.where(adapters.c.disabled_us.is_(None))
             was_disabled = select(adapters.c.disabled_us.is_not(None)).where(adapters.c.id == adapter_id)
             before = {"is_disabled": bool(connection.execute(was_disabled).scalar())}
@@ -64,7 +64,7 @@ class VersionStates:
         return adapter
 
     def unserved_digests(self, adapter_id: str, number: int | None = None) -> list[str]:
-        """Digests of an adapter's version, or of all its versions, that no name of any tenant leads to any more."""
+        """Digests of a version, or of all the adapter's versions, that no ready version of any enabled adapter has."""
         own, other = adapter_versions.c, adapter_versions.alias()
         is_served = (
             exists()
