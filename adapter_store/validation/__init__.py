@@ -1,1 +1,1 @@
-"""Whether uploaded files are an adapter of the base, decided in a sandboxed process."""
+"""Checks in a sandboxed process whether uploaded files are an adapter of the base."""

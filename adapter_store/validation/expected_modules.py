@@ -1,4 +1,4 @@
-"""The modules that a PEFT configuration names, with rank and scale."""
+"""The modules that a PEFT configuration targets, with their ranks and scales."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedModule(ModulePlace):
-    """One module that the adapter changes by `scale * B A`, A `[rank, in]` and B `[out, rank]`."""
+    """A module that the adapter changes by `scale * B A`, with A `[rank, in]` and B `[out, rank]`."""
 
     rank: int
     scale: float
 
 
 def expected_modules(config: PeftConfig, target: PackTarget) -> list[ExpectedModule]:
-    """The modules in the order of the packed streams, chosen as PEFT chooses them.
+    """The targeted modules in the order of the packed streams, selected as PEFT selects them.
 
-    Raises AdapterRejected for a name that no module of the base has, so that a misspelt target is not ignored.
+    As in PEFT, `all-linear` leaves out `lm_head`, and with `layers_to_transform` the embedding must be named in full,
+    `model.embed_tokens`. Raises AdapterRejected for a name that matches no module, so that a typo is not ignored.
     """
     num_layers = target.geometry.num_layers
     places = list(module_places(target))
@@ -55,7 +56,7 @@ def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:
     for param, name in named:
         if any(_names_module(name, key) for key in keys):
             continue
-        # A base whose q, k and v are one linear has no q_proj: saying what there is tells which base was meant.
+        # A base with fused q, k and v has no q_proj: the modules it does have show which base was meant.
         present = ", ".join(dict.fromkeys(key.rsplit(".", 1)[-1] for key in keys))
         raise AdapterRejected(
             "unknown_module", f"the base has no module of this name; adapters may change its {present}", param
@@ -66,11 +67,11 @@ def _is_targeted(config: PeftConfig, place: ModulePlace) -> bool:
     if any(_names_module(name, place.key) for name in config.exclude_modules):
         return False
     if config.target_modules is None:
-        # All linear layers are those of the layers: PEFT leaves out the head, and an embedding is none.
+        # All linear layers means those inside the layers: PEFT leaves out the head, and an embedding is not linear.
         if place.layer is None:
             return False
     elif place.key in config.target_modules:
-        # A full name means that module whatever the list of layers says.
+        # A full name selects that module, whatever the list of layers.
         return True
     elif not any(_names_module(name, place.key) for name in config.target_modules):
         return False

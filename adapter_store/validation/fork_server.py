@@ -1,6 +1,6 @@
 """A process that imports everything once and forks for each request, so that a fork starts in milliseconds.
 
-Forks share no requests: the process itself reads only a request's time limit and niceness.
+Forks share no request data: the process itself reads only a request's time limit and niceness.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import IO
 
 IDLE_S = 60.0
-"""Without requests for so long the process ends; the next request starts another."""
+"""Seconds without requests after which the process exits; the next request starts another one."""
 MAX_OUTPUT_BYTES = 4 << 20
-"""How much is read of what a fork has written."""
+"""Most bytes of a fork's output that are read."""
 _START_S = 60.0
 _END_S = 10.0
 _REQUEST = struct.Struct("!di")
-"""The time that a fork may take, in seconds, and its niceness; its standard input, output and error come with it."""
+"""A fork's time limit in seconds and its niceness; its standard input, output and error accompany them."""
 _REPLY = struct.Struct("!i?")
-"""The fork's return code, and whether it took too long."""
+"""The fork's return code, and whether it exceeded its time limit."""
 
 
 class ForkServerFailed(Exception):
@@ -39,10 +39,10 @@ class ForkServerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a fork ended, and what it wrote."""
+    """How a fork ended, and its output."""
 
     returncode: int
-    """As `subprocess` has it: negative for a signal."""
+    """As in `subprocess`: negative for a signal."""
     took_too_long: bool
     stdout: bytes
     stderr: bytes
@@ -58,7 +58,7 @@ class _Running:
 
 
 class ForkServer:
-    """Starts `command`, which calls `fork_for_each_request`, when there is work for it."""
+    """Starts `command`, which must call `fork_for_each_request`, when a request needs it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], niceness: int = 0) -> None:
         self._niceness = niceness
@@ -66,19 +66,19 @@ class ForkServer:
         self._environment = dict(environment)
         # One request at a time.
         self._turn = threading.Lock()
-        # Guards what `close` changes while another thread waits for a reply.
+        # Guards the fields that `close` changes while another thread waits for a reply.
         self._lock = threading.Lock()
         self._running: _Running | None = None
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
-        """The process that forks; None where there is none."""
+        """PID of the process that forks; None if it is not running."""
         running = self._running
         return None if running is None else running.process.pid
 
     def run(self, request: bytes, wall_s: float) -> Ended:
-        """Have a fork read the request on its standard input; raises ForkServerFailed where there is no fork."""
+        """Run a fork with the request as its standard input; raises ForkServerFailed if there is no process to fork."""
         with (
             self._turn,
             tempfile.TemporaryFile() as stdin,
@@ -88,17 +88,17 @@ class ForkServer:
             stdin.write(request)
             stdin.seek(0)
             files = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
-            # An idle process may end just as the request is sent, so ask twice.
+            # An idle process may exit just as the request is sent, so try twice.
             reply = self._ask(files, wall_s) or self._ask(files, wall_s)
             if not reply:
                 raise ForkServerFailed("it takes no requests")
-            # Files, not pipes: they are bounded by the fork's own limit, and read here up to another.
+            # Files, not pipes: the fork's own limit bounds their size, and only the beginning is read here.
             output, errors = (os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0) for file in (stdout, stderr))
             returncode, took_too_long = _REPLY.unpack(reply)
             return Ended(returncode, took_too_long, output, errors)
 
     def close(self) -> None:
-        """End the process and what it is at, and start nothing more."""
+        """End the process and its current fork, and never start another."""
         with self._lock:
             self._is_closed = True
             if self._running is not None:
@@ -107,7 +107,7 @@ class ForkServer:
             self._end()
 
     def _ask(self, files: list[int], wall_s: float) -> bytes:
-        """The reply to one request; empty if the process had ended because it was idle."""
+        """The reply to one request; empty if the process had exited because it was idle."""
         if self._running is None or self._running.process.poll() is not None:
             self._end()
             self._start()
@@ -172,22 +172,22 @@ class ForkServer:
 
 
 def last_line(said: bytes) -> str:
-    """Of what a process wrote to its standard error."""
+    """The last line of a process's standard error."""
     return said.decode(errors="replace").strip().rsplit("\n", 1)[-1]
 
 
 def fork_for_each_request() -> None:
     """Return in a fork for each request of a ForkServer, whose socket is standard input.
 
-    The fork leads a session of its own and has the request as its standard input. When it takes too long, or nobody
-    waits for it any more, its process group is killed. This process itself ends with the ForkServer, or after IDLE_S
+    The fork leads its own session and has the request as its standard input. Its process group is killed when it
+    exceeds its time limit or the ForkServer goes away. The process itself exits with the ForkServer, or after IDLE_S
     without a request.
     """
     link = socket.socket(fileno=os.dup(0))
     woken, waker = os.pipe()
     for end in (woken, waker):
         os.set_blocking(end, False)
-    # Interrupts the waits below.
+    # Wakes up the waits below.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     while select.select([link], [], [], IDLE_S)[0]:
@@ -216,16 +216,16 @@ def fork_for_each_request() -> None:
 
 
 def _give_way(niceness: int) -> None:
-    """Let others have the processor first."""
-    # Where the machine does not take it, nothing is lost.
+    """Give other processes precedence on the processor."""
+    # Best effort: continue if the machine refuses it.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
-        # Linux may divide the processor among sessions, and this process has one of its own: see sched(7).
+        # Linux may share the processor among sessions, and this process has its own: see sched(7).
         Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes:
-    """The reply for a fork, which is over then."""
+    """Wait for a fork to end, or kill it; returns the reply."""
     deadline_s = time.monotonic() + wall_s
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)

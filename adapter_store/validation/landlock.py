@@ -1,4 +1,4 @@
-"""Landlock: the kernel lets this process reach the named directories and no other file. See landlock(7)."""
+"""Landlock: the kernel lets this process access the given directories and no other files. See landlock(7)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _WRITE_FILE, _READ_FILE, _READ_DIR, _MAKE_REGULAR = 1 << 1, 1 << 2, 1 << 3, 1 <<
 _TRUNCATE = 1 << 14
 
 _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""How many rights to files each version of the interface knows; from version 5 on there are 16."""
+"""Number of file access rights in each version of the interface; from version 5 on there are 16."""
 
 _BOTH_TCP_RIGHTS = 0b11
 _BOTH_SCOPES = 0b11
 
 
 def restrict_files(libc: ctypes.CDLL, readable: Iterable[Path], writable: Iterable[Path]) -> bool:
-    """From now on, only what lies below `readable` can be read, and below `writable` also written or made anew.
+    """From now on, allow reading only below `readable` and `writable`, and writing and creating only below `writable`.
 
-    Where the kernel knows how, TCP, abstract sockets and signals to others are refused as well. False where the kernel
-    has no Landlock; nothing is restricted then. Needs no_new_privs.
+    If the kernel supports it, also refuse TCP, abstract sockets and signals to other processes. Returns False, with
+    nothing restricted, if the kernel has no Landlock. Needs no_new_privs.
     """
     version = libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)
     if version < 1:
@@ -53,7 +53,7 @@ def _allow(libc: ctypes.CDLL, ruleset: int, directory: Path, rights: int) -> boo
     try:
         descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     except OSError:
-        # What is not there need not be reached.
+        # A directory that does not exist needs no rule.
         return True
     try:
         rule = struct.pack("=Qi", rights, descriptor)

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json, by an allow-list: what changes a result is understood, or refused by name."""
+"""Parses PEFT's adapter_config.json with an allow-list: each key is supported, has no effect, or is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loramux.kernels.layout import MAX_RANK
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 65536.0
 MAX_NAMES = 4096
-"""Of one list or pattern: more than a base has modules, few enough that comparing them with those is quick."""
+"""Most names in one list or pattern: more than any base has modules, yet quick to compare with all of them."""
 
 _MAX_RECORDED_LEN = 500
 ALL_LINEAR = "all-linear"
@@ -31,7 +31,7 @@ _UNDERSTOOD = frozenset(
     }
 )
 
-# What was true while training, or is told to readers only: no value of these types changes what the adapter computes.
+# Facts about training or for readers: no value of these types changes what the adapter computes.
 _RECORDED = ("base_model_name_or_path", "revision", "peft_version", "task_type")
 _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_RECORDED, (str,)),
@@ -39,15 +39,15 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "lora_dropout": (int, float),
     "megatron_core": (str,),
     "qalora_group_size": (int,),
-    # Of PEFT before 0.3: whether the weights were merged while they were evaluated.
+    # From PEFT before 0.3: whether weights were merged during evaluation.
     "merge_weights": (bool,),
 }
 
-# Features that are not supported, with the values that leave them off.
+# Unsupported features, with the values that turn them off.
 _OFF: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # Other initialisations change the base's weights, and the adapter alone would not say how.
+    # Other initialisations change the base's weights, which the adapter alone does not record.
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "layers_pattern": (None, "", [], "layers", ["layers"]),
     "loftq_config": (None, {}),
@@ -78,7 +78,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What of a LoRA configuration decides the result. Patterns are `(module name, value)` in the file's order.
+    """The fields of a LoRA configuration that affect the result. Patterns are `(module name, value)` in file order.
 
     `target_modules` is None for all linear layers; `layers` is None for every layer.
     """
@@ -95,7 +95,7 @@ class PeftConfig:
 
 
 def parse_peft_config(text: bytes) -> PeftConfig:
-    """Read a configuration; raises AdapterRejected with the key at fault."""
+    """Parse a configuration; raises AdapterRejected with the offending key."""
     document = _parse(text)
     for key, value in document.items():
         if key in _OFF:
@@ -105,7 +105,7 @@ def parse_peft_config(text: bytes) -> PeftConfig:
             if value is not None and type(value) not in _WITHOUT_EFFECT[key]:
                 _refuse("invalid_config", f"{key} has the wrong type", key)
         elif key not in _UNDERSTOOD:
-            _refuse("unknown_config_key", "this key of the configuration is not known", key)
+            _refuse("unknown_config_key", "unknown key in the configuration", key)
     if "peft_type" not in document:
         _refuse("invalid_config", "peft_type is missing", "peft_type")
     use_rslora = document.get("use_rslora", False)
@@ -162,10 +162,12 @@ def _target_modules(value: Any) -> tuple[str, ...] | None:
     if value == ALL_LINEAR:
         return None
     if isinstance(value, str):
-        _refuse("unsupported_config", "target_modules must be a list of names, not an expression", "target_modules")
+        _refuse(
+            "unsupported_config", "target_modules must be a list of names, not a regular expression", "target_modules"
+        )
     names = _names(value, "target_modules")
     if not names:
-        _refuse("invalid_config", "target_modules names no module", "target_modules")
+        _refuse("invalid_config", "target_modules must not be empty", "target_modules")
     return names
 
 
@@ -173,7 +175,9 @@ def _exclude_modules(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
-        _refuse("unsupported_config", "exclude_modules must be a list of names, not an expression", "exclude_modules")
+        _refuse(
+            "unsupported_config", "exclude_modules must be a list of names, not a regular expression", "exclude_modules"
+        )
     return _names(value, "exclude_modules")
 
 
@@ -194,7 +198,7 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     if len(value) > MAX_NAMES:
         _refuse("invalid_config", f"{key} must have at most {MAX_NAMES} names", key)
     for name in value:
-        # PEFT reads these names as regular expressions; a tenant's expression is never run.
+        # PEFT reads these names as regular expressions; we never run a tenant's expression.
         if not _is_literal(name):
             _refuse("unsupported_config", "a pattern must be a literal module name", f"{key}.{name}")
     return list(value.items())

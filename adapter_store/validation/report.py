@@ -1,4 +1,4 @@
-"""What validation found, for the tenant to read: which checks were made, and what the adapter is."""
+"""The validation report for the tenant: the checks that were made, and the adapter's properties."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.validation.weight_checks import Effect
 
 CHECKS = ("configuration", "container", "modules", "names", "shapes", "weights", "effect", "packing")
-"""In the order in which they are made; the first that fails ends validation."""
+"""All checks, in order; validation ends at the first that fails."""
 
 _MAX_LISTED = 20
 
 
 class CheckList:
-    """The checks that were made, with outcome and time."""
+    """The checks that were made, with their outcomes and times."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[str, float]] = {}
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """Note what becomes of the check `name` inside; a refusal takes the whole list along."""
+        """Record the outcome of the check `name`; a rejection carries the whole list in its report."""
         assert name in CHECKS
         start = time.perf_counter()
         outcome = "failed"
@@ -50,7 +50,7 @@ class CheckList:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something that is served all the same, and that a tenant may not have meant; `params` are its first modules."""
+    """Something that is served but may not be intended; `params` holds the first modules concerned."""
 
     code: str
     message: str
@@ -63,9 +63,9 @@ class Warn:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What validation found. `scales` holds each module's scale, in the order of the packed stream.
+    """The result of a validation. `scales` holds each module's scale, in the order of the packed streams.
 
-    `names` has the file's own name of each tensor by the one that PEFT gives it today.
+    `names` maps PEFT's current name of each tensor to the file's own name.
     """
 
     scales: Mapping[str, float]
@@ -84,7 +84,7 @@ class Report:
         return max(effect.largest for effect in self.effects)
 
     def document(self) -> dict[str, Any]:
-        """The facts that are kept with a version."""
+        """The facts that are stored with a version."""
         return {
             "num_modules": len(self.scales),
             "num_parameters": self.num_parameters,
@@ -100,7 +100,7 @@ class Report:
 
 
 def without_effect(effects: Sequence[Effect]) -> list[Warn]:
-    """A warning where some modules do nothing, as B does before it is trained."""
+    """A warning if some modules do nothing, as is the case while their B is untrained."""
     idle = [effect.module.key for effect in effects if effect.largest == 0.0]
     if not idle:
         return []
@@ -108,7 +108,7 @@ def without_effect(effects: Sequence[Effect]) -> list[Warn]:
 
 
 def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
-    """For each kind of module, as `self_attn.q_proj`, what each layer has of it: number, rank, scale and effect."""
+    """For each kind of module, such as `self_attn.q_proj`: its layers with their ranks, scales and effects."""
     kinds: dict[str, list[Effect]] = {}
     for effect in effects:
         kinds.setdefault(effect.module.shape.name, []).append(effect)
@@ -125,5 +125,5 @@ def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Four digits, which is all that anyone compares."""
+    """Round to four significant digits, enough for any comparison."""
     return float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""Takes from this process, for good, all that validation does not need: the network, other files, other processes."""
+"""Irrevocably takes from this process everything validation does not need: network, other files, other processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from loramux.adapter_store.validation.seccomp import refuse_calls
 
 NETWORK, FILES, CALLS, PRIVILEGES = "network namespace", "landlock", "seccomp", "no_new_privs"
 MEASURES = (PRIVILEGES, NETWORK, FILES, CALLS)
-"""What `confine` does, by name. Any of NETWORK and CALLS alone keeps the process off the network."""
+"""The measures of `confine`, by name. NETWORK or CALLS alone keeps the process off the network."""
 ESSENTIAL = (PRIVILEGES, FILES, CALLS)
-"""Without one of these the process can reach files, other processes or the network. They make NETWORK superfluous."""
+"""Without any one of these, the process can reach files, other processes or the network; with all, NETWORK is moot."""
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -28,7 +28,7 @@ _MAX_OPEN_FILES = 32
 
 
 def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
-    """Bound the address space, each written file and the CPU time; no core files, few descriptors."""
+    """Limit address space, size of each written file and CPU time; no core files, few descriptors."""
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),
@@ -40,17 +40,17 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
 
 
 def confine(writable: Iterable[Path]) -> list[str]:
-    """Leave nothing in reach but the directories in `writable` and, to read, Python and this code.
+    """Restrict file access to the directories in `writable` and, read-only, to Python and this code.
 
-    Also dies with the thread that started this process. Returns the names of the measures that this machine lacks:
-    kernels and containers differ in what they allow.
+    The process is also killed when the thread that started it dies. Returns the names of the measures that this machine
+    lacks, since kernels and containers differ in what they allow.
     """
     if sys.platform != "linux":
         return list(MEASURES)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    # An ordinary user may have a network of its own only together with users of its own.
+    # An ordinary user can only unshare the network together with a new user namespace.
     has_network = libc.unshare(_NEW_NETWORK) != 0 and libc.unshare(_NEW_USER | _NEW_NETWORK) != 0
     taken = {
         NETWORK: not has_network,
@@ -63,16 +63,16 @@ def confine(writable: Iterable[Path]) -> list[str]:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """A server that root runs, or users of its own, would leave this process more than it needs."""
+    """Drop all capabilities: a root server, or a new user namespace, would leave this process some."""
     libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 
 def _code_directories() -> list[Path]:
-    """Where Python finds what it loads late; real paths, since links are not followed into other places."""
+    """The directories from which Python imports late; real paths, since Landlock does not follow links elsewhere."""
     places = [sys.prefix, sys.base_prefix, *(path for path in sys.path if path)]
     return [Path(os.path.realpath(place)) for place in dict.fromkeys(places) if os.path.isdir(place)]
 
 
 if __name__ == "__main__":
-    # Confinement is for good, so that what a machine lacks is found out by a process of its own.
+    # Confinement is irrevocable, so a separate process finds out what the machine lacks.
     json.dump(confine(()), sys.stdout)

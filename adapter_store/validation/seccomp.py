@@ -1,8 +1,8 @@
-"""A filter of system calls, by which a process takes from itself, for good, what it does not need.
+"""A system call filter with which a process irrevocably gives up the calls it does not need.
 
-The filter is a program of classic BPF over `struct seccomp_data {int nr; u32 arch; ...}`: see seccomp(2). It names what
-is refused, since what Python, numpy and the C library call differs from version to version. A refused call fails with
-EPERM.
+The filter is a classic BPF program over `struct seccomp_data {int nr; u32 arch; ...}`: see seccomp(2). It lists the
+refused calls, since the calls of Python, numpy and the C library differ from version to version. A refused call fails
+with EPERM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import errno
 import platform
 import struct
 
-# Calls by their numbers on x86-64 and on 64-bit ARM; None where that machine has no such call.
+# System call numbers on x86-64 and 64-bit ARM; None if that architecture lacks the call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     # The network and other processes' sockets.
     "socket": (41, 198),
@@ -45,19 +45,19 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "prlimit64": (302, 261),
-    # Links, by which the server could be led to another file than the one it asked for.
+    # Links, which could lead the server to a different file than the one it requested.
     "link": (86, None),
     "linkat": (265, 37),
     "symlink": (88, None),
     "symlinkat": (266, 36),
     "mknod": (133, None),
     "mknodat": (259, 33),
-    # Landlock knows of it only from its version 3 on. A file that was opened can still be cut.
+    # Landlock covers it only from its version 3 on. An open file can still be truncated.
     "truncate": (76, 45),
-    # Memory that no limit on addresses counts.
+    # Memory that does not count toward the address space limit.
     "memfd_create": (319, 279),
     "shmget": (29, 194),
-    # The kernel's rarer sides.
+    # Rarely used kernel features.
     "add_key": (248, 217),
     "bpf": (321, 280),
     "chroot": (161, 51),
@@ -81,7 +81,7 @@ _LOAD_WORD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _NR, _ARCH = 0, 4
 _ALLOW, _KILL_PROCESS, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 _X32_CALLS = 0x40000000
-"""From this number on, x86-64 has its calls a second time, for programs with short pointers."""
+"""From this number on, x86-64 repeats its calls for programs with 32-bit pointers (x32)."""
 
 
 class _Program(ctypes.Structure):
@@ -89,7 +89,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_calls(libc: ctypes.CDLL) -> bool:
-    """Install the filter; False where this machine or its kernel has none. Needs no_new_privs."""
+    """Install the filter; False if this machine or its kernel does not support it. Needs no_new_privs."""
     if platform.machine() not in _MACHINES:
         return False
     column, arch = _MACHINES[platform.machine()]

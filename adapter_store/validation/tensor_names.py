@@ -1,15 +1,15 @@
-"""The names that PEFT gives tensors today, for those that its older versions, other trainers and wrappers gave them.
+"""Translates tensor names of older PEFT versions, other trainers and wrappers into PEFT's current names.
 
-Today a file of PEFT's says `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`. A module's name may also
+A current name is `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`. Other names may
 
-- lack PEFT's prefix `base_model.model.`, or lack the `model.` of a base that was trained without its head, or have one
-  more `model.`, of a wrapper around the base;
-- begin with `module.`, and hold `_orig_mod.`, `_fsdp_wrapped_module.` or `_checkpoint_wrapped_module.` where
+- lack PEFT's prefix `base_model.model.`, lack the `model.` of a base that was trained without its head, or have an
+  additional `model.` from a wrapper around the base;
+- begin with `module.`, or contain `_orig_mod.`, `_fsdp_wrapped_module.` or `_checkpoint_wrapped_module.`, because
   distributed training, compilation or checkpointing wrapped a module;
-- name the adapter, as in `lora_A.default.weight`, where a state was saved without PEFT.
+- contain the adapter's name, as in `lora_A.default.weight`, because the state was saved without PEFT.
 
-Each of these says which module is meant, whatever it was; two of them in one file do not say whether they mean the same
-adapter, so that all names of a file must be of one kind.
+Each such name identifies its module. But two kinds of names in one file might belong to different adapters, so all
+names of a file must be of one kind. With current names, equal weights have one digest.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """How the names of a file differ from today's: a wrapper around all, PEFT's prefix, the base's depth below it, the
-    adapter's name."""
+    """How the names of a file differ from current ones: wrapper around everything, PEFT's prefix, depth of the base
+    below it, adapter name."""
 
     is_parallel: bool
     has_prefix: bool
@@ -51,14 +51,14 @@ class _Spelling:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """The file's own names by those of today; a name that no spelling explains stays as it is."""
+    """Maps current names to the file's own names; a name that follows no known spelling is kept as it is."""
 
     originals: dict[str, str]
     are_todays: bool
 
 
 def todays_names(names: Iterable[str]) -> TensorNames:
-    """Find today's name of each tensor; raises AdapterRejected where names of several kinds are mixed or collide."""
+    """Find each tensor's current name; raises AdapterRejected if the file mixes spellings or names collide."""
     originals: dict[str, str] = {}
     spelling: _Spelling | None = None
     are_todays = True
@@ -69,7 +69,7 @@ def todays_names(names: Iterable[str]) -> TensorNames:
             if found != spelling:
                 raise AdapterRejected("ambiguous_names", "the tensors are not all named in the same way", original)
         if name in originals:
-            raise AdapterRejected("ambiguous_names", "two tensors are names of the same module", original)
+            raise AdapterRejected("ambiguous_names", "two tensors have names for the same module", original)
         originals[name] = original
         are_todays = are_todays and (found is None or name == original)
     return TensorNames(originals, are_todays)
@@ -81,12 +81,12 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
     if match is None:
         return original, None
     prefix, models, place, half, adapter, weight = match.groups()
-    # An embedding's halves are tensors, not modules with a weight.
+    # The two halves of an embedding are tensors themselves, not modules with a weight.
     if (weight == "") is not half.startswith("lora_embedding"):
         return original, None
     depth = models.count("model.")
     if place == _HEAD:
-        # The head lies beside the base's `model`, one step above all else.
+        # The head is next to the base's `model`, one level above everything else.
         depth += 1
         inside = place
     else:

@@ -1,4 +1,4 @@
-"""Whether an uploaded pair of files is an adapter of our base; fails closed, with a code."""
+"""Checks whether an uploaded pair of files is an adapter of our base; fails closed, with a code."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
 
 
 def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, checks: CheckList | None = None) -> Report:
-    """Check an upload against the base; raises AdapterRejected. No base weights are needed: shapes decide.
+    """Check an upload against the base; raises AdapterRejected. Needs only the base's shapes, not its weights.
 
-    What was checked is noted in `checks`, in which the caller may note what it does itself.
+    The checks are recorded in `checks`, to which the caller may add its own.
     """
     checks = checks or CheckList()
     with checks.check("configuration"):
@@ -49,10 +49,10 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                 weights.check(module, file.float32(a), file.float32(b), (a, b))
     with checks.check("effect"):
         if weights.largest_effect == 0.0:
-            raise AdapterRejected("zero_effect", "the adapter changes nothing: its products B A are zero")
+            raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
     warnings = without_effect(weights.effects)
     if not names.are_todays:
-        warnings.append(Warn("older_names", "the tensors have names that PEFT does not give today; they were renamed"))
+        warnings.append(Warn("older_names", "the tensor names are not PEFT's current ones; they were translated"))
     return Report(
         scales={module.key: module.scale for module in expected},
         names=names.originals,
@@ -79,7 +79,7 @@ def _num_pages(expected: Sequence[ExpectedModule], target: PackTarget) -> int:
 
 
 def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule], target: PackTarget) -> None:
-    """`entries` by today's names; a refusal gives the file's own name of what is in the file."""
+    """`entries` are keyed by current names; an error names a tensor as the file does."""
     wanted = {name for module in expected for name in (module.a_name, module.b_name)}
     missing, unexpected = wanted - entries.keys(), entries.keys() - wanted
     if not missing and not unexpected:
@@ -89,32 +89,34 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
     if max(layers, default=0) >= num_layers:
         raise AdapterRejected(
             "base_mismatch",
-            f"the adapter has weights for layer {max(layers)}, the base has {num_layers} layers",
+            f"the adapter has weights for layer {max(layers)}, but the base has {num_layers} layers",
             entries[min(unexpected)].name,
         )
     base_weights = [name for name in unexpected if _is_base_weight(name, target)]
     if base_weights:
-        # Nobody can tell here whether training has left them as they were.
+        # Training may have changed them, which cannot be checked here.
         raise AdapterRejected(
             "unexpected_tensor",
-            "the file holds weights of the base itself, which an adapter cannot bring: "
+            "the file contains weights of the base itself, which an adapter must not include: "
             "save it with save_pretrained(..., save_embedding_layers=False)",
             entries[min(base_weights)].name,
         )
     if unexpected:
         raise AdapterRejected(
-            "unexpected_tensor", "the configuration does not name this tensor", entries[min(unexpected)].name
+            "unexpected_tensor", "the configuration does not target this tensor", entries[min(unexpected)].name
         )
     wanted_layers = {module.layer for module in expected if module.layer is not None}
     if len(wanted_layers) == num_layers > len(layers) > 0 and layers == set(range(len(layers))):
         raise AdapterRejected(
-            "base_mismatch", f"the adapter has {len(layers)} layers, the base has {num_layers}", min(missing)
+            "base_mismatch", f"the adapter has {len(layers)} layers, but the base has {num_layers}", min(missing)
         )
-    raise AdapterRejected("missing_tensor", "the configuration names this tensor, the file lacks it", min(missing))
+    raise AdapterRejected(
+        "missing_tensor", "the configuration targets this tensor, but the file lacks it", min(missing)
+    )
 
 
 def _is_base_weight(name: str, target: PackTarget) -> bool:
-    """Whether PEFT stores an outer module's own weights under this name, as it does unless it is told not to."""
+    """Whether PEFT stores an outer module's own weights under this name, as it does by default."""
     places = [TENSOR_PREFIX + module.name for module in target.outer_modules]
     return any(name in (f"{place}.base_layer.weight", f"{place}.weight") for place in places)
 
@@ -130,10 +132,10 @@ def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[Expecte
         ):
             if found != wanted:
                 raise AdapterRejected(
-                    "base_mismatch", f"the tensor is for {found} features, the base has {wanted}", name
+                    "base_mismatch", f"the tensor is for {found} features, but the base has {wanted}", name
                 )
         for name, rank in ((a.name, a_rank), (b.name, b_rank)):
             if rank != module.rank:
                 raise AdapterRejected(
-                    "rank_mismatch", f"the tensor has rank {rank}, the configuration says {module.rank}", name
+                    "rank_mismatch", f"the tensor has rank {rank}, but the configuration says {module.rank}", name
                 )

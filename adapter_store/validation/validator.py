@@ -1,4 +1,4 @@
-"""Runs each validation in a process of its own, with limits on time and memory and none of our environment."""
+"""Runs each validation in its own process, with limits on time and memory and none of our environment."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["Accepted", "Limits", "SubprocessValidator", "ValidationFailed", "Val
 _VERDICT_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGSYS}
 )
-"""How a process ends by its limits, for want of memory, or by a crash: this adapter would end the next one too."""
+"""Signals that end a process at its limits, when it lacks memory or when it crashes; a retry would end the same way."""
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.worker")
 _PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.sandbox")
 _PROBE_TIMEOUT_S = 30.0
 
 NICENESS = 10
-"""How far a validation stands back for the engine and the gateway: it gets about a tenth of a core that they want."""
+"""Niceness of a validation, which leaves it about a tenth of a core that the engine and the gateway also want."""
 
 _log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ class _Rejected(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What the process says: one of two verdicts, what it used, and which measures of its sandbox there were not."""
+    """The process's answer: one of two verdicts, its resource usage, and the sandbox measures the machine lacks."""
 
     missing: list[str]
     usage: dict[str, int]
@@ -56,11 +56,11 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class ValidationFailed(StoreError):
-    """Validation could not be run at all; says nothing about the adapter."""
+    """Validation could not run at all; says nothing about the adapter."""
 
 
 class Validator(Protocol):
-    """How `Ingest` has an upload checked; raises AdapterRejected or ValidationFailed."""
+    """How `Ingest` validates an upload; raises AdapterRejected or ValidationFailed."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted: ...
 
@@ -68,10 +68,13 @@ class Validator(Protocol):
 class SubprocessValidator:
     """Validates in `python -m loramux.adapter_store.validation.worker`, which limits and confines itself.
 
-    Its processor time is 10 s, or what `Limits.for_upload` derives from a large upload's size. Its time on the wall is
-    ten times that, since it yields to everything else on the machine. `timeout_s`, on the wall, and `memory_bytes`
-    replace the derived limits, `command` replaces the process, and `niceness` is the niceness it runs with. Without one
-    of the `required` measures of its sandbox the process reads nothing, and ends.
+    Its CPU time limit is 10 s, or what `Limits.for_upload` derives from a large upload's size. Its wall-clock limit is
+    ten times that, since it yields to everything else on the machine. `timeout_s` (wall-clock) and `memory_bytes`
+    replace the derived limits, `command` replaces the process, and `niceness` is its niceness. If the machine lacks one
+    of the `required` sandbox measures, the process reads nothing and exits.
+
+    An adapter whose process exceeds a limit is rejected for good (`validation_killed`, `validation_timeout`). A full
+    disk or a stopping server says nothing about the adapter, which is then retried.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class SubprocessValidator:
         return self._verdict(ended.stdout, job)
 
     def close(self) -> None:
-        """End what is running, without a verdict, and start nothing more."""
+        """End running validations without a verdict, and start no more."""
         self._processes.close()
 
     def _limits(self, job: ValidationJob, target: PackTarget) -> Limits:
@@ -127,14 +130,14 @@ class SubprocessValidator:
         return limits
 
     def _verdict(self, answer: bytes, job: ValidationJob) -> Accepted:
-        """The process has read a tenant's bytes, so its own word is checked as well."""
+        """Check the process's answer, which is not trusted, since the process has read a tenant's bytes."""
         try:
             decoded = msgspec.json.decode(answer, type=_Answer)
             for path in (job.canonical, job.packed) if decoded.accepted else ():
                 if not stat.S_ISREG(path.lstat().st_mode):
-                    raise ValueError("the process wrote something else than a file")
+                    raise ValueError("the process wrote something other than a file")
             if (decoded.accepted is None) == (decoded.rejected is None):
-                raise ValueError("the process gave no verdict, or two")
+                raise ValueError("the process gave no verdict or two")
         except (ValueError, RecursionError, OSError) as error:
             _log.warning("validation_answer_refused", error=str(error))
             raise AdapterRejected("validation_failed", "the adapter cannot be validated") from error
@@ -147,7 +150,7 @@ class SubprocessValidator:
         return replace(decoded.accepted, report=decoded.accepted.report | {"usage": decoded.usage})
 
     def _note_missing(self, missing: list[str]) -> None:
-        """Say once which of the sandbox's measures this machine lacks."""
+        """Log once which sandbox measures this machine lacks."""
         if missing != self._missing:
             self._missing = missing
             if missing:
@@ -155,7 +158,7 @@ class SubprocessValidator:
 
 
 def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:
-    """Which measures of the sandbox this machine lacks; raises ValidationFailed where that cannot be found out."""
+    """The sandbox measures that this machine lacks; raises ValidationFailed if they cannot be determined."""
     try:
         done = subprocess.run(  # noqa: S603 - our own program
             command,
@@ -168,21 +171,21 @@ def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:
         )
         return tuple(msgspec.json.decode(done.stdout, type=list[str]))
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
-        raise ValidationFailed(f"the sandbox of the validation process cannot be tried: {error}") from error
+        raise ValidationFailed(f"the sandbox of the validation process cannot be tested: {error}") from error
 
 
 def _check_end(ended: Ended) -> None:
     if -ended.returncode in _VERDICT_SIGNALS:
         raise AdapterRejected("validation_killed", "validation exceeded its limits")
     if ended.returncode < 0:
-        # Somebody stops the whole server, which says nothing about the adapter.
+        # Something stops the whole server, which says nothing about the adapter.
         raise ValidationFailed(f"the validation process was ended by signal {-ended.returncode}")
     if ended.returncode > 0:
         raise ValidationFailed(f"the validation process failed: {last_line(ended.stderr)}")
 
 
 def worker_environment() -> dict[str, str]:
-    """Only what Python needs: no credentials, and one thread, since each reserves memory that counts as used."""
+    """Only what Python needs: no credentials, and one thread, since each thread reserves address space."""
     roots = [str(Path(place).parent.absolute()) for place in loramux.__path__]
     return {
         "PATH": os.environ.get("PATH", os.defpath),

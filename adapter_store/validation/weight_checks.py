@@ -1,4 +1,4 @@
-"""Whether the numbers of one module can be served: finite, of a sane size, with an effect."""
+"""Checks that a module's numbers can be served: finite, of a reasonable size, and with an effect."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.validation.expected_modules import ExpectedModule
 
 MAX_WEIGHT = 65504.0
-"""No single weight may be larger: float16's limit."""
+"""Largest absolute value of a weight: float16's limit."""
 
 MAX_MEAN_CHANGE = 100.0
-"""Bound on `scale |A| |B| / sqrt(in * out)`, which bounds the root mean square of the change to the base's weights.
+"""Limit on `scale |A| |B| / sqrt(in * out)`, an upper bound on the root mean square change to the base's weights.
 
-Those weights are a few hundredths; a change thousands of times larger is a diverged training, never an adapter."""
+Those weights are a few hundredths; a change thousands of times larger means that training diverged."""
 
 _NUM_PROBES = 4
 _BLOCK_ELEMENTS = 1 << 20
-"""Weights are looked at so many at a time: the head's may take hundreds of megabytes, and need not be copied whole."""
+"""Weights checked per block, which avoids a copy of all weights: a head can have hundreds of megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a module does to the fixed random inputs: the largest value of `scale * B(Ax)`."""
+    """A module's effect on fixed random inputs: the largest absolute value of `scale * B(Ax)`."""
 
     module: ExpectedModule
     largest: float
 
 
 class WeightChecks:
-    """Checks modules one by one and remembers the effect of each."""
+    """Checks modules one by one and collects their effects."""
 
     def __init__(self) -> None:
         self.effects: list[Effect] = []
@@ -52,7 +52,7 @@ class WeightChecks:
     ) -> None:
         """`A` float32 `[rank, in]`, `B` float32 `[out, rank]`; raises AdapterRejected.
 
-        `names` are what the file calls the two, where that is not what PEFT calls them.
+        `names` are the file's names of the two tensors, if they differ from PEFT's.
         """
         a_name, b_name = names or (module.a_name, module.b_name)
         norm = module.scale * _norm(a_name, A) * _norm(b_name, B)
@@ -61,7 +61,7 @@ class WeightChecks:
             raise AdapterRejected(
                 "norm_too_large",
                 f"the module changes the base's weights by up to {change:.3g} on average, "
-                f"at most {MAX_MEAN_CHANGE:g} is allowed",
+                f"more than the allowed {MAX_MEAN_CHANGE:g}",
                 module.key,
             )
         effect = module.scale * ((self._probe(module.shape.in_features) @ A.T) @ B.T)
@@ -78,19 +78,19 @@ class WeightChecks:
 
 
 def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
-    """The square root of the sum of squares of finite weights; raises AdapterRejected."""
+    """The Frobenius norm of finite weights; raises AdapterRejected."""
     flat = weights.reshape(-1)
     squares = 0.0
     for begin in range(0, flat.size, _BLOCK_ELEMENTS):
         block = flat[begin : begin + _BLOCK_ELEMENTS]
         largest = max(float(block.max()), -float(block.min()))
-        # A maximum is NaN where one value is.
+        # The maximum is NaN if any value is.
         if not math.isfinite(largest):
             raise AdapterRejected("not_finite", "the tensor holds NaN or infinity", name)
         if largest > MAX_WEIGHT:
             raise AdapterRejected(
-                "norm_too_large", f"a weight of {largest:.3g}, at most {MAX_WEIGHT:g} is allowed", name
+                "norm_too_large", f"a weight is {largest:.3g}, but at most {MAX_WEIGHT:g} is allowed", name
             )
-        # A million squares of at most 65504 are far from float32's limit, and their rounding from the bound's meaning.
+        # A million squares of at most 65504 add up well below float32's limit; rounding does not matter to the bound.
         squares += float(np.dot(block, block))
     return math.sqrt(squares)

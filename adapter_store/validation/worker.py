@@ -1,6 +1,6 @@
-"""The validation process: each fork of it reads one job from standard input, confines itself, and answers.
+"""The validation process: each fork reads one job from standard input, confines itself, and answers.
 
-The answer goes to standard output.
+The answer is written to standard output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
 
 
 def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
-    """Run a job, and turn what comes of it into the answer. Raises OSError for what is the machine's fault."""
+    """Run a job and turn its outcome into the answer. Raises OSError for failures of the machine."""
     try:
         return {"accepted": asdict(run_job(job, target))}
     except AdapterRejected as error:
@@ -52,13 +52,13 @@ def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
     except MemoryError:
         return _rejected(_beyond_limits())
     except OSError as error:
-        # The limits on a file's size and on memory are those of the largest valid adapter, so that passing one is this
-        # adapter's fault and would be again. A full disk says nothing about it: no answer, and another try.
+        # The limits on file size and memory fit the largest valid adapter, so exceeding one is this adapter's fault and
+        # would happen again. A full disk says nothing about the adapter: give no answer, and it is retried.
         if error.errno in (errno.EFBIG, errno.ENOMEM):
             return _rejected(_beyond_limits())
         raise
     except Exception:
-        # What nobody foresaw fails closed; the cause goes to standard error.
+        # Unforeseen errors fail closed; the cause goes to standard error.
         traceback.print_exc()
         return _rejected(AdapterRejected("validation_failed", "the adapter cannot be validated"))
 
@@ -69,7 +69,7 @@ def main() -> int:
     job = ValidationJob(**{name: Path(path) for name, path in request["job"].items()})
     target = PackTarget.from_document(request["target"])
     limits = Limits(**request["limits"])
-    # Before anything is read that a tenant wrote.
+    # Before reading anything that a tenant wrote.
     limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
     with _own_status() as status:
         missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def _own_status() -> AbstractContextManager[TextIO | None]:
-    """The kernel's account of this process, opened while it still can be; None where there is none."""
+    """The kernel's status of this process, opened while that is still allowed; None if there is none."""
     try:
         return open("/proc/self/status")
     except OSError:
@@ -88,9 +88,9 @@ def _own_status() -> AbstractContextManager[TextIO | None]:
 
 
 def _usage(status: TextIO | None) -> dict[str, int]:
-    """Processor time, and the most memory and addresses at once.
+    """CPU time, and peak memory and address space.
 
-    The kernel's other account of memory, getrusage(2), begins with that of the process that started this one.
+    getrusage(2) would not do for memory: its peak includes that of the parent process.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     usage = {"cpu_ms": round((used.ru_utime + used.ru_stime) * 1000)}

@@ -117,7 +117,7 @@ def test_a_machine_that_lacks_a_measure_is_found_out(lacking: set[str], measures
     "code", ["raise SystemExit(1)", "print('x')", "print([1])"], ids=["fails", "no JSON", "number"]
 )
 def test_a_sandbox_that_cannot_be_tried_is_no_sandbox(code: str) -> None:
-    with pytest.raises(ValidationFailed, match="cannot be tried"):
+    with pytest.raises(ValidationFailed, match="cannot be tested"):
         missing_measures((sys.executable, "-c", code))
 
 
