@@ -1,4 +1,4 @@
-"""The audit trail: a row in the transaction of each administrative change, or none where the change is rolled back."""
+"""The audit log: a row in the transaction of each administrative change, which is rolled back with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import audit_log
 
 MAX_TEXT = 300
-"""Longer texts are cut: the trail says what changed, it is no second copy."""
+"""Longest text that is kept, in characters: the log says what changed but is not a second copy."""
 
 _KEY = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")
@@ -23,9 +23,9 @@ _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who changes something: a key's identifier, `operator` for the operator's own key, or `system`.
+    """Who makes a change: a key's identifier, `operator` for the operator's own key, or `system`.
 
-    `address` and `request_id` are those of the call that asked for it.
+    `address` and `request_id` are those of the call that requested it.
     """
 
     key_id: str = "system"
@@ -34,18 +34,18 @@ class Actor:
 
 
 _SYSTEM = Actor()
-# Not handed through every service: each would only hand it on, and one that forgot would hide who did it.
+# A context variable, since every service would otherwise have to pass it on, and one that forgot would hide the actor.
 _acting: ContextVar[Actor] = ContextVar("acting", default=_SYSTEM)
 
 
 def act_as(actor: Actor) -> None:
-    """Say who is behind the changes of this call, and of the threads that it is run on."""
+    """Set the actor for all changes made by this call, including on threads that run it."""
     _acting.set(actor)
 
 
 @contextmanager
 def acting_as(actor: Actor) -> Iterator[None]:
-    """The same for a block only."""
+    """Set the actor for the block only."""
     token = _acting.set(actor)
     try:
         yield
@@ -63,12 +63,11 @@ def audit(
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write down one change, in its own transaction: `action` is `what.how`, such as `alias.set`.
+    """Record one change in its own transaction; `action` is `what.how`, such as `alias.set`.
 
-    `before` and `after` describe the thing in small JSON values; only what differs is kept, and where nothing does
-    there was no change. What looks like a key is
-    blotted out, wherever it stands; a field that is named like a secret is a mistake of ours. `tenant_id` may be a
-    subquery that finds it.
+    `before` and `after` describe the object in small JSON values. Only fields that differ are kept, and an update that
+    changes none is not recorded. Anything that looks like a key is masked, and a field whose name suggests a secret
+    fails an assertion. `tenant_id` may be a subquery.
     """
     changes = difference(before or {}, after or {})
     if before and not changes:
@@ -90,7 +89,7 @@ def audit(
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The fields that differ, each as [before, after]; a field that one side lacks is None there."""
+    """The fields that differ, each as [before, after], with None on a side that lacks the field."""
     names = {**before, **after}
     assert not any(_SECRET_FIELDS.search(name) for name in names), "secrets stay out of the audit log"
     pairs = {name: [_safe(before.get(name)), _safe(after.get(name))] for name in names}
@@ -98,7 +97,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def _safe(value: Any) -> Any:
-    """A value without keys and without great length."""
+    """The value with keys masked and long texts cut."""
     if isinstance(value, str):
         shown = _KEY.sub(r"sk-lmx-\1-...", value)
         return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}..."

@@ -1,4 +1,4 @@
-"""Many rows in one statement, in a form whose preparation costs the same for one row and for hundreds."""
+"""Many rows in one statement, in a form whose preparation costs the same for one row as for hundreds."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from loramux.migrations.pipeline import pipeline
 
 POSTGRESQL = "postgresql"
 ROWS = "rows"
-"""The parameter of a statement on PostgreSQL that is a document of rows."""
+"""Name of the parameter that holds the rows as a JSON document, on PostgreSQL."""
 
 
 def rows_of(columns: Sequence[Column[Any]], name: str = ROWS) -> FromClause:
-    """On PostgreSQL, the rows of a JSON document as a table: one parameter, however many rows and columns."""
+    """On PostgreSQL, the rows of a JSON document as a table: one parameter for any number of rows and columns."""
     wanted = (column(one.name, one.type) for one in columns)
     return (
         func.json_to_recordset(cast(bindparam(name, type_=String), JSON))
@@ -44,14 +44,14 @@ def rows_of(columns: Sequence[Column[Any]], name: str = ROWS) -> FromClause:
 
 
 def document(rows: Sequence[Any]) -> str:
-    """What `rows_of` reads: records with fields of the columns' names."""
+    """Encode the input of `rows_of`: records with fields named like the columns."""
     return msgspec.json.encode(rows).decode()
 
 
 class BulkStatement:
-    """A statement that is run with many rows, each a `record` with fields of the columns' names; compiled once.
+    """A statement to run with many rows, each a `record` with fields named like the columns; compiled once.
 
-    `postgresql` takes them from `rows_of(columns, name)`; `sqlite`, which has no way to a server, is run once a row.
+    `postgresql` reads them from `rows_of(columns, name)`. `sqlite`, which has no round trips to save, runs once per row.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BulkStatement:
         postgresql: ClauseElement,
         sqlite: ClauseElement,
     ) -> None:
-        # PostgreSQL would take a field that is not there for a null.
+        # PostgreSQL would read a missing field as null.
         assert {one.name for one in columns} <= set(record.__struct_fields__), (name, record)
         self.name = name
         self._documents = {one.name for one in columns if isinstance(one.type, JSON)}
@@ -71,7 +71,7 @@ class BulkStatement:
 
     @classmethod
     def insert(cls, table: Table, record: type[msgspec.Struct]) -> BulkStatement:
-        """Insert rows of all columns."""
+        """Insert rows with all columns."""
         columns, name = list(table.c), f"new_{table.name}"
         names = [one.name for one in columns]
         many = insert(table).from_select(names, select(*rows_of(columns, name).c))
@@ -81,7 +81,7 @@ class BulkStatement:
     def update(
         cls, table: Table, record: type[msgspec.Struct], keys: Sequence[Column[Any]], changed: Sequence[Column[Any]]
     ) -> BulkStatement:
-        """Set the `changed` columns of the rows that `keys` name."""
+        """Set the `changed` columns of the rows identified by `keys`."""
         columns, name = [*keys, *changed], f"changed_{table.name}"
         rows = rows_of(columns, name)
         many = update(table).values({one.name: rows.c[one.name] for one in changed})
@@ -93,7 +93,7 @@ class BulkStatement:
 
     @classmethod
     def delete(cls, table: Table, record: type[msgspec.Struct], keys: Sequence[Column[Any]]) -> BulkStatement:
-        """Delete the rows that `keys` name."""
+        """Delete the rows identified by `keys`."""
         name = f"deleted_{table.name}"
         rows = rows_of(keys, name)
         many = single = delete(table)
@@ -103,7 +103,7 @@ class BulkStatement:
         return cls(name, record, keys, many, single)
 
     def compiled(self, dialect: Dialect) -> tuple[str, tuple[str, ...]]:
-        """The statement as the driver takes it, and on SQLite the columns in the order in which it takes them."""
+        """The statement's text for the driver, and for SQLite the order of its columns."""
         is_postgresql = dialect.name == POSTGRESQL
         found = self._compiled.get(is_postgresql)
         if found is None:
@@ -114,7 +114,7 @@ class BulkStatement:
         return found
 
     def values_of(self, row: msgspec.Struct, order: Sequence[str]) -> tuple[Any, ...]:
-        """A row as SQLite takes it."""
+        """A row's values for SQLite."""
         values = [getattr(row, name) for name in order]
         for name in self._documents:
             values[order.index(name)] = document(getattr(row, name))
@@ -122,13 +122,13 @@ class BulkStatement:
 
 
 Write: TypeAlias = tuple[BulkStatement, Sequence[msgspec.Struct]]
-"""A statement and the rows that it is to be run with."""
+"""A statement and the rows to run it with."""
 
 
 def write_together(connection: Connection, writes: Sequence[Write], is_last: bool = False) -> None:
-    """Run statements in this order, on PostgreSQL with one way to the server for all of them.
+    """Run statements in this order; on PostgreSQL in a single round trip.
 
-    There, `is_last` commits a transaction of `write_in_pipelines` on the same way.
+    On PostgreSQL, `is_last` also commits a transaction of `write_in_pipelines` in the same round trip.
     """
     wanted = [(statement, rows) for statement, rows in writes if rows]
     if connection.dialect.name != POSTGRESQL:
@@ -143,5 +143,5 @@ def write_together(connection: Connection, writes: Sequence[Write], is_last: boo
 
 @functools.lru_cache(maxsize=64)
 def text_of(statement: ClauseElement, dialect: Dialect) -> str:
-    """A statement as the driver takes it. Reading through the driver spares what SQLAlchemy does for each value."""
+    """A statement's text for the driver. Reading through the driver avoids SQLAlchemy's work for each value."""
     return str(statement.compile(dialect=dialect))

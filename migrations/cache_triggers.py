@@ -1,4 +1,4 @@
-"""Triggers that count the changes of what gateways keep in memory, whoever makes them: a server, or SQL by hand."""
+"""Triggers that count changes of rows that gateways cache, whether made by a server or by hand in SQL."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from sqlalchemy import Connection, inspect
 
 CACHED_TABLES = ("api_keys", "tenants", "quota_policies")
 CHANNEL = "loramux_caches"
-"""PostgreSQL's listeners are told here when such a change has committed."""
+"""PostgreSQL channel that is notified when such a change has committed."""
 
-# The trigger is deferred to the commit, so that the counter's row is the last that a transaction locks: two that change
-# keys and policies in different orders cannot wait for each other here.
+# The trigger is deferred to the commit, so the counter's row is the last one a transaction locks: transactions that
+# change keys and policies in different orders cannot deadlock on it.
 _POSTGRES_FUNCTION = """
 CREATE OR REPLACE FUNCTION loramux_cached_row_changed() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -26,7 +26,7 @@ _SQLITE_COUNT = (
 
 
 def remove_cache_triggers(connection: Connection) -> None:
-    """Take the triggers away, before an upgrade: PostgreSQL alters no table that a deferred trigger waits for."""
+    """Drop the triggers before an upgrade: PostgreSQL cannot alter a table with pending deferred triggers."""
     tables = set(inspect(connection).get_table_names())
     for table in CACHED_TABLES:
         if table not in tables:
@@ -39,7 +39,7 @@ def remove_cache_triggers(connection: Connection) -> None:
 
 
 def install_cache_triggers(connection: Connection) -> None:
-    """Make the triggers, after an upgrade; nothing on a schema that is older than they are."""
+    """Create the triggers after an upgrade; does nothing on a schema from before they existed."""
     tables = set(inspect(connection).get_table_names())
     if "signals" not in tables:
         return

@@ -1,4 +1,4 @@
-"""Connect to SQLite or PostgreSQL, keep the schema current, and refuse to run on a wrong one."""
+"""Connects to SQLite or PostgreSQL, upgrades the schema, and refuses to run on a wrong one."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ Clock = Callable[[], int]
 """Microseconds since 1970."""
 
 LONGEST_READ_S = 20.0
-"""How long a reading that a caller's filters make long may keep the database busy."""
+"""Longest time, in seconds, that a read whose cost depends on a caller's filters may take."""
 
 SQLITE_WAIT_S = 10.0
-"""How long a writer waits for another."""
+"""Longest wait of a writer for another one, in seconds."""
 
 POOL_WAIT_S = 5.0
-"""How long to wait for a connection when all are in use."""
+"""Longest wait for a connection when all are in use, in seconds."""
 
 _PATIENCE = {
     "connect_timeout": "5",
-    # A server whose host has vanished says nothing: without these, its connections hang for a quarter of an hour.
+    # A vanished host sends nothing: without these settings, its connections hang for a quarter of an hour.
     "tcp_user_timeout": "15000",
     "keepalives_idle": "10",
     "keepalives_interval": "5",
     "keepalives_count": "3",
 }
-"""What libpq is told where the URL does not say otherwise."""
+"""libpq's defaults, which the URL can override."""
 
 UNASKED_S = 1.0
-"""A connection that was used so lately is used again without asking whether it is still there."""
+"""Seconds since its last use within which a connection is reused without a ping."""
 
 UPGRADE_ATTEMPTS = 5
-"""How often an upgrade is tried that PostgreSQL has give way to others in a deadlock."""
+"""Attempts at an upgrade that PostgreSQL aborts because of a deadlock."""
 
 _DEADLOCK = "40P01"
-"""PostgreSQL's code for it."""
+"""PostgreSQL's code for a deadlock."""
 
 _CANCELLED = "57014"
-"""PostgreSQL's code for a statement that it broke off."""
+"""PostgreSQL's code for a cancelled statement."""
 
 _STEPS_UNASKED = 1_000_000
-"""Steps of SQLite's machine between two looks at the clock: tens of milliseconds."""
+"""Virtual machine steps of SQLite between checks of the clock: tens of milliseconds."""
 
 _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _SAMPLED_ROWS = 1000
-"""Of each index, for SQLite's statistics."""
+"""Rows sampled per index for SQLite's statistics."""
 _READ_ONLY = "loramux_read_only"
 
 
@@ -77,36 +77,36 @@ _MOMENT = select(_NOW_US, _EPOCH.scalar_subquery())
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time, and the number of changes of keys, tenants and policies that had committed by then."""
+    """A time, and the number of changes to keys, tenants and policies that had committed by then."""
 
     now_us: int
     epoch: int
 
 
 class ReadTooLong(Exception):
-    """A reading took longer than it may, and was broken off."""
+    """A read exceeded its time limit and was cancelled."""
 
 
 class DatabaseError(Exception):
-    """The database cannot be used; the message says how to mend it."""
+    """The database cannot be used; the message says how to fix it."""
 
 
 class Database:
     """One SQL database. Synchronous: call it from a thread, never from the event loop.
 
-    SQLite runs with WAL and `synchronous=FULL`; every transaction that writes begins with the write lock, so that a
-    read inside it stays true until it commits.
+    SQLite runs with WAL and `synchronous=FULL`. Every writing transaction begins with the write lock, so what it reads
+    stays true until it commits.
     """
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
-        # Reentrant: SQLite itself refuses a writer within a writer.
+        # Reentrant: SQLite itself rejects a nested writer.
         self._writing = threading.RLock()
         try:
             self._url = _parse_url(url)
             self._engine = _create_engine(self._url)
         except (ArgumentError, ValueError):
-            # A password with a stray character is read as a port or a host: nothing of the URL is shown.
+            # A stray character makes a password parse as a port or host, so show nothing of the URL.
             raise DatabaseError(
                 "the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME"
             ) from None
@@ -129,10 +129,10 @@ class Database:
 
     @contextmanager
     def _next_writer(self) -> Iterator[None]:
-        """Let the threads of this process write to SQLite one after the other.
+        """Let this process's threads write to SQLite one at a time.
 
-        A thread that waits here goes on as soon as the lock is free. SQLite's own wait sleeps for up to a tenth of a
-        second at a time, and is left for other processes.
+        A thread waiting here continues as soon as the lock is free. SQLite's own wait sleeps for up to a tenth of a
+        second at a time, and is only needed between processes.
         """
         is_held = self.is_sqlite and self._writing.acquire(timeout=SQLITE_WAIT_S)
         try:
@@ -143,13 +143,13 @@ class Database:
 
     @contextmanager
     def write_in_pipelines(self) -> Iterator[Connection]:
-        """The same on PostgreSQL for who uses `pipeline`."""
+        """The same on PostgreSQL, for callers that use `pipeline`."""
         with write_in_pipelines(self._engine) as connection:
             yield connection
 
     @contextmanager
     def read(self, within_s: float | None = None) -> Iterator[Connection]:
-        """A transaction that only reads; raises ReadTooLong for a statement that takes longer than `within_s`."""
+        """A read-only transaction; raises ReadTooLong for a statement that takes longer than `within_s`."""
         with self._engine.connect().execution_options(**{_READ_ONLY: True}) as connection, connection.begin():
             if within_s is None:
                 yield connection
@@ -160,9 +160,9 @@ class Database:
     def query(
         self, statement: Select[*tuple[Any, ...]], parameters: Mapping[str, object]
     ) -> Sequence[Row[*tuple[Any, ...]]]:
-        """The rows of one statement that only reads.
+        """The rows of one read-only statement.
 
-        PostgreSQL needs no transaction around it, which saves two ways to the server and back.
+        On PostgreSQL it runs without a transaction, which saves two round trips.
         """
         if self.is_sqlite:
             with self.read() as connection:
@@ -171,14 +171,14 @@ class Database:
             return connection.execute(statement, parameters).all()
 
     def detached_connection(self) -> Connection:
-        """A connection beside the pool, without transactions; the caller closes it. PostgreSQL only."""
+        """A connection outside the pool, in autocommit mode; the caller closes it. PostgreSQL only."""
         assert not self.is_sqlite
         connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()
         return connection
 
     def now_us(self, connection: Connection | None = None) -> int:
-        """Microseconds since 1970: the injected clock, else PostgreSQL's own inside a transaction, else the host's."""
+        """Microseconds since 1970, from the injected clock, else PostgreSQL inside a transaction, else the host."""
         if self._clock is not None:
             return self._clock()
         if connection is not None and not self.is_sqlite:
@@ -186,7 +186,7 @@ class Database:
         return time.time_ns() // 1000
 
     def moment(self, connection: Connection) -> Moment:
-        """The time inside a transaction, as `now_us` has it, and the epoch of what gateways keep in memory."""
+        """The time inside a transaction, as from `now_us`, and the epoch of the gateways' caches."""
         if self._clock is None and not self.is_sqlite:
             now_us, epoch = connection.execute(_MOMENT).one()
             return Moment(now_us, epoch or 0)
@@ -194,17 +194,17 @@ class Database:
 
     @cached_property
     def moment_text(self) -> str:
-        """The statement of `moment` as PostgreSQL's driver takes it; `moment_of` reads the row that it returns."""
+        """The statement of `moment` for PostgreSQL's driver; `moment_of` reads its row."""
         return str(_MOMENT.compile(dialect=self._engine.dialect, compile_kwargs={"literal_binds": True}))
 
     def moment_of(self, row: Sequence[Any]) -> Moment:
         return Moment(row[0] if self._clock is None else self._clock(), row[1] or 0)
 
     def upgrade(self, revision: str = "head") -> None:
-        """Bring the schema to the newest version, or to one on the way there; safe to call on a current one.
+        """Upgrade the schema to the newest version, or to `revision`; does nothing if it is current.
 
-        It is one transaction. Where that met gateways which were not stopped for it in a deadlock, nothing of it was
-        done, and they have gone on: it is tried again.
+        The upgrade is one transaction. If it deadlocks with gateways that are still running, it is rolled back, they
+        continue, and it is retried.
         """
         with _mend(self._url):
             for _ in range(UPGRADE_ATTEMPTS - 1):
@@ -218,20 +218,20 @@ class Database:
             command.upgrade(self._alembic_config(), revision)
 
     def refresh_statistics(self) -> None:
-        """Let SQLite sample its indexes, by which it plans; PostgreSQL does so by itself. Takes milliseconds.
+        """Have SQLite sample its indexes for the query planner; PostgreSQL does so itself. Takes milliseconds.
 
-        Without them a report on one tenant reads the rows of all. https://sqlite.org/lang_analyze.html
+        Without statistics, a report on one tenant reads every tenant's rows. https://sqlite.org/lang_analyze.html
         """
         if not self.is_sqlite:
             return
         with self._engine.begin() as connection:
             connection.exec_driver_sql(f"PRAGMA analysis_limit={_SAMPLED_ROWS}")
             connection.exec_driver_sql("ANALYZE")
-        # A connection knows what was there when it was opened.
+        # Open connections keep the old statistics.
         self._engine.dispose()
 
     def check_schema(self) -> None:
-        """Raise DatabaseError unless the database is reachable and its schema is the one this code was written for."""
+        """Raise DatabaseError unless the database is reachable and has the schema that this code needs."""
         wanted = ScriptDirectory.from_config(self._alembic_config()).get_current_head()
         with _mend(self._url), self._engine.connect() as connection:
             found = MigrationContext.configure(connection).get_current_revision()
@@ -261,7 +261,7 @@ def _parse_url(url: str) -> URL:
 
 
 def _create_engine(url: URL) -> Engine:
-    # Errors, which are logged, quote statements but not what was in them.
+    # Logged errors quote statements but not their parameters.
     if url.get_backend_name() != "sqlite":
         engine = create_engine(
             url.update_query_dict(_PATIENCE | dict(url.query)),
@@ -277,14 +277,14 @@ def _create_engine(url: URL) -> Engine:
         url,
         connect_args={"timeout": SQLITE_WAIT_S, "check_same_thread": False},
         poolclass=QueuePool,
-        # Files have no limit: as many as there are threads, so that none waits for another's.
+        # SQLite connections are unlimited, so that no thread waits for another's.
         max_overflow=-1,
         hide_parameters=True,
     )
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
-        # The driver must not begin transactions by itself: `write` begins them with the write lock.
+        # The driver must not begin transactions itself: `write` begins them with the write lock.
         connection.isolation_level = None
         cursor = connection.cursor()
         _use_wal(cursor)
@@ -302,7 +302,7 @@ def _create_engine(url: URL) -> Engine:
 
 @contextmanager
 def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
-    """Break off what takes too long: each statement on PostgreSQL, all of them together on SQLite."""
+    """Cancel what takes too long: each statement on PostgreSQL, all of them together on SQLite."""
     is_sqlite = connection.dialect.name == "sqlite"
     driver: Any = connection.connection.driver_connection
     if is_sqlite:
@@ -314,7 +314,7 @@ def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
         yield
     except OperationalError as error:
         if getattr(error.orig, "sqlstate", None) == _CANCELLED or str(error.orig) == "interrupted":
-            raise ReadTooLong(f"a reading took longer than {within_s:g} s") from error
+            raise ReadTooLong(f"a read took longer than {within_s:g} s") from error
         raise
     finally:
         if is_sqlite:
@@ -322,7 +322,7 @@ def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
 
 
 def _ping_the_rested(engine: Engine) -> None:
-    """Ask a connection that has rested whether it is still there before it is used; one in constant use is."""
+    """Ping a connection that has been idle before it is used again; one in constant use needs no ping."""
 
     @event.listens_for(engine, "checkin")
     def _note(_connection: Any, record: ConnectionPoolEntry) -> None:
@@ -334,14 +334,14 @@ def _ping_the_rested(engine: Engine) -> None:
             try:
                 engine.dialect.do_ping(connection)
             except engine.dialect.loaded_dbapi.Error as error:
-                # The pool takes or makes another, and drops those that are as old.
+                # The pool connects again, and drops its other connections of the same age.
                 raise InvalidatePoolError from error
 
 
 def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError | None:
-    """A server that became a standby, or whose host made it read-only because its disk is full, is in trouble.
+    """Disconnect from a server that became a standby, or was made read-only because its disk is full.
 
-    The driver calls that an internal error, and the connections would stay with a standby for as long as they live.
+    The driver calls that an internal error, after which connections to a standby would otherwise stay open for good.
     """
     cause = context.original_exception
     if getattr(cause, "sqlstate", None) != TAKES_NO_WRITES:
@@ -351,12 +351,12 @@ def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError |
 
 
 def _use_wal(cursor: Any) -> None:
-    """Switch the file to WAL, which stays so; servers that start together on a new file may all try at once."""
+    """Switch the file to WAL, permanently; servers that start together on a new file may all try at the same time."""
     for _ in range(_WAL_ATTEMPTS):
         try:
             cursor.execute("PRAGMA journal_mode=WAL")
         except sqlite3.OperationalError as error:
-            # The driver's own wait for locks does not cover this change.
+            # The driver's own lock timeout does not cover this change.
             if "locked" not in str(error):
                 raise
             time.sleep(_WAL_PAUSE_S)

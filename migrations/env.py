@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the versions on the engine that `Database` hands over."""
+"""Alembic's entry point: runs the migrations on the engine that `Database` passes in."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from loramux.migrations.cache_triggers import install_cache_triggers, remove_cac
 from loramux.migrations.schema import metadata
 
 _FIRST_LOCKED = ("reservations", "usage_events")
-"""What a settlement locks before anything else, in its order.
+"""The tables that a settlement locks first, in its order.
 
-Who only reserves comes to `reservations` last, and may hold what an upgrade locks later: counters always, policies and
-tenants where they have just changed. Then one of the two gives way, and is tried again: see `Database.upgrade`.
+A reservation locks `reservations` last, and may already hold rows that an upgrade locks later: always counters, and
+policies and tenants that have just changed. One of the two is then aborted and retried: see `Database.upgrade`.
 """
 
 
 def _wait_for_settlements(connection: Connection) -> None:
-    """Let those under way end, and the next ones wait, before a table is locked that they would wait for.
+    """Let settlements in progress finish and new ones wait before locking a table that they would wait for.
 
-    Beside gateways that were not stopped for it, an upgrade would else meet one deadlock after another.
+    Otherwise an upgrade would meet one deadlock after another while gateways are still running.
     """
     if MigrationContext.configure(connection).get_current_revision() == context.get_head_revision():
         return
@@ -34,8 +34,8 @@ def run() -> None:
     engine: Engine = context.config.attributes["engine"]
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
-            # Two servers that start together must not both migrate: the second waits, then finds nothing to do.
-            # SQLite needs none: its transaction begins with the write lock.
+            # Of two servers that start together, only one may migrate: the second waits, then finds nothing to do.
+            # SQLite needs no lock: its transaction begins with the write lock.
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(5512041)")
             _wait_for_settlements(connection)
         context.configure(

@@ -1,7 +1,7 @@
-"""All rollups of a ledger, made anew by the database itself: what step 0011 does.
+"""SQL that rebuilds all rollups from the ledger, as step 0011 does.
 
-Nothing else may write meanwhile, which that step sees to. A later step that keeps other sums brings statements of its
-own, as `model_spans.py` does: these are released.
+Nothing else may write in the meantime, which that step ensures. These statements are released and stay unchanged: a
+later step that needs other sums adds its own, as `model_spans.py` does.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _OF_HOURS = (
     (2, ("tenant_id", "api_key_id"), (_HOUR_US, _DAY_US, _WEEK_US)),
     (3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), (_QUARTER_DAY_US, _DAY_US, _WEEK_US)),
 )
-"""Grains whose sums are those of the finest one's hours."""
+"""Grains whose sums are computed from the finest grain's hours."""
 
 
 def roll_up_ledger() -> Iterator[str]:
-    """The statements, in their order."""
+    """The statements, in order."""
     for table in ("usage_rollups", "usage_series", "usage_batches"):
         yield f"DELETE FROM {table}"  # noqa: S608 - constants, as all of this file
     yield from _grain(_FINEST, _FINEST_KEEPS, (_HOUR_US, _DAY_US), _FACTS)
@@ -73,7 +73,7 @@ def _grain(number: int, keeps: Sequence[str], spans_us: Sequence[int], facts: st
         f"SELECT {start} AS start_us, {kept}, {sums} FROM ({facts}) AS facts"  # noqa: S608
         f" GROUP BY {start}, {', '.join(keeps)}"
     )
-    # Of some grains, a series may be there already: two of them may have the same names and no others.
+    # Some series may exist already: grains that keep different columns can yield the same series.
     yield (
         f"INSERT INTO usage_series ({names}) SELECT DISTINCT {kept} FROM ({facts}) AS facts"  # noqa: S608
         " WHERE true ON CONFLICT DO NOTHING"

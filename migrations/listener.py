@@ -1,4 +1,4 @@
-"""Waits until gateways' caches may be stale: told by PostgreSQL, or after a while on either database."""
+"""Waits until gateways' caches may be stale: PostgreSQL notifies it; on either database it also times out."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _TURN_S = 0.25
 
 
 class CacheListener:
-    """Listens on a connection of its own. Blocking: for one thread, which `stopped` ends.
+    """Listens on its own connection. Blocking: use it from one thread, which `stopped` ends.
 
-    Raises SQLAlchemyError, or the driver's own errors, when the database is in trouble: then open another.
+    Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble; then open another.
     """
 
     def __init__(self, database: Database, stopped: threading.Event) -> None:
@@ -41,20 +41,20 @@ class CacheListener:
             self._connection.close()
 
     def epoch(self) -> int:
-        """A number that is another one after a key, a tenant or a policy has changed."""
+        """A number that changes whenever a key, a tenant or a policy changes."""
         if self._connection is not None:
             return self._connection.execute(_EPOCH).scalar_one_or_none() or 0
         with self._database.read() as connection:
             return connection.execute(_EPOCH).scalar_one_or_none() or 0
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something has changed, or after `timeout_s`, or when the thread is to stop."""
+        """Return after a change, after `timeout_s`, or when the thread is to stop."""
         if self._connection is None:
             self._stopped.wait(timeout_s)
             return
         driver: Any = self._connection.connection.dbapi_connection
         deadline = time.monotonic() + timeout_s
         while not self._stopped.is_set() and (left_s := deadline - time.monotonic()) > 0:
-            # In short turns, so that the end of the process waits for none.
+            # In short intervals, so that shutdown does not have to wait.
             if list(driver.notifies(timeout=min(left_s, _TURN_S), stop_after=1)):
                 return

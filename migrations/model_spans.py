@@ -1,7 +1,7 @@
-"""Sums by model over hours, and over 2, 4, 8 and 16 days in place of weeks: what step 0012 does after `roll_up_ledger`.
+"""SQL for sums by model over hours, and over 2, 4, 8 and 16 days instead of weeks: step 0012, after `roll_up_ledger`.
 
-A month by model is the sum of ten thousand rows a span: of doubled days it has about five, of weeks and days nine. The
-hours at its ends were those of the finest grain, which have three times as many series.
+A monthly report by model sums ten thousand rows per span. A month is about five spans of doubled days, but nine of
+weeks and days. The hours at its ends used to come from the finest grain, which has three times as many series.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loramux.migrations.ledger_rollups import roll_up_ledger
 _HOUR_US, _DAY_US, _WEEK_US = 3_600_000_000, 86_400_000_000, 604_800_000_000
 _DOUBLED_US = tuple(_DAY_US << doublings for doublings in range(5))
 _MODELS, _FINEST = 3, 5
-"""The numbers of the grain that keeps tenants and their models apart, and of that which keeps most."""
+"""Numbers of the grain that separates tenants and models, and of the finest grain."""
 _KEPT = ("tenant_id", "adapter_id", "adapter_version_id", "model", "base")
 _LEFT_OUT = ("api_key_id", "endpoint", "end_user", "status")
 _AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
@@ -22,13 +22,13 @@ _INSERT = f"INSERT INTO usage_rollups (grain, span_us, start_us, tenant_id, seri
 
 
 def all_rollups_anew() -> Iterator[str]:
-    """The statements that make every rollup of a ledger anew, as the newest schema has them."""
+    """The statements that rebuild every rollup from the ledger, as in the newest schema."""
     yield from roll_up_ledger()
     yield from sum_up_models()
 
 
 def sum_up_models() -> Iterator[str]:
-    """The statements that add them to what step 0011 makes, in their order."""
+    """The statements that add these sums to the result of step 0011, in order."""
     yield _hours()
     yield _delete((_WEEK_US,))
     for shorter_us, longer_us in pairwise(_DOUBLED_US):
@@ -36,7 +36,7 @@ def sum_up_models() -> Iterator[str]:
 
 
 def back_to_weeks() -> Iterator[str]:
-    """The statements that undo it."""
+    """The statements that undo `sum_up_models`."""
     yield _delete((_HOUR_US, *_DOUBLED_US[1:]))
     yield _sum_up(_DAY_US, _WEEK_US)
 
@@ -44,7 +44,7 @@ def back_to_weeks() -> Iterator[str]:
 def _hours() -> str:
     same = " AND ".join([*(f"m.{name} = s.{name}" for name in _KEPT), *(f"m.{name} = ''" for name in _LEFT_OUT)])
     sums = ", ".join(f"sum(r.{name})" for name in _AMOUNTS)
-    # Which series is part of which is looked up once for each, not for each of its hours.
+    # Series are matched once each, not once for each of their hours.
     return (
         f"{_INSERT} WITH models AS MATERIALIZED"  # noqa: S608 - constants, as all of this file
         f" (SELECT s.id AS part_id, m.id AS model_id FROM usage_series s JOIN usage_series m ON {same})"
@@ -52,7 +52,7 @@ def _hours() -> str:
         " FROM usage_rollups r JOIN models ON models.part_id = r.series_id"
         f" WHERE r.grain = {_FINEST} AND r.span_us = {_HOUR_US}"
         " GROUP BY r.start_us, r.tenant_id, models.model_id"
-        # PostgreSQL puts them side by side so: a report reads hundreds of its pages, not tens of thousands.
+        # PostgreSQL then stores them contiguously: a report reads hundreds of pages, not tens of thousands.
         " ORDER BY r.start_us, r.tenant_id, models.model_id"
     )
 

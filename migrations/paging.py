@@ -1,4 +1,4 @@
-"""Pages of a list by identifier: newest first, stable while rows are added."""
+"""Keyset pagination by identifier: newest first, stable while rows are added."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """One page of a list. `has_more` tells whether rows lie beyond it in the direction that was asked for."""
+    """One page of a list. `has_more` says whether rows lie beyond it in the requested direction."""
 
     data: tuple[T, ...]
     has_more: bool
@@ -26,12 +26,12 @@ def keyset_rows(
     after: str | None,
     before: str | None,
 ) -> tuple[list[Row[*tuple[Any, ...]]], bool]:
-    """Run `query` for one page, newest first by `id_column`, and say whether there is more.
+    """Run `query` for one page, newest first by `id_column`, and return whether there is more.
 
-    `after` continues behind that identifier, toward older rows. `before` alone goes the other way: it gives the
-    `limit` rows just newer than that identifier, still newest first. With both, the page starts behind `after` and
-    ends ahead of `before`. An identifier that no row has is a position like any other. Raises ValueError when `limit`
-    is not positive or a position is no plain text, which a database would fail on.
+    `after` continues after that identifier, toward older rows. `before` alone goes the other way: it gives the `limit`
+    rows just newer than that identifier, still newest first. With both, the page starts after `after` and ends before
+    `before`. The identifier need not exist. Raises ValueError if `limit` is not positive, or if a position is not plain
+    text, which would make the database fail.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")

@@ -1,4 +1,4 @@
-"""Statements that go to PostgreSQL together, so that a transaction waits for the server a few times, not for each."""
+"""Statements sent to PostgreSQL together, so that a transaction waits for a few round trips, not one per statement."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 TAKES_NO_WRITES = "25006"
-"""PostgreSQL's code for a write where only reads are allowed."""
+"""PostgreSQL's code for a write when only reads are allowed."""
 
 
 class Run(Protocol):
-    """Sends a statement as the driver takes it. Its rows may be fetched once the round trip is over."""
+    """Sends a statement's text to the driver. Its rows may be fetched after the round trip."""
 
     def __call__(self, statement: str, parameters: Mapping[str, Any] | None = None, /) -> psycopg.Cursor[Any]: ...
 
@@ -25,8 +25,8 @@ class Run(Protocol):
 def write_in_pipelines(engine: Engine) -> Iterator[Connection]:
     """A transaction that begins with its first `pipeline` and may commit with its last.
 
-    What is left open is committed on exit, and rolled back on an exception. What is read before the first round trip
-    is read outside of the transaction.
+    Otherwise it commits on exit, and rolls back on an exception. Reads before the first round trip happen outside the
+    transaction.
     """
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         driver = _driver(connection)
@@ -43,9 +43,9 @@ def write_in_pipelines(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def pipeline(connection: Connection, is_last: bool = False) -> Iterator[Run]:
-    """Run statements with one wait for all of them; where one fails, none after it is run. PostgreSQL only.
+    """Run statements with one wait for all of them; after a failure, no later one runs. PostgreSQL only.
 
-    `is_last` commits behind them. Raises what SQLAlchemy raises.
+    `is_last` commits after them. Raises SQLAlchemy's errors.
     """
     driver = _driver(connection)
     with _as_sqlalchemy(connection), driver.pipeline():
@@ -71,7 +71,7 @@ def _as_sqlalchemy(connection: Connection) -> Iterator[None]:
         takes_no_writes = error.sqlstate == TAKES_NO_WRITES
         is_lost = driver.closed or takes_no_writes
         if is_lost:
-            # The others of the pool are as old.
+            # The pool's other connections are just as old.
             connection.invalidate(error)
             connection.engine.dispose()
         if takes_no_writes:

@@ -41,9 +41,9 @@ tenants = Table(
     Column("display_name", String(200), nullable=False),
     Column("state", String(16), nullable=False),
     Column("weight", Integer, nullable=False),
-    # An IANA name: where the tenant's days and months begin.
+    # An IANA name, for where the tenant's days and months begin.
     Column("timezone", String(64), nullable=False, server_default="UTC"),
-    # So much of its adapters stays in host memory when others' adapters come.
+    # Bytes of its adapters that stay in host memory when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
     # Roots the tenant's prefix-cache namespace, so that two tenants can never share KV.
     Column("isolation_secret", LargeBinary(32), nullable=False),
@@ -61,12 +61,12 @@ api_keys = Table(
     Column("secret_sha256", LargeBinary(32), nullable=False),
     Column("name", String(200), nullable=False),
     Column("scopes", JSON, nullable=False),
-    # The identifiers of the adapters that the key may name; NULL: all that its tenant may call.
+    # Identifiers of the adapters that the key may name; NULL: all that its tenant may call.
     Column("adapter_ids", JSON(none_as_null=True), nullable=True),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=True),
     Column("revoked_us", BigInteger, nullable=True),
-    # The secret before the last rotation, when that was, and until when the former secret still opens.
+    # The secret before the last rotation, until when it remains valid, and when the rotation was.
     Column("previous_sha256", LargeBinary(32), nullable=True),
     Column("previous_until_us", BigInteger, nullable=True),
     Column("rotated_us", BigInteger, nullable=True),
@@ -80,7 +80,7 @@ adapters = Table(
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     Column("name", NAME, nullable=False),
     Column("created_us", BigInteger, nullable=False),
-    # A disabled adapter answers no new request; nothing of it is lost.
+    # A disabled adapter answers no new request; nothing is deleted.
     Column("disabled_us", BigInteger, nullable=True),
     UniqueConstraint("tenant_id", "name"),
     Index("ix_adapters_tenant_id_id", "tenant_id", "id"),
@@ -93,7 +93,7 @@ adapter_versions = Table(
     Column("adapter_id", ID, ForeignKey("adapters.id"), nullable=False),
     Column("number", Integer, nullable=False),
     Column("state", String(16), nullable=False),
-    # SHA-256 of the canonical upload, hexadecimal; known once validation has passed.
+    # SHA-256 of the canonical file, hexadecimal; set once validation has passed.
     Column("digest", String(64), nullable=True),
     Column("max_rank", Integer, nullable=True),
     Column("num_pages", Integer, nullable=True),
@@ -101,19 +101,19 @@ adapter_versions = Table(
     Column("upload_id", ID, nullable=False),
     # SHA-256 over the checksums of the uploaded files: identical bytes are one version.
     Column("files_sha256", String(64), nullable=True),
-    # Which server validates it, and until when it must say so again.
+    # The server that is validating it, and when its claim expires.
     Column("claimed_by", ID, nullable=True),
     Column("claim_expires_us", BigInteger, nullable=True),
-    # What validation found: the normalised configuration, checks, or the error with its code and parameter.
+    # What validation found: properties, checks and warnings, or the error with its code and parameter.
     Column("report", JSON, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("ready_us", BigInteger, nullable=True),
-    # Since when an operator wants it to stay in the page pool.
+    # When an operator pinned it in the page pool.
     Column("pinned_us", BigInteger, nullable=True),
     UniqueConstraint("adapter_id", "number"),
     Index("ix_adapter_versions_digest", "digest"),
     Index("ix_adapter_versions_adapter_id_id", "adapter_id", "id"),
-    # The few that are pinned.
+    # Only the few pinned versions.
     Index(
         "ix_adapter_versions_pinned",
         "pinned_us",
@@ -121,7 +121,7 @@ adapter_versions = Table(
         sqlite_where=text("pinned_us IS NOT NULL"),
     ),
     Index("ix_adapter_versions_adapter_id_files", "adapter_id", "files_sha256"),
-    # The few that are on their way: an index over all of them would mislead PostgreSQL while it has no statistics.
+    # Only the few unfinished versions: an index over all would mislead PostgreSQL while it has no statistics.
     Index("ix_adapter_versions_state_id", "state", "id", postgresql_where=text("state IN ('pending', 'validating')")),
     CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected', 'quarantined', 'archived')", name="state"),
 )
@@ -142,7 +142,7 @@ adapter_alias_targets = Table(
     Column("adapter_id", ID, primary_key=True),
     Column("name", NAME, primary_key=True),
     Column("version_id", ID, ForeignKey("adapter_versions.id"), primary_key=True),
-    # Its part of the requests, out of the sum of the alias's weights.
+    # Its share of the requests, out of the sum of the alias's weights.
     Column("weight", Integer, nullable=False),
     ForeignKeyConstraint(["adapter_id", "name"], ["adapter_aliases.adapter_id", "adapter_aliases.name"]),
     Index("ix_adapter_alias_targets_version_id", "version_id"),
@@ -156,10 +156,10 @@ adapter_alias_history = Table(
     Column("adapter_id", ID, ForeignKey("adapters.id"), nullable=False),
     Column("name", NAME, nullable=False),
     Column("revision", Integer, nullable=False),
-    # What brought the change: an identifier of a key, or "system".
+    # Who made the change: a key's identifier, or "system".
     Column("actor", ID, nullable=False),
     Column("action", String(16), nullable=False),
-    # [{"version_id", "number", "weight"}] that the alias names from here on.
+    # [{"version_id", "number", "weight"}] that the alias names from this revision on.
     Column("targets", JSON, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     UniqueConstraint("adapter_id", "name", "revision"),
@@ -184,7 +184,7 @@ uploads = Table(
     # [{"name", "size", "sha256"}], as the client declared them.
     Column("files", JSON, nullable=False),
     Column("state", String(16), nullable=False),
-    # Where an operator has the files taken from, instead of sending them.
+    # A bucket from which a server fetches the files, instead of a client's upload.
     Column("source_url", String(1200), nullable=True),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=False),
@@ -197,9 +197,9 @@ quota_policies = Table(
     metadata,
     Column("id", ID, primary_key=True),
     Column("scope", String(16), nullable=False),
-    # Whom it limits: a tenant, key or adapter; or "platform", and then every tenant without a policy of its own.
+    # Who is limited: a tenant, key or adapter; or "platform" for every tenant without its own policy.
     Column("subject_id", ID, nullable=False),
-    # The tenant of the subject, in whose timezone budgets roll; none for the platform's.
+    # The subject's tenant, in whose timezone budgets roll over; NULL for the platform's.
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     Column("metric", String(40), nullable=False),
     Column("mode", String(8), nullable=False),
@@ -218,33 +218,33 @@ quota_counters = Table(
     "quota_counters",
     metadata,
     Column("policy_id", ID, ForeignKey("quota_policies.id"), primary_key=True),
-    # The policy's subject; or the calling tenant where the policy is the platform's, or of an adapter that another
-    # tenant has granted to it. Each tenant has a count of its own.
+    # The policy's subject; but the calling tenant, so that each has its own count, if the policy is the platform's or
+    # belongs to an adapter that another tenant has granted.
     Column("subject_id", ID, primary_key=True),
-    # Where a budget's day or month begins; 0 for buckets and concurrency, which have no window.
+    # When a budget's day or month begins; 0 for buckets and concurrency, which have no window.
     Column("window_start_us", BigInteger, primary_key=True),
-    # Buckets: the fill, in units of 1/60,000,000 so that refills are exact. May fall below zero at settlement.
+    # Buckets: the fill, in units of 1/60,000,000 so that refills are exact. Can fall below zero at settlement.
     Column("level", BigInteger, nullable=False),
     Column("reserved", BigInteger, nullable=False),
-    # Budgets: what settled requests have used of the window.
+    # Budgets: the usage of settled requests in this window.
     Column("used", BigInteger, nullable=False),
-    # How often a soft or shadow policy admitted what a hard one would have refused.
+    # How often a soft or shadow policy admitted a request that a hard one would have refused.
     Column("exceeded", BigInteger, nullable=False),
     Column("refilled_us", BigInteger, nullable=False),
 )
 
-# Of requests that run, and of those recovered ones that may still be corrected. What is settled is in usage_events.
+# Running requests, and recovered ones that may still be corrected. Settled requests are in usage_events.
 reservations = Table(
     "reservations",
     metadata,
-    # The request's id: one reservation a request.
+    # The request's id: each request has one reservation.
     Column("id", ID, primary_key=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     Column("api_key_id", ID, ForeignKey("api_keys.id"), nullable=False),
     Column("adapter_version_id", ID, nullable=True),
     Column("model", String(200), nullable=False),
     Column("endpoint", String(40), nullable=False),
-    # What becomes of these two is said at usage_events.
+    # See usage_events for these two.
     Column("base", String(200), nullable=False, server_default=""),
     Column("end_user", String(128), nullable=True),
     Column("state", String(16), nullable=False),
@@ -255,23 +255,23 @@ reservations = Table(
     Column("checkpoint_tokens", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("lease_expires_us", BigInteger, nullable=False),
-    # When somebody asked for its end; its gateway reads this with each checkpoint.
+    # When its cancellation was requested; the gateway reads this with each checkpoint.
     Column("cancel_requested_us", BigInteger, nullable=True),
     Index("ix_reservations_state_lease", "state", "lease_expires_us"),
-    # `settled` is what servers of before step 0013 leave, and means nothing any more.
+    # `settled` is left behind by servers from before step 0013, and has no meaning any more.
     CheckConstraint("state IN ('open', 'settled', 'recovered')", name="state"),
 )
 
 usage_events = Table(
     "usage_events",
     metadata,
-    # The request's id: a request is in the ledger once.
+    # The request's id: each request is in the ledger once.
     Column("request_id", ID, primary_key=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     Column("api_key_id", ID, nullable=False),
     Column("adapter_id", ID, nullable=True),
     Column("adapter_version_id", ID, nullable=True),
-    # `tenant/adapter@version`, or the served base name.
+    # `tenant/adapter@version`, or the served base's name.
     Column("model", String(200), nullable=False),
     Column("endpoint", String(40), nullable=False),
     Column("status", String(16), nullable=False),
@@ -283,16 +283,16 @@ usage_events = Table(
     Column("first_token_us", BigInteger, nullable=True),
     # The served base that it ran on; "" in rows older than the column.
     Column("base", String(200), nullable=False, server_default=""),
-    # Whom the tenant's client named in `user`; a long or unprintable one as its SHA-256.
+    # The end user that the client named in `user`; a long or unprintable one as its SHA-256.
     Column("end_user", String(128), nullable=True),
-    # By the price in force when the request was admitted, rounded up to a whole nano once; 0 without a price.
+    # At the price in force on admission, rounded up once to a whole nano; 0 without a price.
     Column("cost_nanos", BigInteger, nullable=False, server_default="0"),
     Column("price_id", ID, nullable=True),
-    # The transaction that wrote it, while it waits in usage_batches to be added to the rollups.
+    # The transaction that wrote the event, while it waits in usage_batches to be added to the rollups.
     Column("batch_id", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_events_tenant_finished", "tenant_id", "finished_us"),
     Index("ix_usage_events_finished", "finished_us"),
-    # A page of a tenant's list is found without its other requests.
+    # Finds a page of a tenant's list without reading its other requests.
     Index("ix_usage_events_tenant_request", "tenant_id", "request_id"),
 )
 
@@ -300,10 +300,10 @@ usage_adjustments = Table(
     "usage_adjustments",
     metadata,
     Column("id", ID, primary_key=True),
-    # One correction a request: it was recovered after its gateway seemed dead, and then settled all the same.
+    # At most one correction per request, which was recovered after its gateway seemed dead, but was settled after all.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
-    # What is added to the event's tokens; negative where the request cost less.
+    # Added to the event's tokens; negative if the request used fewer.
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
@@ -317,14 +317,14 @@ usage_adjustments = Table(
 usage_batches = Table(
     "usage_batches",
     metadata,
-    # Random: one row for each transaction that wrote events or adjustments, until these are in the rollups.
+    # Random: one row for each transaction that wrote events or adjustments, until the rollups include them.
     Column("id", BigInteger, primary_key=True, autoincrement=False),
-    # `finished_us` and `created_us` of everything in it.
+    # `finished_us` and `created_us` of all its events and adjustments.
     Column("at_us", BigInteger, nullable=False),
 )
 
-# What a series' requests have in common; "" where it is nothing, or where a grain does not keep it apart. A series
-# without a tenant is every tenant's sum.
+# The properties shared by a series' requests; "" if absent, or if the grain does not keep the column. A series without
+# a tenant is the sum over all tenants.
 _SERIES = (
     Column("tenant_id", ID, nullable=False),
     Column("api_key_id", ID, nullable=False),
@@ -337,7 +337,7 @@ _SERIES = (
     Column("status", String(16), nullable=False),
 )
 SERIES = tuple(column.name for column in _SERIES)
-"""The columns that tell series apart."""
+"""The columns that distinguish series."""
 
 usage_series = Table(
     "usage_series",
@@ -350,12 +350,12 @@ usage_series = Table(
 usage_rollups = Table(
     "usage_rollups",
     metadata,
-    # Which columns of a series are kept apart: the same requests are summed up by each, see platform/ledger/grains.py.
+    # Which columns of a series it keeps; each grain sums the same requests: see platform/ledger/grains.py.
     Column("grain", SmallInteger, primary_key=True),
-    # How long: from a minute to sixteen days, whole ones since 1970.
+    # Length of the span, from a minute to sixteen days, aligned to 1970.
     Column("span_us", BigInteger, primary_key=True),
     Column("start_us", BigInteger, primary_key=True),
-    # Of the series, so that one tenant's rows are found without it.
+    # Copied from the series, so that one tenant's rows are found without it.
     Column("tenant_id", ID, primary_key=True),
     Column("series_id", BigInteger, ForeignKey("usage_series.id"), primary_key=True),
     Column("requests", BigInteger, nullable=False),
@@ -371,17 +371,17 @@ prices = Table(
     "prices",
     metadata,
     Column("id", ID, primary_key=True),
-    # Whose price it is; null is the list price of everybody without one.
+    # The tenant it applies to; NULL: the list price for every tenant without its own.
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     # `all`, `base`, `adapters`, or one adapter's identifier.
     Column("scope", ID, nullable=False),
-    # ISO 4217; one for the whole database, so that amounts can be added up.
+    # ISO 4217; the same in the whole database, so that amounts can be added up.
     Column("currency", String(3), nullable=False),
-    # Billionths of the currency for a million tokens. Cached tokens are part of the prompt and never cost more.
+    # Billionths of the currency per million tokens. Cached tokens are part of the prompt and never cost more.
     Column("prompt_nanos", BigInteger, nullable=False),
     Column("cached_nanos", BigInteger, nullable=False),
     Column("completion_nanos", BigInteger, nullable=False),
-    # From when it holds, until the next one of the same tenant and scope.
+    # In force from here until the next price of the same tenant and scope.
     Column("effective_us", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Index("ix_prices_tenant_id_id", "tenant_id", "id"),
@@ -396,17 +396,17 @@ audit_log = Table(
     metadata,
     Column("id", ID, primary_key=True),
     Column("created_us", BigInteger, nullable=False),
-    # The key that did it, `operator` for the operator's own, or `system`.
+    # The key that made the change, `operator` for the operator's own, or `system`.
     Column("actor", ID, nullable=False),
-    # Where the call came from and which one it was; null where it was no call.
+    # The call's address and identifier; NULL if there was no call.
     Column("address", String(64), nullable=True),
     Column("request_id", ID, nullable=True),
     # Such as `alias.set`.
     Column("action", String(40), nullable=False),
-    # Whose thing was changed; null where it is the platform's. No foreign key: the trail outlives what it is about.
+    # Owner of the changed object; NULL for the platform's. No foreign key: the log outlives its subjects.
     Column("tenant_id", ID, nullable=True),
     Column("target", String(200), nullable=False),
-    # {field: [before, after]} of what changed; never a secret.
+    # {field: [before, after]} for each changed field; never a secret.
     Column("changes", JSON, nullable=False),
     Index("ix_audit_log_tenant_id_id", "tenant_id", "id"),
     Index("ix_audit_log_target_id", "target", "id"),
@@ -415,13 +415,13 @@ audit_log = Table(
 idempotency_keys = Table(
     "idempotency_keys",
     metadata,
-    # Whose key it is; two callers may choose the same one.
+    # The caller, since two callers may choose the same key.
     Column("principal", String(200), primary_key=True),
     # SHA-256 of the Idempotency-Key that the client sent.
     Column("key_sha256", LargeBinary(32), primary_key=True),
-    # SHA-256 over method, path and body: the same key with another call is refused.
+    # SHA-256 over method, path and body: reusing the key for another call is refused.
     Column("request_sha256", LargeBinary(32), nullable=False),
-    # NULL while the first call runs, and for good where its process ended meanwhile.
+    # NULL while the first call runs, and permanently if its process ended during the call.
     Column("status", Integer, nullable=True),
     Column("headers", JSON, nullable=False),
     Column("body", LargeBinary, nullable=False),
@@ -433,11 +433,11 @@ idempotency_keys = Table(
 console_sessions = Table(
     "console_sessions",
     metadata,
-    # SHA-256 of the session's cookie, which is kept nowhere.
+    # SHA-256 of the session's cookie, which is not stored.
     Column("id_sha256", LargeBinary(32), primary_key=True),
-    # Who signed in: a key, the operator, or a person of the single sign-on.
+    # Who signed in: a key, the operator, or a user of the single sign-on.
     Column("key_id", String(64), nullable=False),
-    # What the session holds, sealed with a key that is made from the cookie: of no use without the browser.
+    # The session's content, encrypted with a key derived from the cookie: useless without the browser.
     Column("sealed", LargeBinary, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=False),
@@ -448,9 +448,9 @@ console_sessions = Table(
 login_failures = Table(
     "login_failures",
     metadata,
-    # An address, or of IPv6 a network.
+    # An address, or for IPv6 a network.
     Column("origin", String(64), primary_key=True),
-    # When all its failures are forgiven: each moves this on.
+    # When all its failures are forgiven; each failure postpones this.
     Column("forgiven_us", BigInteger, nullable=False),
     Index("ix_login_failures_forgiven", "forgiven_us"),
 )
@@ -458,8 +458,8 @@ login_failures = Table(
 signals = Table(
     "signals",
     metadata,
-    # `caches`: counts the changes of what gateways keep in memory, see cache_triggers.py. `probe`: written by a gateway
-    # that wants to know whether the database takes writes again.
+    # `caches`: counts changes to rows that gateways cache, see cache_triggers.py. `probe`: written by a gateway that
+    # checks whether the database accepts writes again.
     Column("name", String(16), primary_key=True),
     Column("value", BigInteger, nullable=False),
 )

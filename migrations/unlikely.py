@@ -1,4 +1,4 @@
-"""A condition of which SQLite is told that hardly any row fulfils it, whatever its statistics say."""
+"""Tells SQLite that a condition holds for almost no row, whatever its statistics say."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sqlalchemy.sql.functions import GenericFunction
 
 
 class unlikely(GenericFunction[Any]):  # noqa: N801 - it reads as a function of SQL
-    """The condition itself; its index is preferred. https://sqlite.org/lang_corefunc.html#likelihood"""
+    """The condition itself, whose index SQLite then prefers. https://sqlite.org/lang_corefunc.html#likelihood"""
 
-    # Of no type, since SQLAlchemy compares what is a boolean with 1, and no index is found by that.
+    # Untyped: SQLAlchemy would compare a boolean with 1, which prevents the use of an index.
     inherit_cache = True
 
     def __init__(self, condition: ColumnElement[bool]) -> None:

@@ -1,4 +1,4 @@
-"""Insert or update with one statement, which both databases can, and SQLAlchemy spells for each apart."""
+"""Insert or update in one statement, which SQLAlchemy spells differently for each database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weighted aliases with their history, grants, claims on versions, and the states quarantined and archived."""
+"""Add weighted aliases with a history, grants, claims on versions, and the states quarantined and archived."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def upgrade() -> None:
         batch.add_column(sa.Column("source_url", sa.String(length=1200), nullable=True))
         batch.create_index("ix_uploads_state_expires", ["state", "expires_us"], unique=False)
     aliases = _aliases()
-    # SQLite changes a check by making the table anew, which nothing may refer to meanwhile.
+    # SQLite changes a check by recreating the table, to which nothing may refer in the meantime.
     op.drop_table("adapter_aliases")
     with op.batch_alter_table("adapter_versions") as batch:
         batch.add_column(sa.Column("files_sha256", sa.String(length=64), nullable=True))
@@ -111,7 +111,7 @@ def _create_tables() -> None:
 
 
 def _insert_aliases(aliases: list[sa.Row[tuple[str, str, str, int, int]]]) -> None:
-    """Every alias so far named one version, and starts its history with it."""
+    """Insert each existing alias, which names one version, and begin its history with it."""
     made = sa.MetaData()
     bind = op.get_bind()
     parents = sa.Table("adapter_aliases", made, autoload_with=bind)
@@ -135,7 +135,7 @@ def _insert_aliases(aliases: list[sa.Row[tuple[str, str, str, int, int]]]) -> No
 
 
 def _fill_files_sha256() -> None:
-    """What identical uploads have in common: SHA-256 of their two files' checksums, the configuration's first."""
+    """Identifies identical uploads: SHA-256 of their two files' checksums, the configuration's first."""
     made = sa.MetaData()
     bind = op.get_bind()
     versions = sa.Table("adapter_versions", made, autoload_with=bind)
@@ -148,5 +148,5 @@ def _fill_files_sha256() -> None:
 
 
 def downgrade() -> None:
-    """There is no way back: the older schema has no place for weights, states and grants."""
+    """Not possible: the older schema has no place for weights, states and grants."""
     raise NotImplementedError("weighted aliases cannot be expressed in the older schema")

@@ -1,4 +1,4 @@
-"""Corrections of what was charged for requests that were recovered and settled later."""
+"""Add corrections of charges for requests that were recovered and settled later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pins that outlive an engine, cancelled requests, keys with allow-lists and rotation, idempotency keys."""
+"""Add pins that survive the engine, request cancellation, key allow-lists and rotation, and idempotency keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells gateways that something they keep in memory has changed."""
+"""Add the signals that tell gateways that cached rows have changed."""
 
 from __future__ import annotations
 

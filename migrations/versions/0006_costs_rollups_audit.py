@@ -1,4 +1,4 @@
-"""Prices and what requests cost, hourly and daily rollups of usage, end users, and the audit log."""
+"""Add prices and costs of requests, hourly and daily usage rollups, end users, and the audit log."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _create_audit_log() -> None:
 
 
 def _roll_up() -> None:
-    """Add what the ledger holds already; nothing else writes while a schema moves forward."""
+    """Add the existing ledger to the rollups; nothing else writes during an upgrade."""
     for of in (_OF_TENANT, _OF_ALL):
         facts = f"(SELECT at_us, {of}, {', '.join(_SUMS)} FROM ({_FACTS}) AS facts) AS f"  # noqa: S608 - constants
         series = ", ".join(f"f.{name}" for name in _SERIES)

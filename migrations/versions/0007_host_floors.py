@@ -1,4 +1,4 @@
-"""What a tenant's adapters keep of the host tier."""
+"""Add each tenant's floor in the host tier."""
 
 from __future__ import annotations
 

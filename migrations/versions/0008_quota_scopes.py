@@ -1,4 +1,4 @@
-"""Quota policies of the platform, of keys and of adapters; modes, budgets, and the timezones of tenants."""
+"""Add quota policies for the platform, keys and adapters; modes, budgets, and tenants' timezones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ID = sa.String(length=40)
 
 def upgrade() -> None:
     op.add_column("tenants", sa.Column("timezone", sa.String(length=64), nullable=False, server_default="UTC"))
-    # Both tables are small, and SQLite cannot change their keys: they are made anew with what they held.
+    # Both tables are small, and SQLite cannot change their keys, so recreate them with their rows.
     policies, counters = _take_down("quota_policies"), _take_down("quota_counters")
     op.drop_table("quota_counters")
     op.drop_table("quota_policies")
@@ -81,5 +81,5 @@ def _create_tables() -> None:
 
 
 def downgrade() -> None:
-    """There is no way back: the older schema has no place for scopes, modes and budgets."""
+    """Not possible: the older schema has no place for scopes, modes and budgets."""
     raise NotImplementedError("scoped quota policies cannot be expressed in the older schema")

@@ -1,4 +1,4 @@
-"""An index for pages of a tenant's single requests."""
+"""Add an index for pages of a tenant's requests."""
 
 from __future__ import annotations
 

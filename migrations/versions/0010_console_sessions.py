@@ -1,4 +1,4 @@
-"""Sessions of the console and failures to sign in, so that every server on the database knows them."""
+"""Add console sessions and login failures, shared by all servers on the database."""
 
 from __future__ import annotations
 

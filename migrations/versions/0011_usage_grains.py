@@ -1,4 +1,4 @@
-"""Rollups of several grains: by tenant, by key, by model and by end user beside all that tells requests apart."""
+"""Add rollup grains by tenant, key, model and end user, next to the finest one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FINEST_NUMBER, _EVERYBODY_NUMBER = 5, 0
 
 
 def upgrade() -> None:
-    """The ledger is rolled up anew, which takes minutes where it has millions of requests."""
+    """Rebuild all rollups from the ledger, which takes minutes for millions of requests."""
     if op.get_bind().dialect.name == "postgresql":
-        # A gateway that was not stopped waits, and then fails, instead of being counted twice.
+        # A gateway that was not stopped waits and then fails, so that its usage is not counted twice.
         op.execute("LOCK TABLE usage_events, usage_adjustments, usage_batches IN SHARE ROW EXCLUSIVE MODE")
     op.drop_table("usage_rollups")
     op.drop_table("usage_series")
@@ -33,7 +33,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Keep the rows of the two grains that there were, hours and days of them."""
+    """Keep the rows of the two former grains, for hours and days."""
     op.execute(
         "CREATE TABLE kept_rollups AS SELECT span_us, start_us, tenant_id, series_id,"  # noqa: S608 - constants
         f" {', '.join(_AMOUNTS)} FROM usage_rollups WHERE grain IN ({_EVERYBODY_NUMBER}, {_FINEST_NUMBER})"

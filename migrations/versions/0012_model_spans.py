@@ -1,4 +1,4 @@
-"""Sums by model over hours, and over 2, 4, 8 and 16 days in place of weeks."""
+"""Add sums by model over hours, and over 2, 4, 8 and 16 days instead of weeks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """From the sums that are there: a few minutes for ten million requests."""
+    """Compute them from the existing sums: a few minutes for ten million requests."""
     _run(sum_up_models())
 
 
 def downgrade() -> None:
-    """Weeks again."""
+    """Restore the weeks."""
     _run(back_to_weeks())
 
 
 def _run(statements: Iterable[str]) -> None:
     if op.get_bind().dialect.name == "postgresql":
-        # What is folded meanwhile waits; a server that was not stopped would go on without these sums.
+        # Folding waits for this; a server that was not stopped would go on without these sums.
         op.execute("LOCK TABLE usage_rollups IN SHARE ROW EXCLUSIVE MODE")
     for statement in statements:
         op.execute(statement)

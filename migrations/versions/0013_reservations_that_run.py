@@ -1,4 +1,4 @@
-"""Reservations are of requests that run, or may still be corrected; what was settled is in the ledger alone."""
+"""Keep reservations only of running or correctable requests; settled requests are in the ledger alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Writes the few that stay anew, since to empty the table takes no time, however many were settled."""
+    """Copy the few rows to keep and empty the table, which is fast however many were settled."""
     op.execute("CREATE TABLE kept_reservations AS SELECT * FROM reservations WHERE state <> 'settled'")
-    # SQLite empties a table as fast where nothing is asked of its rows.
+    # SQLite's DELETE without a condition is as fast as TRUNCATE.
     op.execute("TRUNCATE reservations" if op.get_bind().dialect.name == "postgresql" else "DELETE FROM reservations")
     op.execute("INSERT INTO reservations SELECT * FROM kept_reservations")
     op.execute("DROP TABLE kept_reservations")
 
 
 def downgrade() -> None:
-    """Nothing: a server of before leaves what it settles, and finds fewer rows of what others did."""
+    """Nothing to do: an older server leaves its own settled rows, and finds fewer of the others'."""

@@ -1,4 +1,4 @@
-"""When a key was rotated, so that a clock that went back since does not prolong the former secret's grace."""
+"""Add when a key was rotated, so that setting the clock back does not extend the previous secret's validity."""
 
 from __future__ import annotations
 
