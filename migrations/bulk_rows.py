@@ -51,7 +51,7 @@ def document(rows: Sequence[Any]) -> str:
 class BulkStatement:
     """A statement to run with many rows, each a `record` with fields named like the columns; compiled once.
 
-    `postgresql` reads them from `rows_of(columns, name)`. `sqlite`, which has no round trips to save, runs once per row.
+    `postgresql` reads them from `rows_of(columns, name)`; `sqlite`, with no round trips to save, runs once per row.
     """
 
     def __init__(

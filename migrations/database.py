@@ -47,7 +47,7 @@ _PATIENCE = {
     "keepalives_interval": "5",
     "keepalives_count": "3",
 }
-"""libpq's defaults, which the URL can override."""
+"""Our defaults for libpq's parameters, which the URL can override."""
 
 UNASKED_S = 1.0
 """Seconds since its last use within which a connection is reused without a ping."""

@@ -218,8 +218,8 @@ quota_counters = Table(
     "quota_counters",
     metadata,
     Column("policy_id", ID, ForeignKey("quota_policies.id"), primary_key=True),
-    # The policy's subject; but the calling tenant, so that each has its own count, if the policy is the platform's or
-    # belongs to an adapter that another tenant has granted.
+    # The calling tenant for the platform's policies and for adapters granted by another tenant, so that each tenant has
+    # its own count; otherwise the policy's subject.
     Column("subject_id", ID, primary_key=True),
     # When a budget's day or month begins; 0 for buckets and concurrency, which have no window.
     Column("window_start_us", BigInteger, primary_key=True),
@@ -300,7 +300,7 @@ usage_adjustments = Table(
     "usage_adjustments",
     metadata,
     Column("id", ID, primary_key=True),
-    # At most one correction per request, which was recovered after its gateway seemed dead, but was settled after all.
+    # At most one correction per request: its gateway seemed dead, so it was recovered, and then settled after all.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     # Added to the event's tokens; negative if the request used fewer.
