@@ -29,7 +29,22 @@ class Refused(StoreError):
 
 
 class AdapterRejected(Refused):
-    """An adapter's files failed validation. `report` lists the checks made up to the failure."""
+    """An adapter's files failed validation. `report` lists the checks made up to the failure.
+
+    The codes, by what is at fault:
+
+    - the tensors file: `not_a_file`, `truncated_file`, `pickle_not_allowed`, `archive_not_allowed`, `not_safetensors`,
+      `header_too_large`, `invalid_header`, `duplicate_key`, `invalid_offsets`, `unsupported_dtype`, `tensor_not_2d`;
+    - the configuration: `config_too_large`, `invalid_json`, `duplicate_key`, `invalid_config`, `unknown_config_key`,
+      `unsupported_config`, `rank_out_of_range`, `alpha_out_of_range`, `unknown_module`;
+    - both together: `base_mismatch`, `rank_mismatch`, `missing_tensor`, `unexpected_tensor`, `ambiguous_names`;
+    - the values: `not_finite`, `norm_too_large`, `zero_effect`;
+    - the uploaded bytes: `upload_incomplete`, `size_mismatch`, `checksum_mismatch`;
+    - an operator's source: `source_not_found`, `source_unavailable`, `source_not_allowed`, `invalid_source`,
+      `file_too_large`, `identical_version`, `insufficient_quota`;
+    - weights in quarantine: `quarantined`;
+    - validation itself: `validation_timeout`, `validation_killed`, `validation_failed`.
+    """
 
     def __init__(
         self, code: str, message: str, param: str | None = None, report: Mapping[str, Any] | None = None

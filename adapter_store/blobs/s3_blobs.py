@@ -37,7 +37,16 @@ _SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
 
 
 class S3BlobStore(BlobStore):
-    """Keys below `prefix` of a bucket. boto3 finds credentials, region and endpoint in its usual places."""
+    """Keys below `prefix` of a bucket. boto3 finds credentials, region and endpoint in its usual places.
+
+    The store must honour `If-None-Match: *` on PUT. What it may lack, and what happens then:
+
+    - the same header when a multipart upload is completed: see S3Writer;
+    - `Content-MD5` on PUT: damage on the way to the store is found only by the next read;
+    - metadata, which holds each blob's SHA-256: a read compares the ETag if it is an MD5, else only the size;
+    - `x-amz-checksum-sha256` on presigned PUTs: ingestion hashes the bytes anyway;
+    - `If-Match` on ranges: the parts' ETags are compared instead.
+    """
 
     def __init__(
         self,

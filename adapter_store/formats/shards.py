@@ -1,4 +1,4 @@
-"""Which part of each module's weights a GPU holds under tensor parallelism."""
+"""Which part of each module's weights a GPU holds under tensor parallelism. Engines use one GPU so far."""
 
 from __future__ import annotations
 

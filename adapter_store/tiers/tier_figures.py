@@ -27,7 +27,11 @@ STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("blobs", "pack"),
     ("pool", "copy"),
 )
-"""All stages that are counted, so that the number of series is fixed."""
+"""All stages that are counted, so that the number of series is fixed.
+
+A lookup on disk includes locking the file. A fetch downloads a packed or canonical file. Verification counts for the
+tier that the file came from. `pack` lays out a canonical file and writes the packed one. `copy` goes from host memory
+to pages, and includes waiting for earlier steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
