@@ -19,7 +19,7 @@ class StoreError(Exception):
 
 
 class Refused(StoreError):
-    """Something that a client sent is refused: a stable code, a sentence, and the field or tensor at fault."""
+    """A client's input is refused, with a stable code, a sentence, and the field or tensor at fault."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -135,7 +135,7 @@ class SourceUnavailable(StoreError):
 
 
 class OriginalNotKept(StoreError):
-    """The version was made before loramux kept uploaded files."""
+    """The version was created before loramux kept uploaded files."""
 
 
 class FileNotFound(StoreError):
@@ -163,7 +163,7 @@ class BlobTooLarge(StoreError):
 
 
 class PartsMissing(StoreError):
-    """The uploaded parts of a blob do not have the announced size."""
+    """The uploaded parts of a blob do not have the declared size."""
 
 
 class BlobStoreUnavailable(StoreError):
@@ -180,7 +180,7 @@ class BlobStoreUnavailable(StoreError):
 class BlobDamaged(AdapterCorrupt, BlobStoreUnavailable):
     """Every read of the blob returned bytes that do not match its stored checksum.
 
-    It is both errors: a caller that can rebuild the file does so, and any other caller retries later.
+    It has both base classes: a caller that can rebuild the file does so, and any other caller retries later.
     """
 
 

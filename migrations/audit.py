@@ -1,4 +1,4 @@
-"""The audit log: a row in the transaction of each administrative change, which is rolled back with it."""
+"""The audit log: each administrative change adds a row in its own transaction, so neither exists without the other."""
 
 from __future__ import annotations
 

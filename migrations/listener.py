@@ -1,4 +1,4 @@
-"""Waits until gateways' caches may be stale: PostgreSQL notifies it; on either database it also times out."""
+"""Waits for changes that make gateways' caches stale: by notification on PostgreSQL, by timeout on both databases."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ tenants = Table(
     Column("display_name", String(200), nullable=False),
     Column("state", String(16), nullable=False),
     Column("weight", Integer, nullable=False),
-    # An IANA name, for where the tenant's days and months begin.
+    # IANA name of the timezone in which the tenant's days and months begin.
     Column("timezone", String(64), nullable=False, server_default="UTC"),
     # Bytes of its adapters that stay in host memory when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),

@@ -42,7 +42,7 @@ class CircuitBreaker:
             return "half_open" if self._has_trial or self._clock() >= self._next_trial else "open"
 
     def enter(self) -> float | None:
-        """None if the caller may proceed, and must then report the outcome; else the seconds to wait."""
+        """None if the caller may proceed, after which it must report the outcome; else the seconds to wait."""
         with self._lock:
             if self._open_s == 0:
                 return None

@@ -107,7 +107,7 @@ class BlobStore(ABC):
         """A request, valid for `expires_s`, with which a client puts a blob directly; None if it must use the server.
 
         The request is bound to the size, to the key being free and, if the store supports that, to the SHA-256
-        (hexadecimal): a caller that relies on the bytes checks them. Also None for blobs that need `presign_parts`.
+        (hexadecimal). Code that relies on the bytes must check them. Also None for blobs that need `presign_parts`.
         """
         return None
 

@@ -122,7 +122,7 @@ class S3Calls:
 
     def pause_or_give_up(self, what: str, number: int, failure: AttemptFailed, deadline: Deadline) -> None:
         """Pause before the attempt after number `number`, or raise BlobDamaged or BlobStoreUnavailable."""
-        # Random, up to twice the last bound, so that many callers do not retry simultaneously.
+        # Random up to a bound that doubles with each attempt, so that callers do not retry in lockstep.
         pause_s = self._chance() * min(self.limits.max_pause_s, self.limits.first_pause_s * 2**number)
         may_retry = failure.can_retry and number < self.limits.max_attempts - 1 and pause_s < deadline.remaining_s
         if may_retry and self._budget.take_retry():

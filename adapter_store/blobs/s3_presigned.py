@@ -62,7 +62,7 @@ class S3Presigner:
         # Ask the store which parts arrived, never the client.
         found = calls.send(_WHAT, lambda: self._list(key, upload_id))
         if sum(part["Size"] for part in found) != size:
-            raise PartsMissing("the uploaded parts do not add up to the announced size")
+            raise PartsMissing("the uploaded parts do not add up to the declared size")
         parts: Any = [{"PartNumber": part["PartNumber"], "ETag": part["ETag"]} for part in found]
         condition: Any = {"IfNoneMatch": "*"} if is_conditional else {}
         num_attempts = 0

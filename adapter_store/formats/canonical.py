@@ -2,7 +2,7 @@
 
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
 key, `config`: JSON with sorted keys that gives each module's scale, with alpha, rsLoRA and patterns already applied.
-Equal adapters give equal bytes, whatever the tensor order and naming of the uploaded files.
+Equal adapters give equal bytes, regardless of the order and names of the tensors in the uploaded files.
 """
 
 from __future__ import annotations

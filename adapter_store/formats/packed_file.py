@@ -45,7 +45,7 @@ FIRST_READ_BYTES = 16 << 10
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """The header fields needed for reading; a `Raw` field is decoded only if needed and not cached."""
+    """The header fields needed for reading; a `Raw` field is decoded only when needed."""
 
     digest: str
     pack_key: str

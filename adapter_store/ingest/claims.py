@@ -101,7 +101,7 @@ class VersionClaims:
             self._change(connection, version_id, {"state": "pending", "claimed_by": None, "claim_expires_us": due_us})
 
     def announce(self, claimed: ClaimedVersion, num_bytes: Mapping[str, int]) -> None:
-        """Record the sizes of files in an operator's bucket before copying them; they count against the quota now.
+        """Record the sizes of files in an operator's bucket before copying them; they count against the quota at once.
 
         Raises ClaimLost, or AdapterRejected if they exceed the tenant's quota.
         """

@@ -81,7 +81,7 @@ class VersionExport:
         try:
             kept = self.blobs.read_bytes(config_key(version.id) if name == CONFIG_FILE else header_key(version.id))
         except BlobNotFound:
-            raise OriginalNotKept("the version was made before uploaded files were kept") from None
+            raise OriginalNotKept("the version was created before loramux kept uploaded files") from None
         if name == CONFIG_FILE:
             file = ExportedFile(declared, kept, None, None)
         else:
@@ -101,7 +101,7 @@ class VersionExport:
             self.blobs.get(canonical_key(digest), path)
             return path.open("rb")
         except BlobNotFound:
-            raise AdapterCorrupt("the canonical file is lost") from None
+            raise AdapterCorrupt("the canonical file is missing") from None
         finally:
             # Unlinked, the file is gone as soon as its reader closes it.
             path.unlink(missing_ok=True)

@@ -72,9 +72,9 @@ class AdapterAliases:
         """
         check_slug(name, "name")
         if not 0 < len(weights) <= MAX_TARGETS:
-            raise InvalidAlias("invalid_targets", f"an alias names 1 to {MAX_TARGETS} versions", "targets")
+            raise InvalidAlias("invalid_targets", f"an alias must name 1 to {MAX_TARGETS} versions", "targets")
         if not all(0 < weight <= MAX_WEIGHT for weight in weights.values()):
-            raise InvalidAlias("invalid_weight", f"a weight is 1 to {MAX_WEIGHT}", "weight")
+            raise InvalidAlias("invalid_weight", f"a weight must be between 1 and {MAX_WEIGHT}", "weight")
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             _check_revision(_revision(connection, adapter_id, name), expected_revision)
@@ -119,7 +119,7 @@ class AdapterAliases:
         return targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
-        """Delete an alias and its history, except for its last revision, from which a new alias of that name counts on.
+        """Delete an alias and its history, except for the last revision: a new alias of that name continues from it.
 
         Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default, and AliasChanged if the alias is no longer
         at `expected_revision`.

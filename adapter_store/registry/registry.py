@@ -207,7 +207,7 @@ def check_slug(text: str, param: str) -> None:
     if not SLUG.fullmatch(text):
         raise InvalidName(
             "invalid_name",
-            "a name has 1 to 63 of the characters a-z, 0-9, '.', '_' and '-', and begins with a letter or digit",
+            "a name must have 1 to 63 of the characters a-z, 0-9, '.', '_' and '-', and begin with a letter or digit",
             param,
         )
 

@@ -16,7 +16,7 @@ from loramux.migrations.schema import adapter_grants, tenants
 
 
 class AdapterGrants:
-    """Lets other tenants call an adapter by its full name, and pay for it. Only its owner may change the adapter."""
+    """Grants to other tenants, which call an adapter by its full name and pay for it. Only its owner may change it."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -32,7 +32,7 @@ class AdapterGrants:
     def add(self, adapter: Adapter, tenant_id: str) -> Grant:
         """Let a tenant call an adapter; repeating it changes nothing. Raises InvalidGrant, TenantNotFound."""
         if tenant_id == adapter.tenant_id:
-            raise InvalidGrant("own_adapter", "the adapter belongs to this tenant already", "tenant")
+            raise InvalidGrant("own_adapter", "the adapter already belongs to this tenant", "tenant")
         if not is_identifier(tenant_id):
             raise TenantNotFound("there is no such tenant")
         key = {"adapter_id": adapter.id, "tenant_id": tenant_id}

@@ -1,4 +1,4 @@
-"""Takes versions and whole adapters out of service and restores them; running requests finish on the old state."""
+"""Takes versions and whole adapters out of service and restores them; requests in progress finish normally."""
 
 from __future__ import annotations
 

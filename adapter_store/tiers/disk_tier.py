@@ -1,4 +1,4 @@
-"""A bounded tier of packed adapters on a local disk, shared by a host's engines, least recently used evicted first."""
+"""A bounded tier of packed adapters on a local disk, shared by the engines of a host, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class DiskTier:
     in `set_aside` come on top.
 
     A reader holds a shared `flock` on its file and an eviction needs the exclusive one, so neither waits for the other.
-    Changes also need the directory's lock, reads do not: a process that keeps it delays each addition by up to 5 s, but
-    no read. The order of use is kept in the files' access times, which only this class sets, so it survives restarts.
-    Locks end with their process. Unfinished files of a dead process are removed at the next start, or by an engine that
-    adds a file once a minute has passed since its last sweep.
+    Changes also need the directory's lock; reads do not. A process that does not release that lock delays each addition
+    by up to 5 s. The order of use is kept in the files' access times, which only this class sets, so it survives
+    restarts. Locks end with their process. Unfinished files of a dead process are removed at the next start, or by an
+    engine that adds a file once a minute has passed since its last sweep.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:

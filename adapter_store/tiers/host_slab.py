@@ -133,7 +133,7 @@ class EngineMemory:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Begin and length of each piece that `take_unused` has not returned yet."""
+        """Offset and length of each piece that `take_unused` has not returned yet."""
         return list(self._pieces.items())
 
     @property
@@ -146,7 +146,7 @@ class EngineMemory:
         return piece_of(self.array, begin, num_bytes, partial(self._unused.append, begin))
 
     def take_unused(self) -> list[int]:
-        """The beginnings of the pieces that have gone out of use since the last call."""
+        """Offsets of the pieces that have gone out of use since the last call."""
         begins = []
         while self._unused:
             begin = self._unused.popleft()

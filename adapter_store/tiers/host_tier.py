@@ -1,4 +1,4 @@
-"""A bounded tier of packed adapters in host memory, evicted least recently used first, with floors for tenants."""
+"""A bounded tier of packed adapters in host memory, with LRU eviction and floors for tenants."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class PackedSource:
     """Loads packed adapters for one target from disk, else from the blob store. Thread-safe.
 
     Concurrent fetches of one adapter are correct but duplicate the work. That is rare: an engine requests each adapter
-    once, and again only after it has cancelled.
+    once, and again only after a cancellation.
 
     What is verified, and when:
 

@@ -115,7 +115,7 @@ class StagingClient:
         self._results: dict[str, StagedAdapter | NotStaged] = {}
         # Requests that this process has not answered, by number, including cancelled ones.
         self._asked: dict[int, str] = {}
-        # Host memory reserves, for each adapter being loaded, as much as the last one took.
+        # For each adapter being loaded, host memory reserves as much as the last one took.
         self._last_bytes = 0
         self._looks: deque[Callable[[], None]] = deque()
         self._answered_looks: list[Callable[[], None]] = []

@@ -30,7 +30,7 @@ class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Occupied(msgspec.Struct, frozen=True, tag=True):
-    """Pieces of the shared memory that an earlier process allocated: begin and length in bytes of each.
+    """Pieces of the shared memory that an earlier process allocated: the offset and length of each, in bytes.
 
     Sent before any other request. The pieces are released like any others.
     """
@@ -52,7 +52,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """The pieces of the shared memory that begin there are no longer in use."""
+    """The pieces at these offsets in the shared memory are no longer in use."""
 
     begins: tuple[int, ...]
 

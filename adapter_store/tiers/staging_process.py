@@ -183,8 +183,8 @@ def _serve(end: socket.socket, slab: HostSlab, config: StagingConfig) -> None:
         return
     except OSError as error:
         message = (
-            f"the disk tier's directory cannot be used ({error.strerror or error}): give another "
-            "disk_tier_dir, on a disk of this host that this user may write to"
+            f"the disk tier's directory cannot be used ({error.strerror or error}): choose another "
+            "disk_tier_dir on a local disk that this user can write to"
         )
         end.send(encode(Refused(message)))
         return

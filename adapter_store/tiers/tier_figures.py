@@ -79,7 +79,7 @@ class LoadCounts:
     num_given_up: int = 0
     """Loads that were cancelled before they finished."""
     num_set_aside: int = 0
-    """Files with wrong bytes."""
+    """Files set aside because their bytes were wrong."""
     breaker: BreakerState = "closed"
     """State of the blob store's circuit breaker: in use (`closed`), failing (`open`) or tried again (`half_open`)."""
 

@@ -71,7 +71,7 @@ def _is_targeted(config: PeftConfig, place: ModulePlace) -> bool:
         if place.layer is None:
             return False
     elif place.key in config.target_modules:
-        # A full name selects that module, whatever the list of layers.
+        # A full name selects that module, regardless of the list of layers.
         return True
     elif not any(_names_module(name, place.key) for name in config.target_modules):
         return False

@@ -28,7 +28,7 @@ MAX_OUTPUT_BYTES = 4 << 20
 _START_S = 60.0
 _END_S = 10.0
 _REQUEST = struct.Struct("!di")
-"""A fork's time limit in seconds and its niceness; its standard input, output and error accompany them."""
+"""A fork's time limit in seconds and its niceness, sent with its standard input, output and error."""
 _REPLY = struct.Struct("!i?")
 """The fork's return code, and whether it exceeded its time limit."""
 
@@ -91,7 +91,7 @@ class ForkServer:
             # An idle process may exit just as the request is sent, so try twice.
             reply = self._ask(files, wall_s) or self._ask(files, wall_s)
             if not reply:
-                raise ForkServerFailed("it takes no requests")
+                raise ForkServerFailed("it accepts no requests")
             # Files, not pipes: the fork's own limit bounds their size, and only the beginning is read here.
             output, errors = (os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0) for file in (stdout, stderr))
             returncode, took_too_long = _REPLY.unpack(reply)
@@ -127,7 +127,7 @@ class ForkServer:
         if self._is_closed:
             raise ForkServerFailed("it was stopped")
         if returncode != 0:
-            raise ForkServerFailed(why or f"it ended with {returncode}")
+            raise ForkServerFailed(why or f"it exited with code {returncode}")
         return reply
 
     def _start(self) -> None:

@@ -104,7 +104,9 @@ def without_effect(effects: Sequence[Effect]) -> list[Warn]:
     idle = [effect.module.key for effect in effects if effect.largest == 0.0]
     if not idle:
         return []
-    return [Warn("module_without_effect", "the product of these modules is zero", len(idle), tuple(idle[:_MAX_LISTED]))]
+    return [
+        Warn("module_without_effect", "the product B A of these modules is zero", len(idle), tuple(idle[:_MAX_LISTED]))
+    ]
 
 
 def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:

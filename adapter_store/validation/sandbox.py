@@ -1,4 +1,4 @@
-"""Irrevocably takes from this process everything validation does not need: network, other files, other processes."""
+"""Irrevocably denies this process what validation does not need: the network, other files, other processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
 
 
 def confine(writable: Iterable[Path]) -> list[str]:
-    """Restrict file access to the directories in `writable` and, read-only, to Python and this code.
+    """Deny the network, other processes, privileges, and all files but those in `writable` and, read-only, Python's.
 
     The process is also killed when the thread that started it dies. Returns the names of the measures that this machine
     lacks, since kernels and containers differ in what they allow.

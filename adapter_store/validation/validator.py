@@ -137,7 +137,7 @@ class SubprocessValidator:
                 if not stat.S_ISREG(path.lstat().st_mode):
                     raise ValueError("the process wrote something other than a file")
             if (decoded.accepted is None) == (decoded.rejected is None):
-                raise ValueError("the process gave no verdict or two")
+                raise ValueError("the process did not give exactly one verdict")
         except (ValueError, RecursionError, OSError) as error:
             _log.warning("validation_answer_refused", error=str(error))
             raise AdapterRejected("validation_failed", "the adapter cannot be validated") from error
@@ -178,7 +178,7 @@ def _check_end(ended: Ended) -> None:
     if -ended.returncode in _VERDICT_SIGNALS:
         raise AdapterRejected("validation_killed", "validation exceeded its limits")
     if ended.returncode < 0:
-        # Something stops the whole server, which says nothing about the adapter.
+        # The whole server is being stopped, which says nothing about the adapter.
         raise ValidationFailed(f"the validation process was ended by signal {-ended.returncode}")
     if ended.returncode > 0:
         raise ValidationFailed(f"the validation process failed: {last_line(ended.stderr)}")

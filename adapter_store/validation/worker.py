@@ -74,7 +74,7 @@ def main() -> int:
     with _own_status() as status:
         missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
         if lacking := [name for name in request["required"] if name in missing]:
-            sys.exit(f"this machine has no {' and no '.join(lacking)}, which the sandbox is required to have")
+            sys.exit(f"this machine has no {' and no '.join(lacking)}, which the sandbox is configured to require")
         json.dump({**answer_to(job, target), "missing": missing, "usage": _usage(status)}, sys.stdout)
     return 0
 
@@ -90,7 +90,7 @@ def _own_status() -> AbstractContextManager[TextIO | None]:
 def _usage(status: TextIO | None) -> dict[str, int]:
     """CPU time, and peak memory and address space.
 
-    getrusage(2) would not do for memory: its peak includes that of the parent process.
+    The memory does not come from getrusage(2), whose peak includes that of the parent process.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     usage = {"cpu_ms": round((used.ru_utime + used.ru_stime) * 1000)}

@@ -20,4 +20,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Nothing to do: an older server leaves its own settled rows, and finds fewer of the others'."""
+    """Nothing to do: an older server leaves its own settled rows, and merely finds fewer from other servers."""

@@ -1,4 +1,4 @@
-"""Add when a key was rotated, so that setting the clock back does not extend the previous secret's validity."""
+"""Add the time of a key's last rotation, so that setting the clock back does not extend the old secret's validity."""
 
 from __future__ import annotations
 

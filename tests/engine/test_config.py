@@ -44,7 +44,7 @@ def test_a_disk_tier_that_cannot_be_written_is_refused_without_its_path(target: 
     place = tmp_path / "secret-name"
     place.write_text("a file where a directory should be")
     settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
-    with pytest.raises(ConfigNotUsable, match="give another disk_tier_dir") as refused:
+    with pytest.raises(ConfigNotUsable, match="choose another disk_tier_dir") as refused:
         open_stager(settings, target, HostAccelerator(), HostTier(0), lambda: None)
     assert "secret-name" not in str(refused.value)
 

@@ -520,7 +520,7 @@ def test_a_process_that_refuses_later_says_why(bench: Bench, tmp_path: Path) -> 
     bench.now_s = 10.0
     kill(client)
     outcome = not_staged(client, bench.adapters[0].digest)
-    assert "give another disk_tier_dir" in outcome.message
+    assert "choose another disk_tier_dir" in outcome.message
     assert str(tmp_path) not in outcome.message
     (tmp_path / "disk").unlink()
     bench.now_s += staging_client.RESTART_S

@@ -121,7 +121,7 @@ def test_nothing_outlives_who_asked(open_server: Open) -> None:
     [
         pytest.param(("/nowhere/python",), "cannot be started", id="no program"),
         pytest.param((sys.executable, "-c", "raise SystemExit('no numpy here')"), "no numpy here", id="it fails"),
-        pytest.param((sys.executable, "-c", ""), "takes no requests", id="it ends"),
+        pytest.param((sys.executable, "-c", ""), "accepts no requests", id="it ends"),
     ],
 )
 def test_a_process_that_cannot_serve_says_why(command: tuple[str, ...], why: str) -> None:

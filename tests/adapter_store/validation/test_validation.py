@@ -55,7 +55,7 @@ def test_the_report_tells_each_modules_rank_scale_and_effect(make_adapter: Any, 
     assert document["warnings"] == [
         {
             "code": "module_without_effect",
-            "message": "the product of these modules is zero",
+            "message": "the product B A of these modules is zero",
             "count": 1,
             "params": ["model.layers.0.self_attn.q_proj"],
         }
