@@ -106,7 +106,7 @@ class Database:
             self._url = _parse_url(url)
             self._engine = _create_engine(self._url)
         except (ArgumentError, ValueError):
-            # A stray character makes a password parse as a port or host, so show nothing of the URL.
+            # A stray character can make a password parse as a port or host, so do not show any of the URL.
             raise DatabaseError(
                 "the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME"
             ) from None

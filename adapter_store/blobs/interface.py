@@ -63,7 +63,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise BlobStoreUnavailable, with a message that helps the operator, unless the store can keep blobs."""
+        """Raise BlobStoreUnavailable, with a message that helps the operator, unless blobs can be stored here."""
 
     @abstractmethod
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
@@ -116,7 +116,7 @@ class BlobStore(ABC):
         return None
 
     def complete_parts(self, key: str, upload_id: str, size: int) -> bool:
-        """Assemble a blob from its uploaded parts; False if the key is taken, whose blob is then unchanged.
+        """Assemble a blob from its uploaded parts; False if the key is taken, in which case the blob is unchanged.
 
         Raises PartsMissing unless the parts total `size` bytes, and BlobNotFound if there is no such upload.
         """
