@@ -1,4 +1,4 @@
-"""Puts an engine together from its configuration: weights, pool, tables, tiers."""
+"""Builds an engine from its configuration: weights, pool, tables, tiers."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ from loramux.kernels.tables import PoolViews
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPARE_BYTES = 512 << 20
-"""Of the shared memory beyond the host tier, for what is on its way and for gaps; taken only where it is written to."""
+"""Shared memory beyond the host tier, for loads in flight and fragmentation; committed only when written to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssembledEngine:
-    """An engine and what its process must close or announce."""
+    """An engine and the objects that its process must close or announce."""
 
     engine: Engine
     adapters: AdapterPool
@@ -75,7 +75,7 @@ class AssembledEngine:
 def open_stager(
     config: EngineConfig, target: PackTarget, accelerator: Accelerator, host: HostTier, wake: Callable[[], None]
 ) -> StagingClient:
-    """A staging process for the tiers that the configuration names, and the host tier in the memory that both share.
+    """Start a staging process for the configured tiers; the host tier lies in memory that both processes share.
 
     Raises ConfigNotUsable for tiers that cannot be used.
     """
@@ -110,11 +110,11 @@ def assemble_engine(
     note_running: Callable[[list[str]], None] | None = None,
     spans: SpanSink | None = None,
 ) -> AssembledEngine:
-    """Load the model and allocate the pool; raises EngineError with the remedy.
+    """Load the model and allocate the pool; raises EngineError with a message that says how to fix the problem.
 
-    `wake` is called from other threads when an idle engine should look again. The engine belongs to the thread that
-    calls this, tells `note_running` before each step which sequences run, and `spans` what traced ones did. Tests and
-    benchmarks may bring their own adapters, weights and device.
+    `wake` is called from other threads when an idle engine has something to do. The engine belongs to the calling
+    thread. It passes the ids of the running sequences to `note_running` before each step, and spans of traced sequences
+    to `spans`. Tests and benchmarks can supply their own stager, weights and device.
     """
     backend = backend or open_backend(config.device, config.pdl)
     backend.set_num_threads(config.num_threads)
@@ -131,7 +131,7 @@ def assemble_engine(
     make_executor = partial(_make_executor, config, model, max_model_len, page_tokens, tables, backend)
     backend.accelerator.release_unused()
     if backend.compiles and backend.compile_ahead is not None:
-        # Before the pool is sized: torch keeps what a step's activations took, so that it no longer counts as free.
+        # Before the pool is sized: torch caches the memory of a step's activations, which then does not count as free.
         kernels = backend.make_kernels(allocate(target.geometry.total_page_bytes), decoder.shapes)
         compile_programs(make_executor(kernels, decoder.with_few_layers()), config, backend.compile_ahead)
     views = allocate(pool_bytes_of(config.pool_bytes, backend.accelerator.memory()))
@@ -190,12 +190,11 @@ def assemble_engine(
 
 
 def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:
-    """Compile the kernels of every shape in parallel, so that the warm-up only loads them.
+    """Compile the kernels of all shapes in parallel, so that the warm-up only loads them.
 
-    `executor` launches no kernel that would have to be compiled, and is of no use afterwards: it believes that its
-    shapes have run. What kernels would have written holds anything, which is safe in a step of padding: nothing of it
-    is used as an index. Whatever goes wrong is one line on standard error, since the warm-up compiles what is missing,
-    one kernel after the other.
+    `executor` does not launch kernels that need compiling, so their outputs are uninitialised. This is safe because a
+    step of padding uses no output as an index. The executor is useless afterwards: it has recorded its shapes as warm.
+    A failure is only reported on standard error, because the warm-up compiles missing kernels one at a time.
     """
     if not isinstance(executor, GraphExecutor):
         return
@@ -203,13 +202,13 @@ def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: Co
     try:
         compile_ahead(lambda: executor.warm_up(shapes, captures=False), len(os.sched_getaffinity(0)))
     except Exception as error:
-        print(f"the GPU's programs are compiled one after the other: {error!r}", file=sys.stderr)
+        print(f"parallel compilation failed; compiling GPU programs one at a time: {error!r}", file=sys.stderr)
 
 
 def warm_up(executor: Executor, config: EngineConfig, page_tokens: int, compiles: bool) -> None:
-    """Run steps of every kind once, so that no request waits for kernels to load.
+    """Run each kind of step once, so that no request waits for kernels to load.
 
-    Writes K and V to page 0, which has no owner yet. Raises ConfigNotUsable where a GPU has no memory for a step.
+    Writes K and V to page 0, which has no owner yet. Raises ConfigNotUsable if a GPU lacks memory for a step.
     """
     try:
         for num_prompt in (2, 1):
@@ -220,7 +219,7 @@ def warm_up(executor: Executor, config: EngineConfig, page_tokens: int, compiles
             executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
     except torch.OutOfMemoryError as error:
         raise ConfigNotUsable(
-            f"beside the model and the page pool the GPU has no memory for a step of {config.max_batch_tokens} tokens: "
+            f"the model and the page pool leave no GPU memory for a step of {config.max_batch_tokens} tokens: "
             "set a lower pool_bytes or max_batch_tokens"
         ) from error
 
@@ -243,8 +242,8 @@ def _load_decoder(
         if memory is None:
             raise
         raise DeviceNotUsable(
-            f"the model does not fit the GPU, which had {in_gib(memory.free)} of its {in_gib(memory.total)} free: "
-            "end other programs on the GPU, or use a larger GPU"
+            f"the model does not fit on the GPU, which had {in_gib(memory.free)} of {in_gib(memory.total)} free: "
+            "stop other programs on the GPU, or use a larger GPU"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The rows of one step, as the host lays them out and as a forward pass reads them."""
+"""The rows of one step: the host's layout, and the tensors that a forward pass reads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from loramux.kernels.tables import AttentionBatch, Segments
 
 
 class SamplingRow(msgspec.Struct, frozen=True, gc=False):
-    """What decides one token: the settings, the stream's seed, and how many tokens the sequence chose before.
+    """Everything that determines one sampled token: settings, seed, and the number of tokens chosen before it.
 
-    `logit_penalties` are the sequence's, where its settings ask for any: see `logit_penalties`.
+    `logit_penalties` are the sequence's, or None if its settings request none: see `logit_penalties`.
     """
 
     params: SamplingParams
@@ -35,29 +35,29 @@ class SamplingRow(msgspec.Struct, frozen=True, gc=False):
         return self.num_chosen < self.params.min_tokens
 
     def forbidden(self, eos_token_ids: tuple[int, ...]) -> set[int]:
-        """The tokens that would end the sequence too early."""
+        """The tokens that must not be chosen because they would end the sequence too early."""
         if not self.is_short:
             return set()
         return {*self.params.stop_token_ids, *(() if self.params.ignore_eos else eos_token_ids)}
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
-    """`num_tokens` tokens of a sequence, from position `sequence.num_computed` on, run in this step."""
+    """This step runs `num_tokens` tokens of the sequence, starting at position `sequence.num_computed`."""
 
     sequence: Sequence
     num_tokens: int
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
-    """One step on the host. Rows of one adapter are adjacent, because its sequences are.
+    """One step on the host. Sequences of one adapter are adjacent, and so are their rows.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. The K and
-    V of its position `p` belong into `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` is
+    V of its position `p` are stored in `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` is
     `page * page_tokens + p % page_tokens` of each row. All other arrays are int32.
 
-    `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the step before, which
-    only the device may know yet. `positions` and `slots` `[num_tokens]`: a row's position and adapter slot, -1 for the
-    base. `sample_rows` `[num_samples]` are the rows after which a token is chosen, as `samples` say.
+    `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the previous step, which
+    may so far exist only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot,
+    -1 for the base. `sample_rows` `[num_samples]` are the rows after which a token is sampled, according to `samples`.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -83,7 +83,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OuterSlots:
-    """Adapter slots of a step's rows as the outer modules see them: -1 where a row's adapter lacks the module.
+    """Adapter slots of a step's rows for the outer modules: -1 where a row's adapter lacks the module.
 
     `embedding` int32 `[num_tokens]`, `head` int32 `[num_samples]`.
     """
@@ -94,11 +94,11 @@ class OuterSlots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """What a forward pass reads, on its device; the axes may be padded, and rows of no sequence mean nothing.
+    """Inputs of a forward pass, on its device. The axes may be padded; values in padding rows are arbitrary.
 
-    `tokens`, `positions` and `sample_rows` int32. `segments` without entries switches the adapters off, and so do
-    `embedding_segments`, those of the rows whose adapters change the embedding; None is none. Adapters change no
-    module of a layer outside `groups`.
+    `tokens`, `positions` and `sample_rows` int32. Empty `segments` disable adapters. `embedding_segments` cover the
+    rows whose adapters modify the embedding; empty or None means no row. In each layer, adapters modify only modules
+    in `groups`.
     """
 
     tokens: torch.Tensor
@@ -128,13 +128,13 @@ def _no_rows() -> Batch:
 
 
 NO_ROWS = _no_rows()
-"""A step without a sequence: in a padded shape, all of it is padding."""
+"""A step without sequences; in a padded shape, every row is padding."""
 
 
 def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
-    """Lay the scheduled sequences one after another."""
+    """Concatenate the rows of the scheduled sequences."""
     sequences = [item.sequence for item in scheduled]
-    # As int32 from the start: numpy takes these as they are, and looks at each number of a list.
+    # int32 arrays, because numpy copies their buffers but converts a list element by element.
     counts = array("i", [item.num_tokens for item in scheduled])
     begins = array("i", [sequence.num_computed for sequence in sequences])
     slots = array("i", [sequence.slot for sequence in sequences])
@@ -162,7 +162,7 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     positions, row_slots, row_page_starts = first_positions, np.asarray(slots), page_starts
     max_q = max(counts)
     if max_q > 1:
-        # Where all decode, rows are sequences, and nothing need be gathered.
+        # Skipped when every sequence decodes: each row is then one sequence, and no gather is needed.
         of_row = np.repeat(np.arange(len(scheduled)), counts)
         positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]
         row_slots, row_page_starts = row_slots[of_row], page_starts[of_row]
@@ -183,7 +183,7 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
 
 
 def sampling_row(sequence: Sequence) -> SamplingRow:
-    """What decides the next token of a sequence, fixed now: later steps may change the sequence."""
+    """Capture the sampling inputs of the sequence's next token; later steps may change the sequence."""
     return SamplingRow(
         sequence.add.sampling, sequence.seed, sequence.num_tokens - sequence.num_prompt, sequence.logit_penalties
     )

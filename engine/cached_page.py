@@ -1,4 +1,4 @@
-"""A page of the prefix cache, as the sequences that use it hold it."""
+"""One page of the prefix cache, shared by the sequences that use it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 COMPUTE_COST = 1.0
-"""What computing one page of K and V again takes: the unit in which adapters state their cost."""
+"""Cost of recomputing one KV page, the unit of all eviction costs."""
 
 
 class PageCache(Protocol):
-    """The cache that a page can be evicted from: `PrefixCache`."""
+    """The cache that owns a page: `PrefixCache`."""
 
     num_evictions: int
 
     def forget(self, page: CachedPage) -> None:
-        """Take a page out of the cache."""
+        """Remove a page from the cache."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """One full page, found by its key: a hash over everything that its K and V depend on."""
+    """One full page. Its key is a hash over everything that its K and V depend on."""
 
     cache: PageCache
     key: bytes
@@ -42,7 +42,7 @@ class CachedPage:
 
     @property
     def is_waited_for(self) -> bool:
-        """Nobody waits for a prefix: it can be computed."""
+        """False: no sequence waits for a cached prefix, because it can be recomputed."""
         return False
 
     def evict(self) -> None:

@@ -1,4 +1,4 @@
-"""One engine: add, schedule, submit, commit, emit. Synchronous; everything slow happens elsewhere."""
+"""The engine loop: add, schedule, submit, commit, emit. Synchronous; slow work runs elsewhere."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """What an engine is made of, all over one page pool. `protect` sets what shares keep of host memory."""
+    """The parts of an engine, all on one page pool. `protect` sets how much host memory each share keeps."""
 
     pages: PagePool
     adapters: AdapterPool
@@ -64,10 +64,10 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observers:
-    """Who is told what an engine does.
+    """Receivers of an engine's events.
 
-    `stats` count; `traces` are told what becomes of each sequence, and `note_running` which sequences run, before each
-    step that may take them with it.
+    `stats` counts steps, and `traces` records the lifecycle of each sequence. `note_running` gets the ids of the
+    running sequences before each step, since the step may crash the process.
     """
 
     stats: EngineStats
@@ -76,12 +76,12 @@ class Observers:
 
 
 class Engine:
-    """Sequences of many adapters over one page pool. Call `step` until `has_work` is false.
+    """Runs sequences of many adapters on one page pool. Call `step` until `has_work` is false.
 
-    With `lookahead` the next step is scheduled and submitted while the device still runs this one, so that the device
-    never waits for the host; tokens are then committed one `step` later. A sequence that turns out to have ended wastes
-    a row of the step that was submitted already. The pages it gives back may be used at once: steps run in order, and
-    whoever else writes pages waits for the steps submitted before (see `PageCopier`).
+    With `lookahead`, the next step is scheduled and submitted while the device still runs the current one, so that the
+    device never waits for the host. Tokens are then committed one `step` later, and a sequence that has just ended
+    wastes a row of the step already submitted. Its pages can be reused immediately: steps run in order, and all other
+    writers of pages wait for the steps submitted before (see `PageCopier`).
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something, now or after a load."""
+        """Whether a step would have work to do, now or after a load."""
         return self._scheduler.has_work or self._in_flight is not None or self._calls.has_work
 
     @property
@@ -129,9 +129,9 @@ class Engine:
     # Add
 
     def add(self, owner: bytes, add: Add) -> None:
-        """Accept a sequence; one that can never run is answered at once."""
+        """Accept a sequence, or immediately refuse one that cannot run."""
         if self._live.find(owner, add.sequence_id) is not None:
-            rejected = Rejected(sequence_id=add.sequence_id, message="a sequence with this id is running")
+            rejected = Rejected(sequence_id=add.sequence_id, message="a sequence with this id is already running")
             self._post(owner, rejected)
             return
         refusal = self._refusal(add)
@@ -166,13 +166,13 @@ class Engine:
         self._shed()
 
     def extend(self, owner: bytes, extend: Extend) -> None:
-        """Raise the limit of a sequence, as far as the context and the pool reach; one that paused goes on."""
+        """Raise the limit of a sequence, as far as the context and the pool allow; a paused sequence resumes."""
         sequence = self._live.find(owner, extend.sequence_id)
         if sequence is not None:
             self._grants.extend(sequence, extend.max_tokens)
 
     def abort(self, owner: bytes, abort: Abort) -> None:
-        """End a sequence and report what is billed; one that has ended already is left as it was."""
+        """End a sequence and report the billed tokens; no effect on a sequence that has already ended."""
         sequence = self._live.find(owner, abort.sequence_id)
         if sequence is not None:
             committed = sequence.num_completion
@@ -180,7 +180,7 @@ class Engine:
             self._end(sequence, "abort", num_billed=billed)
 
     def abort_all(self, owner: bytes | None = None) -> None:
-        """End every sequence; or those of one gateway that is gone, and forget what else it asked for."""
+        """End all sequences, or those of one gateway that is gone, and drop that gateway's waiting calls."""
         for sequence in self._live:
             if owner is None or sequence.owner == owner:
                 self._end(sequence, "abort")
@@ -199,7 +199,7 @@ class Engine:
     # Schedule, submit, commit
 
     def step(self) -> bool:
-        """Run one step; False when nothing could run, because there is nothing or because adapters are loading."""
+        """Run one step; False if nothing could run, because no sequence is live or adapters are still loading."""
         started_s = self._clock()
         self._timers.fire()
         self._end_overdue()
@@ -224,7 +224,7 @@ class Engine:
 
     def _submit(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
         if self._note_running is not None:
-            # All that run, not only this step's: what an earlier step did to the device may show in this one.
+            # All running sequences, not only this step's: a fault of an earlier step may surface in this one.
             self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
         result = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
         self._stats.count_step(scheduled)
@@ -239,7 +239,7 @@ class Engine:
                 if self._traces is not None:
                     self._traces.began(sequence)
                 self._grants.begin(sequence)
-            # As in the batch: the step reaches the last token, so it chooses the next one.
+            # Same condition as in `build_batch`: the step reaches the last token, so it chooses the next one.
             if sequence.num_computed == sequence.num_tokens:
                 sequence.choose(len(sampling))
                 sampling.append(sequence)
@@ -252,7 +252,7 @@ class Engine:
         finished, traces = SequenceState.FINISHED, self._traces
         for sequence, token in zip(step.sampling, step.result.tokens(), strict=True):
             if sequence.state is finished:
-                # It was aborted, or its last token came to light, after this step had been submitted.
+                # It was aborted, or its last token was committed, after this step had been submitted.
                 continue
             token_id = token.token_id
             sequence.commit(token_id)
@@ -293,7 +293,7 @@ class Engine:
     # Emit
 
     def take_outbox(self) -> list[Outbound]:
-        """What gateways are to be told since the last call; a sequence's tokens come before its end."""
+        """Return and clear the pending messages; a sequence's tokens come before its Finished."""
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -335,18 +335,18 @@ class Engine:
         return own if params.ignore_eos else own.union(self._limits.eos_token_ids)
 
     def _refusal(self, add: Add) -> tuple[str, str] | None:
-        """The code and reason why a request cannot run now or ever, else None."""
+        """Error code and message if the request cannot run, now or ever; else None."""
         problem = request_problem(add, self._limits, self._scheduler.max_tokens())
         if problem is not None:
             return problem
         if add.digest is not None and self._strikes.is_quarantined(add.digest):
-            return "adapter_quarantined", "the adapter produced values that are not finite too often"
+            return "adapter_quarantined", "the adapter too often produced values that are not finite"
         if add.digest is not None and self._calls.is_draining(add.digest):
             return "adapter_unavailable", "the adapter is being unloaded"
         return None
 
     def _leaves_room(self) -> bool:
-        """Whether everything that was accepted can still run beside what is pinned."""
+        """Whether all accepted requests still fit next to the pinned adapters."""
         return self._adapters.can_place_all and all(self._grants.fits(one) for one in self._live)
 
     def _end_at_limit(self, sequence: Sequence) -> None:
@@ -354,7 +354,7 @@ class Engine:
 
     def _set_timers(self, sequence: Sequence) -> None:
         def time_out(sequence: Sequence) -> None:
-            self._end(sequence, "error", "deadline_exceeded", "the request's time was up before it was through")
+            self._end(sequence, "error", "deadline_exceeded", "the request did not finish before its deadline")
 
         def give_up_waiting(sequence: Sequence) -> None:
             if not sequence.has_run:
@@ -366,18 +366,18 @@ class Engine:
             self._timers.after(sequence, self._limits.max_waiting_s, give_up_waiting)
 
     def _shed(self) -> None:
-        """Refuse what makes the queue too long, from the share with most waiting for its weight."""
+        """Refuse sequences until the queue is short enough, from the share with the most waiting tokens per weight."""
         queue = self._scheduler.queue
         while queue.num_waiting > 1 and queue.num_waiting_tokens > self._limits.max_waiting_tokens:
             sequence = queue.shed_candidate()
             if sequence is None:
                 return
-            self._end(sequence, "error", "overloaded", "too many tokens wait already")
+            self._end(sequence, "error", "overloaded", "too many tokens are already waiting")
 
-    # Adapters that fail or go
+    # Adapters that fail or are unloaded
 
     def _strike(self, digests: set[str]) -> None:
-        """Adapters of which a step had a row that was not finite leave the pool; what they computed is forgotten."""
+        """Evict adapters whose rows were not finite, and purge their cached prefixes."""
         if not digests:
             return
         for digest in sorted(digests):
@@ -388,7 +388,7 @@ class Engine:
             sequence.is_tainted |= sequence.add.digest in digests
 
     def _end_overdue(self) -> None:
-        """End whoever still wants an adapter whose unload may wait no longer."""
+        """End sequences that still need an adapter whose unload deadline has passed."""
         for digest in self._calls.overdue():
             for sequence in self._live.of_digest(digest):
                 self._end(sequence, "error", "adapter_unavailable", "the adapter was unloaded")
@@ -401,14 +401,14 @@ class Engine:
 
     def _end_unfit(self) -> None:
         for sequence in self._scheduler.take_unfit():
-            message = "the request and its adapter together need more pages than the pool has for them"
+            message = "the request and its adapter together need more pages than the pool can provide"
             self._end(sequence, "error", "request_too_large", message)
 
     def stats(self, request: StatsRequest) -> Stats:
         return self._stats.snapshot(request.call_id, request.with_tiers)
 
     def check_integrity(self) -> None:
-        """With no sequence left, every page is free, a resident adapter's, or one of the prefix cache."""
+        """Check that without live sequences, each page is free or owned by an adapter or the prefix cache."""
         self._pages.check_integrity()
         if not self._live:
             assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle

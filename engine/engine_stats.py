@@ -1,4 +1,4 @@
-"""What an engine has done since it started, and how it stands."""
+"""Counters of an engine since it started, and its current state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 
 class EngineStats:
-    """Counts steps; the rest of `Stats`, which says what each figure means, is read from the parts when it is asked."""
+    """Counts steps and reads the other figures from the engine's parts on request; `Stats` documents each figure."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EngineStats:
         self._step_seconds = 0.0
 
     def count_step(self, scheduled: list[ScheduledSequence]) -> None:
-        """Count a step, before its sequences are moved on."""
+        """Count a step, before its sequences are advanced."""
         self._num_steps += 1
         self._num_step_sequences += len(scheduled)
         slots = {item.sequence.slot for item in scheduled}
@@ -65,7 +65,7 @@ class EngineStats:
             self._num_rows += item.num_tokens
             begin, end = sequence.num_computed, sequence.num_computed + item.num_tokens
             if begin == sequence.num_reached >= sequence.num_prompt:
-                # An answer that goes on: the way of most, most of the time.
+                # An answer that continues, the common case.
                 continue
             if not sequence.has_run:
                 self._cached_tokens += sequence.num_cached
@@ -111,7 +111,7 @@ class EngineStats:
                     digest=load.digest,
                     slot=load.slot,
                     num_pages=load.num_pages,
-                    # A pin is one of the pool's users.
+                    # The pool counts a pin as a user.
                     num_users=load.num_users - load.is_pinned,
                     is_pinned=load.is_pinned,
                     idle_s=self._adapters.idle_s(load),
@@ -127,7 +127,7 @@ class EngineStats:
 
     def _waiting(self) -> Waiting:
         queue, is_short = self._scheduler.queue, self._scheduler.is_short_of_pages
-        # One that was preempted while it paused waits in the queue for its limit as well.
+        # A sequence that was preempted while paused waits in the queue for a higher limit.
         num_parked = queue.num_waiting - queue.num_ready - queue.num_cold
         return Waiting(
             adapter=queue.num_cold,

@@ -1,14 +1,14 @@
-"""What can go wrong when an engine starts; each message says how to mend it."""
+"""Errors when an engine starts; each message says how to fix the problem."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """The root of this package's errors."""
+    """Base class of this package's errors."""
 
 
 class ModelNotSupported(EngineError):
-    """The model directory is missing, malformed, or asks for something that loramux does not do."""
+    """The model directory is missing or malformed, or needs a feature that loramux does not support."""
 
 
 class ConfigNotUsable(EngineError):
@@ -16,8 +16,8 @@ class ConfigNotUsable(EngineError):
 
 
 class PoolTooSmall(EngineError):
-    """The page pool cannot hold what the configuration asks of it."""
+    """The page pool is too small for the configuration."""
 
 
 class DeviceNotUsable(EngineError):
-    """The device that was asked for is not there, or this installation cannot use it."""
+    """The requested device is missing, or this installation cannot use it."""

@@ -1,4 +1,4 @@
-"""Which groups of a layer's modules a step's adapters change."""
+"""Which module groups of a layer a step's adapters modify."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 class LayerGroups(IntFlag):
-    """A set of the groups of `ModelConfig.module_groups`, in their order."""
+    """A set of module groups; the flags follow the order of `ModelConfig.module_groups`."""
 
     QKV = 1
     O = 2  # noqa: E741  the projection's name in every model
@@ -19,7 +19,7 @@ class LayerGroups(IntFlag):
 
     @staticmethod
     def holding(modules: npt.NDArray[np.bool_], module_groups: Sequence[Sequence[int]]) -> LayerGroups:
-        """The groups that hold any of `modules` bool `[num_modules]`."""
+        """The groups with at least one module set in `modules`, bool `[num_modules]`."""
         groups = NO_GROUPS
         for group, members in zip(LayerGroups, module_groups, strict=True):
             if any(modules[module] for module in members):

@@ -9,18 +9,18 @@ from loramux.engine.sequence import Sequence
 
 
 class LiveSequences:
-    """A sequence is found by its gateway and the id that the gateway gave it: two gateways may use the same id."""
+    """Finds sequences by gateway and id; two gateways may use the same id."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[bytes, str], Sequence] = {}
-        # Dictionaries for their order: who is ended first must not depend on addresses.
+        # Dictionaries rather than sets: the order in which sequences are ended must not depend on addresses.
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that are there now, in order of arrival; the caller may end them meanwhile."""
+        """A snapshot in order of arrival; the caller may end sequences while iterating."""
         return iter(list(self._by_key.values()))
 
     def add(self, sequence: Sequence) -> None:
@@ -42,7 +42,7 @@ class LiveSequences:
         return self._by_key.get((owner, sequence_id))
 
     def wants(self, digest: str) -> bool:
-        """Whether any of them needs the adapter."""
+        """Whether any live sequence needs the adapter."""
         return digest in self._by_digest
 
     def of_digest(self, digest: str) -> list[Sequence]:

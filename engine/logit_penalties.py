@@ -1,4 +1,4 @@
-"""What a request has done to the model's logits before a token is chosen: a bias, and penalties on earlier tokens."""
+"""Logit bias and penalties on earlier tokens, applied to a request's logits before sampling."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from loramux.engine.messages import SamplingParams
 
 LARGEST = 1e30
-"""What edited logits are kept within: finite, so that a setting cannot pass for a model that has lost its numbers."""
+"""Bound on the magnitude of edited logits: finite, so that an extreme setting is not mistaken for a broken model."""
 
 
 class TokenMarks:
-    """The distinct tokens of a sequence, each marked `2 * (times it was generated) + (1 if it is in the prompt)`."""
+    """The distinct tokens of a sequence, each with the mark `2 * (times generated) + (1 if in the prompt)`."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
@@ -23,7 +23,7 @@ class TokenMarks:
         self._marks = array("i", [1]) * len(self._places)
 
     def add(self, token_id: int) -> None:
-        """One more time generated."""
+        """Count one more generated occurrence of a token."""
         place = self._places.setdefault(token_id, len(self._ids))
         if place == len(self._ids):
             self._ids.append(token_id)
@@ -36,10 +36,10 @@ class TokenMarks:
 
 
 class LogitPenalties:
-    """One sequence's bias and penalties; its identity is the sequence's.
+    """One sequence's bias and penalties; as each sequence has its own, this object also identifies the sequence.
 
     `tokens` is the sequence's own list, prompt first, which grows as tokens are committed. `bias_ids` int64 and
-    `bias` float32 `[num_biased]`; `penalties` float32 `[3, 1]` are repetition, presence and frequency.
+    `bias` float32 `[num_biased]`; `penalties` float32 `[3, 1]` are the repetition, presence and frequency penalty.
     """
 
     def __init__(self, params: SamplingParams, tokens: list[int], num_prompt: int) -> None:
@@ -55,7 +55,7 @@ class LogitPenalties:
         self._num_marked = 0
 
     def marks(self, num_chosen: int) -> TokenMarks:
-        """The marks of the prompt and of the first `num_chosen` new tokens, each of which was committed or noted."""
+        """Marks of the prompt and the first `num_chosen` new tokens, each of which must be committed or noted."""
         if self._marks is None or self._num_marked > num_chosen:
             self._marks = TokenMarks(self._tokens[: self._num_prompt])
             self._num_marked = 0
@@ -65,12 +65,12 @@ class LogitPenalties:
         return self._marks
 
     def note(self, token_id: int, num_chosen: int) -> None:
-        """The token after the first `num_chosen` was chosen on the host; it may be committed only later."""
+        """Mark the token that the host chose after the first `num_chosen`; it may be committed later."""
         if self.has_penalties and self._num_marked == num_chosen:
             self._note(token_id)
 
     def apply(self, logits: torch.Tensor, num_chosen: int) -> None:
-        """Edit one row on the host, float32 `[vocab_size]`; the work grows with the tokens concerned only."""
+        """Edit one row on the host, float32 `[vocab_size]`, in time proportional to the number of affected tokens."""
         if len(self.bias):
             values = logits[self.bias_ids]
             logits[self.bias_ids] = kept_finite(values + self.bias, values)
@@ -86,7 +86,7 @@ class LogitPenalties:
 
 
 def logit_penalties(params: SamplingParams, tokens: list[int], num_prompt: int) -> LogitPenalties | None:
-    """The bias and penalties that a sequence asks for; None, at no cost to any step, where it asks for none."""
+    """The bias and penalties of a sequence; None, at no cost per step, if its settings request none."""
     return LogitPenalties(params, tokens, num_prompt) if params.logit_bias or params.has_penalties else None
 
 
@@ -97,15 +97,15 @@ def penalised(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> torch.Tensor:
-    """Penalties as vLLM and, but for the repetition penalty, the OpenAI API define them.
+    """Apply penalties as defined by vLLM and, except for the repetition penalty, by the OpenAI API.
 
     With `times` the number of times that a token was generated:
 
         x = logit / repetition if logit > 0 else logit * repetition     (tokens of the prompt or the answer)
         x - frequency * times - presence * (times > 0)
 
-    `logits` float32 and `marks` int32 (see TokenMarks; 0 is a token not seen) of one shape, of which the penalties,
-    float32, have the rows, or one element. Each step is rounded by itself, so that every device gives the same bits.
+    `logits` float32 and `marks` int32 (see TokenMarks; 0 means not seen) have the same shape. The penalties, float32,
+    have one element, or one per row. Each operation is rounded separately, so every device gives the same bits.
     """
     times = (marks >> 1).to(torch.float32)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -115,5 +115,5 @@ def penalised(
 
 
 def kept_finite(changed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """`changed` within the finite; where the model's own logit is not finite, that stays to be found."""
+    """Clamp `changed` to finite values, but keep logits that the model made non-finite, so that they are detected."""
     return torch.where(torch.isfinite(logits), changed.clamp(-LARGEST, LARGEST), logits)

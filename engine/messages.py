@@ -1,7 +1,7 @@
-"""Everything that crosses between a gateway and an engine, one record each.
+"""Messages between a gateway and an engine, one record each.
 
-A request's hops: the gateway sends Add; the engine answers with StepOutput messages that hold the new token ids of
-each of the gateway's sequences, and last with Finished. The engine knows digests, never tenants.
+The gateway sends Add. The engine answers with StepOutput messages, which hold the new token ids of all the gateway's
+sequences, and finally with Finished. The engine knows digests, never tenants.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
 PROTOCOL = 1
-"""Counts the changes that make gateways and engines of different versions misunderstand each other."""
+"""Protocol version, raised by each incompatible change to these messages."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,18 +25,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     """0 considers every token."""
     min_p: float = 0.0
-    """Leaves out tokens that are less likely than this share of the likeliest; 0 leaves out none."""
+    """Drops tokens whose probability is below this fraction of the most likely token's; 0 drops none."""
     repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of tokens in the prompt or the answer; 1 changes none."""
+    """Divides the positive and multiplies the negative logits of tokens in the prompt or the answer; 1 is neutral."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens in the answer."""
+    """Subtracted once from the logits of tokens that occur in the answer."""
     frequency_penalty: float = 0.0
-    """The same for each time that they are in the answer."""
+    """Subtracted from a token's logit once per occurrence in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these tokens, each at most once, before everything else."""
+    """Added to the logits of these tokens before everything else; each token occurs at most once."""
     seed: int | None = None
     num_logprobs: int | None = None
-    """None: no log-probabilities; 0: the chosen token's; n: also the n most likely tokens'."""
+    """None: no log-probabilities; 0: only the chosen token's; n: also those of the n most likely tokens."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -48,9 +48,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run one sequence. `max_tokens` is what the quota granted; the adapter is named by digest, None is the base.
+    """Run one sequence. `max_tokens` is the quota's grant; `digest` names the adapter, None means the base model.
 
-    `sequence_id` tells apart the sequences of one gateway; another gateway may use the same. Times are finite and not
+    `sequence_id` is unique within one gateway; another gateway may use the same id. Durations must be finite and not
     negative, or the sequence ends with `invalid_request`.
     """
 
@@ -62,28 +62,28 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     share_key: str = ""
     weight: int = 1
     host_floor_bytes: int = 0
-    """So much of the share's adapters stays in host memory when others' adapters come; 0 is no such promise."""
+    """Bytes of the share's adapters that stay in host memory under pressure from other shares; 0: no guarantee."""
     isolation_key: bytes = b""
-    """Sequences with the same key may share the K and V of equal prefixes; an empty one shares with nobody."""
+    """Sequences with the same key can share the K and V of equal prefixes; an empty key shares with no other."""
     priority: int = 0
-    """Higher ones go first, also before fairness between shares."""
+    """Higher priorities go first, even before fairness between shares."""
     timeout_s: float | None = None
-    """The sequence ends with `deadline_exceeded` when it is not through by then; None: never."""
+    """The sequence ends with `deadline_exceeded` after this time; None: no deadline."""
     traceparent: str | None = None
-    """The span (W3C Trace Context) that the engine's spans of this sequence belong to; None: it is not traced."""
+    """Parent (W3C Trace Context) of the engine's spans for this sequence; None: it is not traced."""
     pause_s: float = 0.0
     """How long the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
     tokens_at_once: int = 1
-    """So many tokens are told in one output, of an answer that nobody reads before its end. The first is told at once,
-    and so is each that comes with log-probabilities; what is still to be told comes before Finished. An engine that
-    dies has told of up to `tokens_at_once - 1` fewer than it had committed, which nobody pays for."""
+    """Tokens per output, for an answer that nobody reads before it ends. The first token and each token with
+    log-probabilities are sent immediately; the last tokens are sent before Finished. When an engine dies, up to
+    `tokens_at_once - 1` committed tokens have not been sent, and nobody is billed for them."""
 
 
 class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Raise a sequence's limit to `max_tokens`; one that has ended already is left as it was.
+    """Raise a sequence's limit to `max_tokens`; no effect on a sequence that has already ended.
 
-    The limit goes no further than the context and the pool reach beside the sequence's adapter and what is pinned. A
-    sequence that wants an adapter and has not run yet gets its higher limit when it does.
+    The limit is capped by the context length and by the pool space that the sequence's adapter and pinned adapters
+    leave. A sequence with an adapter gets the higher limit no earlier than its first step.
     """
 
     sequence_id: str
@@ -91,16 +91,16 @@ class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stop a sequence. With `keep`, at most that many of its committed tokens are billed (a stop string was found)."""
+    """Stop a sequence. With `keep`, bill at most that many of its committed tokens (a stop string was found)."""
 
     sequence_id: str
     keep: int | None = None
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make an adapter resident; answered by AdapterState once it is or cannot be.
+    """Make an adapter resident; answered by AdapterState once it is resident or has failed.
 
-    While an Unload of the adapter is pending, it waits for that and loads afresh.
+    While an Unload of the adapter is pending, the load waits for it and starts afterwards.
     """
 
     call_id: str
@@ -108,12 +108,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Free an adapter's pages, and forget what it computed, once no sequence wants it; answered by AdapterState.
+    """Free an adapter's pages and its cached prefixes once no sequence needs it; answered by AdapterState.
 
-    From now until the answer the adapter drains: sequences that were added before go on, and with `deadline_s` those
-    that have not ended by then are ended with `adapter_unavailable`; sequences that are added in the meantime are
-    refused with `adapter_unavailable`. So the pages become free whatever else is asked. After the answer the next
-    sequence loads the adapter afresh. A pin ends, and loads and pins that still wait are answered with `superseded`.
+    Until the answer, the adapter drains. Earlier sequences continue; with `deadline_s`, those that have not ended by
+    then end with `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages always
+    become free. After the answer, the next sequence loads the adapter again. An unload ends the adapter's pin, and
+    answers waiting loads and pins with `superseded`.
     """
 
     call_id: str
@@ -124,10 +124,10 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Load an adapter and keep it resident until a Pin with `is_pinned = False` or an Unload; answered by AdapterState.
 
-    A pin outlives the gateway that asked for it. An adapter that is evicted because its values were not finite is
-    loaded and pinned again; one that cannot be loaded again loses its pin, and Stats shows it no more.
-    Pins beyond their share of the pool, or of its slots, are answered with `pin_limit`, and so is one that would leave
-    too few pages for a request that was accepted before.
+    A pin outlives the gateway that requested it. An adapter that is evicted because its values were not finite is
+    loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats.
+    A pin beyond the allowed share of pages or slots is answered with `pin_limit`, and so is one that would leave too
+    few pages for a request that was already accepted.
     """
 
     call_id: str
@@ -142,14 +142,14 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for Stats; `call_id` comes back in the answer. `with_tiers` asks what host and disk tier hold as well."""
+    """Ask for Stats; the answer repeats `call_id`. `with_tiers` also asks for the contents of host and disk tier."""
 
     call_id: str
     with_tiers: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probability of one chosen token and of the most likely ones, best first."""
+    """Log-probabilities of one chosen token and of the most likely tokens, best first."""
 
     token_id: int
     logprob: float
@@ -157,9 +157,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """New tokens of one sequence. `logprobs` has one entry a token when they were asked for, else none.
+    """New tokens of one sequence. `logprobs` has one entry per token if they were requested, else none.
 
-    The token that ends a sequence (end of sequence, stop id) is counted by Finished but is not among these.
+    The token that ends a sequence (end of sequence, stop id) is counted by Finished but not included here.
     """
 
     sequence_id: str
@@ -168,19 +168,19 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What one or several steps produced for one gateway."""
+    """Output of one or more steps for one gateway."""
 
     outputs: tuple[SequenceOutput, ...]
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The end of a sequence and the truth for its bill; follows its last SequenceOutput.
+    """The end of a sequence and its final token counts for billing; follows its last SequenceOutput.
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`; with `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
     `request_too_large`, `not_finite`, `engine_unavailable`, `overloaded`.
-    `completion_tokens` counts the tokens that the engine committed, the end-of-sequence token included;
-    `prompt_tokens` is 0 where no step ever held the sequence.
+    `completion_tokens` counts committed tokens, including the end-of-sequence token; `prompt_tokens` is 0 if the
+    sequence was never part of a step.
     """
 
     sequence_id: str
@@ -193,9 +193,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A message that was not obeyed and changed nothing: it could not be read, or added an id that is running.
+    """A message that was refused and had no effect: it could not be decoded, or it added an id that is in use.
 
-    No Finished answers such an Add: that would end the stream of the sequence that runs.
+    Such an Add is not answered with Finished, which would end the stream of the running sequence.
     """
 
     message: str
@@ -218,49 +218,49 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter that is in the pool."""
+    """One adapter in the pool."""
 
     digest: str
     slot: int
     num_pages: int
     num_users: int
-    """Running sequences."""
+    """Running sequences that use it."""
     is_pinned: bool = False
     idle_s: float = 0.0
-    """Since a sequence last used it; 0 while one does."""
+    """Time since a sequence last used it; 0 while it is in use."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the steps so far took: `counts[i]` of them at most `bounds_s[i]` and more than the bound before it.
+    """Histogram of step times: `counts[i]` steps took at most `bounds_s[i]` and more than the bound before it.
 
-    `counts` has one entry more than there are bounds, for the steps beyond the last.
+    `counts` has one more entry than `bounds_s`, for the steps beyond the last bound.
     """
 
     bounds_s: tuple[float, ...] = ()
     counts: tuple[int, ...] = (0,)
     seconds: float = 0.0
-    """All of them together."""
+    """Total time of all steps."""
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """What sequences wait for, each counted once."""
+    """Number of waiting sequences by what they wait for; each is counted once."""
 
     adapter: int = 0
     """An adapter that is not in the pool yet."""
     pages: int = 0
-    """Pages of the pool: the last step found none for someone."""
+    """Pages of the pool: the last step ran out of them."""
     seat: int = 0
-    """Their turn: a place in a step."""
+    """Their turn to run."""
     grant: int = 0
-    """More tokens than they were granted."""
+    """An Extend that raises their token limit."""
 
 
 class GraphMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Captured steps of a GPU."""
+    """Captured CUDA graphs."""
 
     num_graphs: int = 0
     num_bytes: int = 0
-    """How much less memory the device had free after each capture than before it, added up."""
+    """Device memory that the captures took: the drop in free memory across each capture, summed."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -275,38 +275,38 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_kv_pages: int
     num_adapter_pages: int
     num_prefix_pages: int
-    """Pages of K and V that the prefix cache knows, in use or not."""
+    """KV pages in the prefix cache, in use or idle."""
     prompt_tokens: int
-    """Prompt tokens that were computed, each once."""
+    """Prompt tokens computed, each counted once."""
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens that the prefix cache spared."""
+    """Prompt tokens that were found in the prefix cache."""
     recomputed_tokens: int = 0
-    """Tokens of prompts and answers that were computed again after a preemption."""
+    """Prompt and answer tokens that were computed again after a preemption."""
     num_adapter_loads: int
     num_adapter_evictions: int
     num_preemptions: int
     mixed_steps: int
-    """Steps that held at least two different adapters."""
+    """Steps with at least two different adapters."""
     max_adapters_in_step: int
     num_rows: int = 0
-    """Tokens that steps computed, of prompts and of answers."""
+    """Token rows computed by all steps, for prompts and answers."""
     num_step_sequences: int = 0
-    """Sequences that steps held; one counts in each of its steps."""
+    """Sum over all steps of the number of sequences in the step."""
     num_prefix_evictions: int = 0
-    """Idle pages of the prefix cache that gave way to others."""
+    """Idle prefix-cache pages that were evicted."""
     step_times: StepTimes = StepTimes()
     waiting: Waiting = Waiting()
     loading: LoadCounts = LoadCounts()
     adapters: tuple[ResidentAdapter, ...] = ()
     num_pinned_pages: int = 0
     page_bytes: int = 0
-    """Of all layers."""
+    """Bytes per page, over all layers."""
     num_slots: int = 0
-    """How many adapters can be resident."""
+    """Most adapters that can be resident at the same time."""
     graphs: GraphMemory = GraphMemory()
     tiers: tuple[TierContents, ...] = ()
-    """Only where they were asked for."""
+    """Filled only for a request `with_tiers`."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -319,13 +319,13 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     protocol: int = PROTOCOL
     model_sha256: str = ""
-    """Of the files that a gateway must have the same of: see `model_files.py`."""
+    """Hash of the files that a gateway must share with the engine: see `model_files.py`."""
     ran_at_death: tuple[str, ...] = ()
-    """Sequences of any gateway that the engine before this one was running when it died."""
+    """Ids of the sequences, of any gateway, that the previous engine was running when it died."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Says nothing; sending it is how the engine finds out that a gateway is gone."""
+    """Carries no data; the engine notices that a gateway is gone when sending it fails."""
 
 
 ToEngine = Add | Extend | Abort | Load | Unload | Pin | Credit | StatsRequest
@@ -333,5 +333,5 @@ FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineRea
 
 
 def is_duration(seconds: float | None) -> bool:
-    """Whether a timer can be set by it; None is no timer."""
+    """Whether this is a valid timer duration; None means no timer."""
     return seconds is None or (math.isfinite(seconds) and seconds >= 0)

@@ -18,7 +18,7 @@ class SequenceState(Enum):
 
 
 def page_list(pages: list[int] | None = None) -> array[int]:
-    """Page ids as int32, so that a batch copies them without looking at each."""
+    """Page ids as an int32 array, which a batch copies without converting each element."""
     return array("i", pages or [])
 
 
@@ -26,62 +26,62 @@ def page_list(pages: list[int] | None = None) -> array[int]:
 class Sequence:
     """A prompt, the tokens generated so far, and the pages that hold their K and V.
 
-    `tokens` are the prompt and the committed tokens; `num_in_flight` more were chosen by steps whose results nobody
-    has looked at yet, and `num_tokens` counts them all. The K and V of positions `[0, num_computed)` are in `pages`,
-    or will be once the steps in flight are through; those of the newest token are computed by the step after the one
-    that chose it. After a preemption `num_computed` is 0 and all of them are computed again.
+    `tokens` are the prompt and the committed tokens. Steps in flight have chosen `num_in_flight` more, and `num_tokens`
+    counts them all. The K and V of positions `[0, num_computed)` are in `pages`, or will be once the steps in flight
+    finish. The step after the one that chose the newest token computes that token's K and V. A preemption resets
+    `num_computed` to 0, and all K and V are computed again.
     """
 
     add: Add
     owner: bytes
-    """The gateway that asked; outputs go back to it."""
+    """The gateway that submitted the sequence and receives its output."""
     arrival: int
     """Order of arrival; the youngest is preempted first."""
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
-    """Those that end it, the model's own included."""
+    """Tokens that end the sequence, including the model's own."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     """The adapter's slot while running, -1 for the base."""
     has_run: bool = False
-    """A step has held it; what never ran costs nothing."""
+    """Whether a step has held it; a sequence that never ran is not billed."""
     num_computed: int = 0
     pages: array[int] = field(default_factory=page_list)
     num_room: int = 0
-    """Tokens that `pages` hold."""
+    """Capacity of `pages`, in tokens."""
     next_offer: int = 0
-    """With so many tokens computed it may have filled a page that the prefix cache does not know."""
+    """Value of `num_computed` at which a page may be full that the prefix cache does not know yet."""
     tokens: list[int] = field(default_factory=list)
     pending_output: list[int] = field(default_factory=list)
-    """Committed tokens that are emitted to its gateway later: see `Add.tokens_at_once`."""
+    """Committed tokens not yet emitted to its gateway: see `Add.tokens_at_once`."""
     num_in_flight: int = 0
     num_tokens: int = 0
     sample_index: int = -1
-    """Which token of the step in flight is this sequence's, while there is one."""
+    """Index of this sequence's token among those sampled by the step in flight, while there is one."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of its first full pages, as far as they were needed; they outlive the pages."""
+    """Keys of its first full pages, computed when needed and kept after the pages are freed."""
     shared_pages: list[CachedPage | None] = field(default_factory=list)
-    """What the prefix cache knows of `pages[:len(shared_pages)]`; None where it holds the same in another page."""
+    """Prefix-cache entries of `pages[:len(shared_pages)]`; None where the cache has the same K and V elsewhere."""
     num_cached: int = 0
-    """Prompt tokens that the prefix cache had when the sequence first ran."""
+    """Prompt tokens found in the prefix cache when the sequence first ran."""
     num_reached: int = 0
-    """The most that `num_computed` ever was: tokens below it that a step holds are computed again."""
+    """Highest `num_computed` so far; tokens below it that a step holds are recomputed."""
     num_adapter_pages: int = 0
-    """Of its adapter, from when it first runs; they are counted also while the adapter is away."""
+    """Pages of its adapter, set when it first runs and kept while the adapter is evicted."""
     num_wanted: int = 0
-    """What `num_reserved` was to become, where that was asked before the size of its adapter was known."""
+    """Limit requested before the size of its adapter was known; applied when it first runs."""
     is_tainted: bool = False
-    """What it computed may be broken, and is offered to nobody."""
+    """Its K and V may be broken and must not enter the prefix cache."""
     is_paused: bool = False
-    """It waits, at its limit, for a higher one."""
+    """It has reached its limit and waits for a higher one."""
     row_place: tuple[int, int] = (-1, 0)
-    """Its place in a step while running: slot and arrival, so that the rows of one adapter are side by side."""
+    """Sort key of its rows in a step: slot, then arrival, so that the rows of one adapter are adjacent."""
     logit_penalties: LogitPenalties | None = None
-    """What its settings have done to the logits; None for most."""
-    # Looked at several times a step for each sequence, so they are kept instead of computed.
+    """Bias and penalties that its settings request; None for most sequences."""
+    # Stored rather than computed, because each step reads them several times per sequence.
     num_prompt: int = field(init=False)
     num_reserved: int = field(init=False)
-    """Its limit: the most tokens that it can come to, at first by `Add.max_tokens`. `TokenGrants` raises it."""
+    """Its limit in tokens, prompt included; at first from `Add.max_tokens`, raised by `TokenGrants`."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
@@ -90,13 +90,13 @@ class Sequence:
         self.logit_penalties = logit_penalties(self.add.sampling, self.tokens, self.num_prompt)
 
     def choose(self, sample_index: int) -> None:
-        """The step that was submitted just now chooses the next token, as its `sample_index`-th."""
+        """Record that the step just submitted chooses the next token, at index `sample_index`."""
         self.num_in_flight += 1
         self.num_tokens += 1
         self.sample_index = sample_index
 
     def commit(self, token_id: int | None) -> None:
-        """What the oldest step in flight has chosen; None where that was no token."""
+        """Record the token that the oldest step in flight chose; None if the logits were not finite."""
         self.num_in_flight -= 1
         if token_id is None:
             self.num_tokens -= 1
@@ -104,7 +104,7 @@ class Sequence:
             self.tokens.append(token_id)
 
     def emit(self, token_id: int, is_urgent: bool) -> tuple[int, ...]:
-        """The tokens to emit now that this one is committed; none while more of them are waited for."""
+        """Add a committed token and return the tokens to emit now; empty while the output waits for more."""
         self.pending_output.append(token_id)
         if not is_urgent and self.num_completion > 1 and len(self.pending_output) < self.add.tokens_at_once:
             return ()
@@ -121,7 +121,7 @@ class Sequence:
 
     @property
     def num_completion(self) -> int:
-        """Committed new tokens: what is billed."""
+        """Committed new tokens, which are billed."""
         return len(self.tokens) - self.num_prompt
 
     @property
@@ -136,5 +136,5 @@ class Sequence:
 
     @property
     def is_chosen_out(self) -> bool:
-        """Whether its last token is in flight or committed, so that no further step may hold it."""
+        """Whether its last token is in flight or committed, so that no further step can include it."""
         return self.num_tokens >= self.num_reserved

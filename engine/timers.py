@@ -1,4 +1,4 @@
-"""What is to happen to sequences at a time, on the engine's own clock."""
+"""Timers of sequences, on the engine's clock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Action = Callable[[Sequence], None]
 
 
 class Timers:
-    """Calls actions with their sequences once their time has come.
+    """Calls each action with its sequence when it is due.
 
-    A sequence that has ended by then is left alone, and is not kept in memory until then; an action that is no longer
-    wanted finds that out itself.
+    Timers of ended sequences do nothing and do not keep the sequence in memory. Timers cannot be cancelled: an action
+    checks for itself whether it is still needed.
     """
 
     def __init__(self, clock: Callable[[], float], live: LiveSequences) -> None:
@@ -26,15 +26,15 @@ class Timers:
         self._num_added = 0
 
     def after(self, sequence: Sequence, seconds: float, action: Action) -> None:
-        # One time that is not a number would keep every later one from coming up.
+        # A single NaN would break the order of the heap and block all later timers.
         assert math.isfinite(seconds)
         self._num_added += 1
-        # An id may come again after its sequence has ended; the arrival tells the two apart.
+        # An id can be reused after its sequence has ended; the arrival number tells the two apart.
         identity = sequence.owner, sequence.sequence_id, sequence.arrival
         heapq.heappush(self._pending, (self._clock() + seconds, self._num_added, *identity, action))
 
     def fire(self) -> None:
-        """Do what is due, in the order of its times."""
+        """Run all due actions in order of their times."""
         while self._pending and self._pending[0][0] <= self._clock():
             _, _, owner, sequence_id, arrival, action = heapq.heappop(self._pending)
             sequence = self._live.find(owner, sequence_id)

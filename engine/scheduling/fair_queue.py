@@ -1,4 +1,4 @@
-"""Whose turn it is: waiting sequences in a weighted fair order over shares."""
+"""Orders waiting sequences by weighted fairness between shares."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, Share, S
 from loramux.engine.sequence import Sequence
 
 MAX_ROUNDS = 64
-"""Admissions of others after which a share that waits goes first, whatever it was served before."""
+"""Admissions from other shares after which a waiting share goes first, regardless of its counter."""
 
 ROUNDS_A_SHARE = 4
-"""Where many shares wait, that many admissions for each of them: taking turns alone takes one."""
+"""The same bound per waiting share, for when many shares wait; strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
-"""The most by which a share of dear requests has to wait longer than one whose requests cost as much as others'."""
+"""How many times longer a share with expensive requests can wait than one with requests of average cost."""
 
 ROUNDS_A_LOOK = 8
-"""Admissions between two looks at who has waited too long."""
+"""Admissions between two checks for shares that have waited too long."""
 
 MAX_PASSED = 256
-"""Ready sequences of its share that a cold one is charged for at most: those in front of it, where they are more."""
+"""Most ready sequences ahead of a cold one in its share whose cost is added to the cold one's turn."""
 
 MAX_IDLE_SHARES = 65536
+"""Idle shares whose counters are kept."""
 
 _turn_of = itemgetter(0)
 
@@ -35,26 +36,27 @@ _turn_of = itemgetter(0)
 class FairQueue:
     """Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), with weights.
 
-    The next sequence is the best of the share that was served least, input and output priced; of shares that were
-    served alike, of the one that runs least. A share that becomes active, or has something waiting again, is lifted to
-    the least served of those, or to the last that was: nobody saves up by being idle. Priorities go before counters,
-    and within a share without bound.
+    The next sequence is the first of the share with the lowest counter, which adds up the prices of its input and
+    output tokens; ties go to the share with the fewest running sequences. A share that becomes active, or starts to
+    wait again, is raised to the lowest counter of the active or waiting shares, or of the last share that was active,
+    so that no share saves up credit while idle. Priorities come before counters; within a share, a low priority can
+    wait forever.
 
-    A share that has waited too long goes before everyone who has not. It has when both are true: there were
-    K = max(MAX_ROUNDS, ROUNDS_A_SHARE * shares that wait) admissions of others, and these were charged ROUNDS_A_SHARE
-    times what a fair order gives to all who wait until the share's next request, at its price, comes up. For dear
-    requests that may take more than K admissions, but never more than MAX_COST_RATIO * K. Beyond its bound a share
-    waits for at most ROUNDS_A_LOOK admissions and one each of the shares that wait as long, once its adapter is
-    resident and its pages can be had.
+    A share that has waited too long goes before all shares that have not. This is the case when two conditions hold.
+    Other shares have had K = max(MAX_ROUNDS, ROUNDS_A_SHARE * number of waiting shares) admissions. And all shares
+    together were charged ROUNDS_A_SHARE times what a fair order would charge them before the share's next request, at
+    its price, is due. For expensive requests that can take more than K admissions, but never more than
+    MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose pages are available waits for at
+    most ROUNDS_A_LOOK more admissions, plus one for each share that has waited as long.
     """
 
     def __init__(self) -> None:
         self._active: dict[str, Share] = {}
-        # Longest idle first: their counters are kept, or being idle for a moment would reset them.
+        # Longest idle first. Counters of idle shares are kept, or a short idle time would reset them.
         self._idle: OrderedDict[str, Share] = OrderedDict()
         self._resident: set[str] = set()
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
-        # Those that have something waiting, the longest wait first.
+        # Shares with waiting sequences, longest wait first.
         self._waiting: OrderedDict[Share, None] = OrderedDict()
         self._waiting_weight = 0
         self._late: dict[Share, None] = {}
@@ -62,14 +64,14 @@ class FairQueue:
         self._least_active = ShareHeap(_served)
         self._least_waiting = ShareHeap(_served)
         self._heads = {True: ShareHeap(_ready_turn), False: ShareHeap(_cold_turn)}
-        # Shares whose place in `_heads` is to be looked at again: because what waits changed, or only their counters.
+        # Shares to update in `_heads`: their waiting sequences changed, or only their counters rose.
         self._changed: dict[Share, None] = {}
         self._charged_more: dict[Share, None] = {}
         self._last_asked = (0, 0)
         self._last_order: list[Sequence] = []
         self._num_admissions = 0
         self._charged = 0.0
-        # What the last active share had been served when it left.
+        # Counter of the last share that became idle.
         self._last_served = 0.0
         self.num_waiting = 0
         self.num_ready = 0
@@ -77,10 +79,10 @@ class FairQueue:
         self.num_waiting_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Let a new or preempted sequence wait."""
+        """Enqueue a new or preempted sequence."""
         share = self._activated(sequence)
         if not share.is_waiting and not sequence.has_run:
-            # Also where it runs something: one small request that never ends must not save up for the others.
+            # Even if the share has running sequences: one small endless request must not save up credit for others.
             least = self._least_waiting.least()
             share.served = max(share.served, 0.0 if least is None else least.served)
         self._count_tokens(share, sequence, 1)
@@ -90,11 +92,11 @@ class FairQueue:
         self._insert(share, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence waits no longer and will not run."""
+        """Remove a waiting sequence that will not run."""
         self._rest(self._take(sequence))
 
     def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give a waiting sequence another limit; its place stays."""
+        """Change the token limit of a waiting sequence; it keeps its place."""
         share = self._active[sequence.add.share_key]
         self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
@@ -103,7 +105,7 @@ class FairQueue:
         self._insert(share, sequence)
 
     def admit(self, sequence: Sequence, num_tokens: int) -> None:
-        """The sequence begins to run; `num_tokens` of its input are charged."""
+        """Move a sequence from waiting to running and charge its share for `num_tokens` of input."""
         share = self._take(sequence)
         share.num_running += 1
         share.num_admissions += not sequence.has_run
@@ -113,7 +115,7 @@ class FairQueue:
             self._begin_wait(share)
 
     def charge_outputs(self, sequences: list[Sequence]) -> None:
-        """The sequences, which run or wait, chose one more token each."""
+        """Charge for one more output token of each sequence, running or waiting."""
         for sequence in sequences:
             share = self._active[sequence.add.share_key]
             share.charged += OUTPUT_PRICE
@@ -123,7 +125,7 @@ class FairQueue:
         self._charged += OUTPUT_PRICE * len(sequences)
 
     def leave(self, sequence: Sequence) -> None:
-        """A running sequence ended, or gave its place up and will wait again."""
+        """Remove a running sequence that has ended or was preempted."""
         share = self._active[sequence.add.share_key]
         share.num_running -= 1
         if share.is_waiting:
@@ -131,11 +133,11 @@ class FairQueue:
         self._rest(share)
 
     def served(self, sequence: Sequence) -> float:
-        """What the share of a sequence that runs or waits has had."""
+        """Counter of the share of a running or waiting sequence."""
         return self._active[sequence.add.share_key].served
 
     def set_resident(self, digest: str, is_resident: bool) -> None:
-        """An adapter came or went: sequences that want it are ready, or are not any more."""
+        """Mark an adapter as resident or not; waiting sequences that need it become ready or cold."""
         if is_resident == (digest in self._resident):
             return
         moved: defaultdict[Share, list[Sequence]] = defaultdict(list)
@@ -157,12 +159,13 @@ class FairQueue:
             self._changed[share] = None
 
     def order(self, num_ready: int, num_cold: int, is_exact: bool = True) -> list[Sequence]:
-        """The first so many ready and cold sequences in the order of their turns, as if each were admitted in turn.
+        """The first `num_ready` ready and `num_cold` cold sequences by turn, as if each were admitted when it comes up.
 
-        Where more are ready than asked for, it ends with the last ready one: what comes behind is not known.
+        If more sequences are ready than requested, the order ends with the last ready one returned, because the turns
+        behind it are unknown.
 
-        Costs a logarithm of the number of shares for each sequence returned and each share that changed, and next to
-        nothing where nothing changed. Where the order need not be exact, counters that rose since are no change.
+        Takes logarithmic time in the number of shares per returned sequence and per changed share, and almost none if
+        nothing changed. Unless `is_exact`, a share whose counter rose does not count as changed.
         """
         self._look_for_late()
         is_same = self._last_asked == (num_ready, num_cold) and not self._changed
@@ -180,18 +183,18 @@ class FairQueue:
         ready = self._order(True, num_ready) if self.num_ready else []
         cold = self._order(False, num_cold) if self.num_cold else []
         if 0 < num_ready < self.num_ready:
-            # An adapter that was loaded for one behind the last ready one would find its sequence ready, but not
-            # listed, and give way to the next before it was used.
+            # A cold sequence behind the last ready one would become ready once its adapter is loaded, but not be in
+            # the order, so the adapter would be evicted before it is used.
             last = ready[-1][0]
             cold = [item for item in cold if item[0] <= last]
         self._last_asked = num_ready, num_cold
-        # Two orders become one, which sorting takes no longer for than going through them.
+        # Sorting two concatenated sorted lists takes linear time, like a merge.
         self._last_order = [sequence for _, sequence in sorted(ready + cold, key=_turn_of)]
         return self._last_order
 
     def shed_candidate(self) -> Sequence | None:
-        """Whom a full queue can best do without: of the share with most waiting for its weight, the newest that has
-        never run."""
+        """The sequence to refuse when the queue is full: of the share with the most waiting tokens per weight, the
+        newest of lowest priority that has never run."""
         waiting = [share for share in self._waiting if share.num_waiting_tokens]
         waiting.sort(key=lambda share: share.num_waiting_tokens / share.weight, reverse=True)
         for share in waiting:
@@ -201,12 +204,12 @@ class FairQueue:
         return None
 
     def sequences(self) -> list[Sequence]:
-        """All that wait, in no particular order."""
+        """All waiting sequences, in no particular order."""
         return [one for share in self._active.values() for one in (*share.ready, *share.cold, *share.parked)]
 
     def _order(self, is_ready: bool, count: int) -> list[tuple[Turn, Sequence]]:
-        """The first `count` sequences of one kind, with their turns."""
-        # Keys end with arrivals, which are all different: what follows them is never compared.
+        """The first `count` ready or cold sequences, with their turns."""
+        # Turns end with the arrival number, which is unique, so the tuple elements after them are never compared.
         heads: list[tuple[Turn, Sequence, Iterator[tuple[Turn, Sequence]]]] = []
         for share in self._late:
             if share.line(is_ready):
@@ -217,7 +220,7 @@ class FairQueue:
         following = next(others, None)
         order: list[tuple[Turn, Sequence]] = []
         while len(order) < count:
-            # A share's turn in the heap is never later than its own first one here.
+            # A share's turn in the heap is never later than the first turn that `_turns` yields for it.
             while following is not None and (not heads or following[0] <= heads[0][0]):
                 share = following[1]
                 if share not in self._late:
@@ -229,7 +232,7 @@ class FairQueue:
             turn, sequence, turns = heads[0]
             order.append((turn, sequence))
             if following is None and len(heads) == 1:
-                # Nobody else comes between.
+                # No other share is left to interleave.
                 order += islice(turns, count - len(order))
                 break
             after = next(turns, None)
@@ -247,7 +250,7 @@ class FairQueue:
         for share in self._waiting:
             rounds = self._num_admissions - share.waits_since
             if rounds < bound:
-                # Those behind it came later.
+                # All shares behind it have waited less.
                 break
             fair_wait = share.typical_price * self._waiting_weight / share.weight
             if rounds >= MAX_COST_RATIO * bound or self._charged - share.charged_before >= ROUNDS_A_SHARE * fair_wait:
@@ -319,7 +322,7 @@ class FairQueue:
         return share
 
     def _count_tokens(self, share: Share, sequence: Sequence, sign: int) -> None:
-        # What was accepted once is not in the way of others: it is only to be computed again.
+        # A preempted sequence was accepted before and only has to be recomputed, so it does not fill up the queue.
         if not sequence.has_run:
             share.num_waiting_tokens += sign * sequence.num_reserved
             self.num_waiting_tokens += sign * sequence.num_reserved
@@ -362,15 +365,15 @@ def _cold_turn(share: Share) -> Turn:
 
 
 def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
-    # A share that was just lifted was served as much as another, which may run much.
+    # A share that was just raised ties with another share, which may have many running sequences.
     return 1, -sequence.add.priority, served, num_running, sequence.arrival
 
 
 def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Sequence]]:
-    """One share's ready or cold sequences with their turns, each charged for those before it as if they were admitted.
+    """One share's ready or cold sequences with their turns, as if the sequences before each had been admitted.
 
-    Cold ones are charged what goes before them, ready ones only for ready ones: those that wait for an adapter hold up
-    nobody who does not. `rounds` is how long the share has waited, if that is too long, else 0.
+    A cold sequence is charged for all sequences before it, a ready one only for ready ones: waiting for an adapter
+    delays no ready sequence. `rounds` is how many admissions the share has waited, if it has waited too long, else 0.
     """
     served, num_running, weight = share.served, share.num_running, share.weight
     passed = iter(()) if is_ready else islice(share.ready, MAX_PASSED)
@@ -380,7 +383,7 @@ def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Se
         while before is not None and place(before) < own_place:
             served += INPUT_PRICE * before.num_tokens / weight
             num_running += 1
-            # Once it is served, its share has waited for nothing.
+            # After one admission, the share has no longer waited too long.
             rounds = 0
             before = next(passed, None)
         if rounds:

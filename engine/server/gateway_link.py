@@ -1,4 +1,4 @@
-"""The engine's side of one gateway: credits, so that a slow reader costs memory for its own tokens alone."""
+"""The engine's side of one gateway, with credits: a slow gateway costs only the memory of its own tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Send = Callable[[FromEngine], None]
 class GatewayLink:
     """Sends at most as many StepOutput messages as the gateway has granted.
 
-    Without credit, the new tokens of a sequence join those that already wait, and its end waits behind them; the
-    batch never waits, and nothing is dropped. What is held is bounded by the `max_tokens` of the sequences that this
-    gateway has submitted, and a step adds to it in time that does not depend on how much is held.
+    Without credit, new tokens are appended to their sequence's held tokens, and the sequence's end waits behind them.
+    The batch never waits, and nothing is dropped. Held tokens are bounded by the `max_tokens` of this gateway's
+    sequences, and appending takes the same time however many are held.
     """
 
     def __init__(self, send: Send) -> None:
@@ -30,7 +30,7 @@ class GatewayLink:
     def post(self, message: FromEngine) -> None:
         match message:
             case StepOutput() if self._credit > 0 and not self._held:
-                # Nothing waits and it may go: the way of a gateway that keeps up.
+                # Nothing is held and there is credit: the common case of a gateway that keeps up.
                 self._credit -= 1
                 self._send(message)
                 return

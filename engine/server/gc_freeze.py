@@ -1,4 +1,4 @@
-"""What Python's garbage collector leaves alone in a process that serves."""
+"""Exempts startup objects from garbage collection in a serving process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import gc
 
 
 def freeze_gc() -> None:
-    """Have the collector never again look at what is there now; for the moment before a process begins to serve.
+    """Exempt all current objects from garbage collection; call it just before a process begins to serve.
 
-    Modules, classes and routes are some 200,000 objects, which a full collection goes through in a tenth of a second
-    and more while every request waits. What comes later is collected as ever.
+    Modules, classes and routes are some 200,000 objects. A full collection takes a tenth of a second or more to scan
+    them while every request waits. Later objects are collected as usual.
     https://docs.python.org/3/library/gc.html#gc.freeze
     """
     gc.collect()

@@ -1,9 +1,9 @@
 """The engine's own process: `python -m loramux.engine.server.process SOCKET RECORD`.
 
-Its configuration comes as JSON on standard input; RECORD is the descriptor of the memory in which its supervisor sees
-what the loop does.
+It reads its configuration as JSON from standard input. RECORD is the file descriptor of shared memory through which
+the supervisor follows the loop's progress.
 
-The loop reads what gateways sent, runs one step, and sends what it produced; it blocks only when there is nothing to
+The loop receives messages from gateways, runs one step, and sends the output; it blocks only when there is nothing to
 do. The process ends when standard input closes, so that it never outlives the supervisor that holds the other end.
 """
 
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
     from loramux.engine.tracing.otel_spans import OtelSpanSink
 
 EXIT_REFUSED = 3
-"""The engine cannot start; the reason is the last line on standard error."""
+"""Exit status: the engine cannot start; the reason is the last line on standard error."""
 
 EXIT_DEVICE_FAILED = 4
-"""The device failed while the engine served; the reason is the last line on standard error."""
+"""Exit status: the device failed during serving; the reason is the last line on standard error."""
 
 LOADING_POLL_MS = 50
-"""How long to wait for an event while adapters load; the stager wakes the loop sooner."""
+"""Longest wait for an event while adapters load, in milliseconds; the stager usually wakes the loop sooner."""
 
 IDLE_POLL_MS = 250
-"""An idle loop passes this often for no reason but to show that it could: see `StepRecord`."""
+"""Longest wait of an idle loop, in milliseconds, so that its supervisor sees that it is alive: see `StepRecord`."""
 
 HEARTBEAT_S = 1.0
-"""How soon a gateway that is gone is noticed, whatever its sequences do."""
+"""Interval of heartbeats: how soon the engine notices that a gateway is gone, even if it sends no output to it."""
 
 END_GRACE_S = 1.0
-"""How long the loop may take to end once its supervisor is gone; a step that hangs must not keep the device."""
+"""Time that the loop gets to end once its supervisor is gone; a hanging step must not keep the device."""
 
 
 class EngineServer:
@@ -108,7 +108,7 @@ class EngineServer:
                     link.post(outbound.message)
 
     def _beat(self) -> None:
-        """Find gateways that are gone while nothing is sent to them: their sequences wait, or they gave no credit."""
+        """Detect lost gateways that are sent no output, because their sequences wait or they gave no credit."""
         now_s = time.monotonic()
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + HEARTBEAT_S
@@ -121,7 +121,7 @@ class EngineServer:
         return LOADING_POLL_MS if self._engine.has_work else IDLE_POLL_MS
 
     def _receive(self, timeout_ms: int) -> None:
-        """Take every message that is there, waiting for the first at most `timeout_ms`."""
+        """Handle all pending messages, waiting at most `timeout_ms` for the first event."""
         self._follow_stager()
         ready = dict(self._poller.poll(timeout_ms))
         if self._wake_fd in ready:
@@ -136,13 +136,13 @@ class EngineServer:
             try:
                 message = self._decoder.decode(b"".join(frames))
             except msgspec.DecodeError as error:
-                # Of one gateway's mistake the others notice nothing.
+                # One gateway's malformed message must not affect the others.
                 self._link(owner).post(Rejected(message=f"a message could not be read: {error}"))
                 continue
             self._dispatch(owner, message)
 
     def _follow_stager(self) -> None:
-        """Poll what the stager waits for, which is another descriptor once another process runs."""
+        """Poll the stager's descriptor, which changes when its process is replaced."""
         descriptor = self._stager.fileno()
         if descriptor != self._stager_fd:
             if self._stager_fd >= 0:
@@ -154,7 +154,7 @@ class EngineServer:
     def _dispatch(self, owner: bytes, message: ToEngine) -> None:
         self._link(owner)
         if owner not in self._links:
-            # It was sent by a gateway that has gone since: nobody would take what it asks for.
+            # The gateway has gone since it sent the message, so nobody would receive the answer.
             return
         match message:
             case Add():
@@ -184,7 +184,7 @@ class EngineServer:
             link.post(self._engine.stats(request))
 
     def _link(self, owner: bytes) -> GatewayLink:
-        """The gateway's link; its first message makes one and is answered with the engine's facts."""
+        """The gateway's link, created at its first message, which is answered with EngineReady."""
         link = self._links.get(owner)
         if link is None:
             link = self._links[owner] = GatewayLink(lambda message: self._send(owner, message))
@@ -195,7 +195,7 @@ class EngineServer:
         try:
             self._socket.send_multipart([owner, self._encoder.encode(message)], self._zmq.NOBLOCK)
         except self._zmq.ZMQError:
-            # ROUTER_MANDATORY reports a gateway that has gone; nobody will read what its sequences produce.
+            # ROUTER_MANDATORY reports a gateway that has gone; nobody would read the output of its sequences.
             self._links.pop(owner, None)
             self._engine.abort_all(owner)
 
@@ -203,9 +203,9 @@ class EngineServer:
 def main() -> None:
     """Assemble the engine and serve it.
 
-    Ends with EXIT_REFUSED where the configuration or the device cannot work, and with EXIT_DEVICE_FAILED where the
-    device fails later, with one sentence each. Whatever runs then ends with the process: its supervisor and its
-    gateways notice.
+    Exits with EXIT_REFUSED if the configuration or the device is unusable, and with EXIT_DEVICE_FAILED if the device
+    fails later, each with a one-sentence message. Running sequences end with the process; supervisor and gateways
+    notice its end.
     """
     # Ctrl-C reaches the whole terminal group; the supervisor decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -217,7 +217,7 @@ def main() -> None:
         try:
             os.write(wake_write, b"\0")
         except BlockingIOError:
-            # A full pipe wakes the loop as well as one more byte would.
+            # The pipe is full, so the loop will wake up anyway.
             return
 
     ended, closed = threading.Event(), threading.Event()
@@ -248,9 +248,9 @@ def _open_spans(config: EngineConfig) -> OtelSpanSink | None:
 
 
 def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Callable[[], None]) -> None:
-    """Tell the loop when standard input closes, and end the process if it does not listen; on a thread of its own."""
+    """Stop the loop when standard input closes; kill the process if the loop does not stop. Runs on its own thread."""
     while os.read(sys.stdin.fileno(), 4096):
-        # Nothing is expected behind the configuration; only the end means something.
+        # Nothing is expected after the configuration; only the end of input matters.
         continue
     ended.set()
     wake()
@@ -259,9 +259,9 @@ def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Ca
 
 
 def _end_for_device(error: Exception, what: str, code: int) -> None:
-    """End the process with one sentence if the device is to blame for the error, else return.
+    """Exit with a one-sentence message if the device caused the error, else return.
 
-    Nothing is torn down: calls to a broken device may hang, and what they print would follow the sentence.
+    Nothing is torn down: calls to a broken device may hang, and their output would follow the message.
     """
     fault = device_fault(error)
     if fault is not None:
@@ -274,7 +274,7 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
 
     context = zmq.Context(io_threads=1)
     socket = context.socket(zmq.ROUTER)
-    # Credits bound what is queued; a high-water mark would drop instead.
+    # Credits bound the queues; a high-water mark would drop messages.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -1,4 +1,4 @@
-"""Spans to OpenTelemetry. The one module below the gateway that imports it, and imported only where traces are on."""
+"""Exports spans through OpenTelemetry; only this engine module imports it, and it is loaded only if tracing is on."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.tracing.spans import SpanRecord, TraceConfig
 
 MAX_WAITING = 4096
-"""Spans that wait to be handed to OpenTelemetry; further ones are dropped."""
+"""Most spans that wait for export; further ones are dropped."""
 
 EXPORT_INTERVAL_MS = 500.0
 
 
 class FileSpanExporter(SpanExporter):
-    """Appends each span as a line of JSON; several processes may share the file."""
+    """Appends each span as a line of JSON; several processes can share the file."""
 
     def __init__(self, path: Path) -> None:
-        # Only its owner may read who asks for what.
+        # Spans reveal who requests what, so only the owner may read the file.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
             for span in spans:
-                # One write a line, or lines of two processes could mix.
+                # One write per line, or lines from two processes could interleave.
                 os.write(self._file, span.to_json(indent=None).encode() + b"\n")
         except OSError:
             return SpanExportResult.FAILURE
@@ -44,7 +44,7 @@ class FileSpanExporter(SpanExporter):
 
 
 def open_provider(config: TraceConfig, service: str, sampler: Sampler | None = None) -> TracerProvider:
-    """A source of tracers whose spans go where the configuration says; raises ConfigNotUsable."""
+    """Open a tracer provider that exports spans as configured; raises ConfigNotUsable."""
     resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
     processor = BatchSpanProcessor(_open_exporter(config), MAX_WAITING, EXPORT_INTERVAL_MS)
@@ -53,15 +53,15 @@ def open_provider(config: TraceConfig, service: str, sampler: Sampler | None = N
 
 
 def flush(provider: TracerProvider, timeout_s: float) -> None:
-    """Export what waits, but wait no longer than that for it."""
-    # The SDK's own time limit does not end an exporter that hangs.
+    """Export all waiting spans, for at most `timeout_s`."""
+    # The SDK's own timeout does not stop an exporter that hangs.
     flushing = threading.Thread(target=provider.force_flush, name="span-flush", daemon=True)
     flushing.start()
     flushing.join(timeout_s)
 
 
 class OtelSpanSink:
-    """A SpanSink that hands spans to OpenTelemetry on a thread of its own."""
+    """A SpanSink that passes spans to OpenTelemetry on its own thread."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -73,11 +73,11 @@ class OtelSpanSink:
         try:
             self._waiting.put_nowait((traceparent, span))
         except queue.Full:
-            # A trace with a hole is better than a step that waits.
+            # An incomplete trace is better than a delayed step.
             return
 
     def close(self, timeout_s: float) -> None:
-        """Hand over and export what waits, within about that time."""
+        """Export all waiting spans; each of the three stages waits at most `timeout_s`."""
         try:
             self._waiting.put(None, timeout=timeout_s)
         except queue.Full:
@@ -107,7 +107,7 @@ def _open_exporter(config: TraceConfig) -> SpanExporter:
         try:
             return FileSpanExporter(Path(config.target))
         except OSError as error:
-            reason = f"the file of traces cannot be written ({error.strerror}); change traces_target"
+            reason = f"the trace file cannot be written ({error.strerror}); change traces_target"
             raise ConfigNotUsable(reason) from None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

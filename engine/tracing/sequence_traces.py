@@ -1,4 +1,4 @@
-"""The traced requests inside the engine: how long each waited, loaded its adapter, read its prompt and answered."""
+"""Spans of traced requests in the engine: time in the queue, adapter load, prefill and decode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loramux.engine.tracing.spans import SpanRecord, SpanSink
 
 @dataclass(slots=True)
 class _Life:
-    """When a sequence came to each part of its life; None where it has not yet."""
+    """When a sequence reached each stage; None for stages not reached yet."""
 
     added_ns: int
     began_ns: int | None = None
@@ -21,10 +21,10 @@ class _Life:
 
 
 class SequenceTraces:
-    """Told by the engine's loop what happens to its sequences; those without a `traceparent` are passed over.
+    """Records spans as the engine's loop reports events; sequences without a `traceparent` are skipped.
 
-    A sequence's spans are `engine.queue`, `engine.prefill` and `engine.decode`, one behind the other, and beside the
-    first of them `engine.load_adapter` where its adapter was not in the pool.
+    A sequence has the consecutive spans `engine.queue`, `engine.prefill` and `engine.decode`. If its adapter was not in
+    the pool, a span `engine.load_adapter` runs in parallel with the first.
     """
 
     def __init__(self, sink: SpanSink, clock_ns: Callable[[], int] = time.time_ns) -> None:
@@ -33,24 +33,24 @@ class SequenceTraces:
         self._lives: dict[Sequence, _Life] = {}
 
     def added(self, sequence: Sequence) -> None:
-        """To be called before anything is begun for the sequence."""
+        """Must be called before any work for the sequence starts."""
         if sequence.add.traceparent is not None:
             self._lives[sequence] = _Life(self._clock_ns())
 
     def began(self, sequence: Sequence) -> None:
-        """The first step that holds it is submitted."""
+        """The first step with this sequence was submitted."""
         life = self._lives.get(sequence)
         if life is not None:
             life.began_ns = self._clock_ns()
 
     def committed(self, sequence: Sequence) -> None:
-        """It has one more token."""
+        """One more token of the sequence was committed."""
         life = self._lives.get(sequence)
         if life is not None and life.first_token_ns is None:
             life.first_token_ns = self._clock_ns()
 
     def loaded(self, load: AdapterLoad, waiting: Iterable[Sequence]) -> None:
-        """An adapter became resident, or failed to; `waiting` wanted it."""
+        """An adapter became resident or failed to load; `waiting` are the sequences that need it."""
         now_ns = self._clock_ns()
         for sequence in waiting:
             life = self._lives.get(sequence)
@@ -92,7 +92,7 @@ class SequenceTraces:
             )
             spans.append(decode)
         if reason == "error":
-            # What failed is what the sequence was at when it ended.
+            # The failure belongs to the stage that the sequence was in when it ended.
             spans[-1] = replace(spans[-1], failure=code or reason)
         for span in spans:
             self._sink.record(traceparent, span)
@@ -113,7 +113,7 @@ def _load_span(load: AdapterLoad, added_ns: int, ended_ns: int) -> SpanRecord:
     return SpanRecord(
         name="engine.load_adapter",
         scope="loramux.engine",
-        # Who came while it was under way waited for the rest only, and has no part in its stages.
+        # A sequence that arrived during the load waited only for the rest of it, and does not get the load's stages.
         started_ns=max(added_ns, load.started_ns),
         ended_ns=ended_ns,
         attributes={"loramux.digest": load.digest, "loramux.pages": load.num_pages, "loramux.joined": not is_its_own},

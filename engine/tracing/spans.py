@@ -1,4 +1,4 @@
-"""What an engine tells of traced requests: spans as plain records, so that nothing here needs OpenTelemetry."""
+"""Spans of traced requests as plain records, so that the engine does not depend on OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal, Protocol
 import msgspec
 
 Scope = Literal["loramux.engine", "loramux.adapter_store"]
-"""Who did the work."""
+"""The component that did the work."""
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where spans go: `file` appends JSON lines to the file `target`, `otlp` posts to the URL `target`.
 
-    Without a target, `otlp` follows OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT and the others).
+    Without a target, `otlp` uses OpenTelemetry's environment variables (such as OTEL_EXPORTER_OTLP_ENDPOINT).
     """
 
     exporter: Literal["file", "otlp"]
@@ -24,7 +24,7 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanRecord:
-    """A part of a request that is over. Times are nanoseconds since 1970."""
+    """A finished part of a request. Times are nanoseconds since 1970."""
 
     name: str
     scope: Scope
@@ -36,7 +36,7 @@ class SpanRecord:
 
 
 class SpanSink(Protocol):
-    """Takes spans from the engine's loop."""
+    """Receives spans from the engine's loop."""
 
     def record(self, traceparent: str, span: SpanRecord) -> None:
-        """Take a span below the one that `traceparent` (W3C Trace Context) names. Never waits; may drop it."""
+        """Record a child span of `traceparent` (W3C Trace Context). Never waits; may drop the span."""

@@ -54,8 +54,8 @@ def test_a_card_that_does_not_hold_the_model_is_refused(subject: Subject) -> Non
         raise out_of_memory()
 
     assert refusal(DeviceNotUsable, subject, PlayedCard(3 * GIB, 80 * GIB), make_linear=no_room) == (
-        "the model does not fit the GPU, which had 3.0 GiB of its 80.0 GiB free: "
-        "end other programs on the GPU, or use a larger GPU"
+        "the model does not fit on the GPU, which had 3.0 GiB of 80.0 GiB free: "
+        "stop other programs on the GPU, or use a larger GPU"
     )
 
 
@@ -85,7 +85,7 @@ def test_a_pool_that_does_not_fit_the_card_is_refused(
 def test_a_card_with_no_memory_for_a_step_is_refused(subject: Subject, card: PlayedCard) -> None:
     card.broken["launch"] = out_of_memory()
     assert refusal(ConfigNotUsable, subject, card) == (
-        "beside the model and the page pool the GPU has no memory for a step of 16 tokens: "
+        "the model and the page pool leave no GPU memory for a step of 16 tokens: "
         "set a lower pool_bytes or max_batch_tokens"
     )
 

@@ -121,4 +121,4 @@ def test_an_engine_that_cannot_compile_ahead_starts(
     with played_driver(90):
         start_engine(tmp_path, LLAMA, refuse, max_sequences=1).adapters.close()
     assert compiled
-    assert "compiled one after the other: OSError('no room for a cache')" in capsys.readouterr().err
+    assert "compiling GPU programs one at a time: OSError('no room for a cache')" in capsys.readouterr().err
