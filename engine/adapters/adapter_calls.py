@@ -1,4 +1,4 @@
-"""What gateways ask of adapters: loads, unloads and pins, each until it is answered."""
+"""Loads, unloads and pins requested by gateways, each kept until it is answered."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from loramux.engine.pages.eviction import AFTER_ALL
 from loramux.engine.pages.prefix_cache import PrefixCache
 
 FIRST_CALL_POSITION = AFTER_ALL // 2
-"""Calls wait behind all sequences, in the order in which they came."""
+"""Queue position of the first waiting call: calls come after all sequences, in order of arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinLimits:
-    """What pinned adapters may take at most."""
+    """Most slots and pages that pinned adapters may take."""
 
     num_adapters: int
     num_pages: int
@@ -34,7 +34,7 @@ class WaitingCall:
 
 @dataclass(frozen=True, slots=True)
 class PendingUnload:
-    """`due` is when those that still want the adapter are ended, on the engine's clock; infinite without a deadline."""
+    """At `due`, on the engine's clock, remaining sequences of the adapter are ended; infinite without a deadline."""
 
     owner: bytes
     unload: Unload
@@ -42,12 +42,12 @@ class PendingUnload:
 
 
 class AdapterCalls:
-    """Calls that wait, and the pins that were granted.
+    """Waiting calls and granted pins.
 
-    An adapter with a pending unload drains: its sequences run to their ends or to the unload's deadline, no others are
-    accepted, and loads and pins that come later wait until it is gone. So every unload comes to its end.
+    An adapter with a pending unload drains: its sequences run until they end or until the unload's deadline, new ones
+    are refused, and later loads and pins wait until it is unloaded. Every unload therefore completes eventually.
 
-    `post` sends an answer. `leaves_room` says whether everything that was accepted can still run beside what is pinned.
+    `post` sends an answer. `leaves_room` tells whether all accepted requests still fit next to the pinned adapters.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class AdapterCalls:
         self._leaves_room = leaves_room
         self._waiting: list[WaitingCall] = []
         self._unloads: dict[str, list[PendingUnload]] = {}
-        # Pages of each adapter whose pin was granted.
+        # Page count of each pinned adapter.
         self._pins: dict[str, int] = {}
-        # Those of them that were evicted all the same, and are to be had again.
+        # Pinned adapters that were nevertheless evicted and must be loaded again.
         self._lost_pins: dict[str, None] = {}
 
     @property
@@ -82,7 +82,7 @@ class AdapterCalls:
         """Whether an unload of the adapter is pending."""
         return digest in self._unloads
 
-    # What gateways ask
+    # Calls from gateways
 
     def load(self, owner: bytes, load: Load) -> None:
         self._wait(owner, load)
@@ -111,7 +111,7 @@ class AdapterCalls:
         self._unloads.setdefault(unload.digest, []).append(PendingUnload(owner, unload, due))
 
     def drop(self, owner: bytes) -> None:
-        """A gateway is gone: what it asked for is not done any more. Pins that were granted stay."""
+        """Drop the waiting calls of a gateway that is gone; its granted pins stay."""
         self._waiting = [one for one in self._waiting if one.owner != owner]
         for digest, pending in list(self._unloads.items()):
             kept = [one for one in pending if one.owner != owner]
@@ -120,24 +120,24 @@ class AdapterCalls:
             else:
                 del self._unloads[digest]
 
-    # What comes of it
+    # Progress
 
     def overdue(self) -> list[str]:
-        """Adapters that must go now, whoever wants them."""
+        """Adapters with an unload whose deadline has passed."""
         if not self._unloads:
             return []
         now = self._clock()
         return [digest for digest, pending in self._unloads.items() if any(one.due <= now for one in pending)]
 
     def add_wanted(self, wanted: dict[str, int]) -> None:
-        """Add the adapters that calls wait for, each with the queue position of its first call."""
+        """Add the adapters needed by calls to `wanted`, each with the queue position of its first call."""
         digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
         for place, digest in enumerate(digests):
             if not self.is_draining(digest):
                 wanted.setdefault(digest, FIRST_CALL_POSITION + place)
 
     def evict_when_idle(self, digest: str) -> None:
-        """Evict an adapter as soon as no sequence uses it; one that is pinned is loaded and pinned again."""
+        """Evict an adapter as soon as no sequence uses it; a pinned adapter is then loaded and pinned again."""
         adapter = self._adapters.find(digest)
         if adapter is not None and adapter.is_pinned:
             self._adapters.unpin(digest)
@@ -145,7 +145,7 @@ class AdapterCalls:
         self._adapters.evict_when_idle(digest)
 
     def settle(self, settled: list[AdapterLoad]) -> None:
-        """Answer what has become possible or impossible; `settled` adapters became resident or failed just now."""
+        """Answer all calls that can be answered now; `settled` are the adapters that just became resident or failed."""
         for adapter in settled:
             self._settle(adapter)
         for digest in list(self._unloads):
@@ -160,7 +160,7 @@ class AdapterCalls:
         self._waiting = [one for one in self._waiting if not self._is_done(one)]
 
     def _settle(self, adapter: AdapterLoad) -> None:
-        """Tell those who waited for an adapter; a load is through even where the adapter has had to go again."""
+        """Answer calls that waited for this adapter; a load succeeds even if the adapter was evicted again."""
         if self.is_draining(adapter.digest):
             return
         if adapter.failure is not None and adapter.digest in self._lost_pins:
@@ -175,11 +175,11 @@ class AdapterCalls:
                 self._waiting.append(one)
 
     def _is_done(self, waiting: WaitingCall) -> bool:
-        """Answer a waiting call if that can be done now."""
+        """Answer a waiting call if possible."""
         owner, call = waiting.owner, waiting.call
         if self.is_draining(call.digest):
             return False
-        # Asked for again each time: an adapter may have come and gone before anybody looked.
+        # Requested again each time: the adapter may have been loaded and evicted since the last call.
         adapter = self._adapters.prefetch(call.digest)
         is_new = isinstance(call, Pin) and call.digest not in self._pins
         if is_new and sum(self._pins.values()) + adapter.num_pages > self._limits.num_pages:
@@ -189,7 +189,7 @@ class AdapterCalls:
         if not is_usable(adapter):
             return False
         if is_new and not self._try_pin(adapter):
-            self._fail(owner, call, "pin_limit", "a request that was accepted already needs the pages of this adapter")
+            self._fail(owner, call, "pin_limit", "a request that was already accepted needs this adapter's pages")
             return True
         self._answer(owner, call, "resident", adapter)
         return True
@@ -232,5 +232,5 @@ class AdapterCalls:
 
 
 def is_usable(adapter: AdapterLoad) -> bool:
-    """Whether sequences may begin to use this copy of the adapter."""
+    """Whether new sequences may use this copy of the adapter."""
     return adapter.phase is AdapterPhase.RESIDENT and not adapter.evict_when_idle

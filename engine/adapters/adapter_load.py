@@ -1,4 +1,4 @@
-"""The record of one adapter on its way into the pool, or in it."""
+"""The record of one adapter that is being loaded or is in the pool."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from loramux.adapter_store.tiers.staged_adapter import StagedAdapter
 from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 COPY_COST = 0.5
-"""What copying one page of an adapter takes, beside computing one of K and V: a guess, for policies that ask."""
+"""Cost of copying one adapter page relative to recomputing one KV page: an estimate for eviction policies."""
 
 
 class AdapterPhase(Enum):
     REQUESTED = "requested"
-    """The stager brings the adapter into host memory."""
+    """The stager is loading the adapter into host memory."""
     STAGED = "staged"
-    """It lies in host memory; pages or a slot are still to be found."""
+    """It is in host memory and waits for pages and a slot."""
     COPYING = "copying"
-    """It is copied into its pages."""
+    """It is being copied into its pages."""
     RESIDENT = "resident"
 
 
 class LoadOwner(Protocol):
-    """The pool, as a load sees it."""
+    """The pool's interface for its loads."""
 
     def is_waited_for(self, load: AdapterLoad) -> bool: ...
 
@@ -34,7 +34,7 @@ class LoadOwner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class AdapterLoad:
-    """One digest in the pool. A slot and pages are held from COPYING on, host memory from STAGED until RESIDENT."""
+    """One digest in the pool. It holds a slot and pages from COPYING on, and host memory from STAGED until RESIDENT."""
 
     owner: LoadOwner
     digest: str
@@ -44,17 +44,17 @@ class AdapterLoad:
     pages: list[int] = field(default_factory=list)
     num_pages: int = 0
     num_users: int = 0
-    """Running sequences, and a pin; the adapter cannot be evicted while there are any."""
+    """Running sequences, plus one for a pin; an adapter with users cannot be evicted."""
     evict_when_idle: bool = False
-    """It is evicted as soon as nobody uses it."""
+    """It is evicted as soon as it has no users."""
     is_pinned: bool = False
-    """One of its users is no sequence, and keeps it."""
+    """One of its users is a pin."""
     failure: str | None = None
-    """Why it did not become resident; the pool has forgotten it then."""
+    """Why it did not become resident; the pool has then forgotten it."""
     used_s: float = 0.0
-    """When it became resident, or a sequence last began or ended on it."""
+    """When it became resident, or when a sequence last started or stopped using it."""
     started_ns: int = field(default_factory=time.time_ns)
-    """When it was requested, since 1970."""
+    """When it was requested, in nanoseconds since 1970."""
     stages: list[PassedStage] = field(default_factory=list)
 
     @property
@@ -77,7 +77,7 @@ class AdapterLoad:
         self.owner.forget(self)
 
     def release(self) -> None:
-        """Give up the hold on host memory, if there is one."""
+        """Release its host memory, if it holds any."""
         staged, self.staged = self.staged, None
         if staged is not None:
             staged.release()

@@ -1,4 +1,4 @@
-"""Which adapters are resident: loading, pinning by running sequences, and room for those that come."""
+"""The resident adapters: loading them, pinning those in use, and making room for new ones."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from loramux.engine.pages.eviction import AFTER_ALL, Evictable, EvictionPolicy, 
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 
 NOT_SHORT = AFTER_ALL
-"""The queue position of the sequence that is short of pages, where none is."""
+"""Queue position that means that no sequence is short of pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What sequences want of the pool before a step.
+    """The sequences' demand on the pool before a step.
 
-    A queue position is a sequence's place in the order of those that wait, from 0.
+    A queue position is a sequence's index in the order of waiting sequences, from 0.
     """
 
     queue_positions: dict[str, int] = field(default_factory=dict)
-    """The position of the first sequence that waits for each adapter, in the order of the positions."""
+    """Position of the first sequence that waits for each adapter, in ascending order."""
     short_position: int = NOT_SHORT
-    """The position of the first sequence that is short of pages: nobody at a later position gets some."""
+    """Position of the first sequence that is short of pages; later positions get no pages."""
     num_free_sequence_slots: int = AFTER_ALL
-    """So many sequences could begin in this step: only for their adapters must others give way that are waited for."""
+    """Sequences that could start in this step; only their adapters may evict others that sequences wait for."""
     num_growing: int = 0
-    """Pages that running sequences may soon need; adapters that come ahead of their turn leave these alone."""
+    """Pages that running sequences may soon need; adapters loaded ahead of their turn leave these free."""
 
 
 class AdapterPool:
-    """Adapters by digest, with a slot and pages each while resident.
+    """Adapters by digest; each has a slot and pages while resident.
 
-    `stager` brings them into host memory, `copier` from there into pages, and `tables` say where they lie. Idle
-    adapters stay until their pages or their slot are needed by what `policy` values more; `reclaimer` knows which of
-    them sequences wait for.
+    `stager` loads them to host memory, `copier` copies them from there into pages, and `tables` record where they lie.
+    Idle adapters stay until their pages or slot are needed, and are evicted in the order of `policy`. The `reclaimer`
+    evicts those that sequences wait for last.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class AdapterPool:
         self._clock = clock
         self._loads: dict[str, AdapterLoad] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        # Those of them that wait for room.
+        # Loads that wait for a slot and pages.
         self._staged: list[AdapterLoad] = []
-        # As of the last poll.
+        # From the last `poll`.
         self._demand = Demand()
         self.on_residency = on_residency
-        """Called when an adapter has become resident, and when it no longer is."""
+        """Called with True when an adapter becomes resident, and with False when it stops being usable."""
         self.num_slots = num_slots
         self.num_pinned_pages = 0
         self.num_loads = 0
         self.num_evictions = 0
 
     def num_pages_wanted(self, position: int) -> int:
-        """Pages that a staged adapter waits for; a sequence at a later position is not admitted into these."""
+        """Pages that a sequence at `position` must leave to the first staged adapter."""
         if not self._staged or self.position_of(self._staged[0]) > position:
             return 0
         return self._staged[0].num_pages
@@ -84,11 +84,11 @@ class AdapterPool:
         return iter(self._loads.values())
 
     def idle_s(self, load: AdapterLoad) -> float:
-        """How long no sequence has used a resident adapter."""
+        """How long a resident adapter has been unused, in seconds."""
         return 0.0 if load.num_users > load.is_pinned else self._clock() - load.used_s
 
     def prefetch(self, digest: str) -> AdapterLoad:
-        """Begin to load the adapter unless it is resident or on its way; never waits."""
+        """Start loading the adapter unless it is resident or being loaded; never waits."""
         load = self._loads.get(digest)
         if load is None:
             load = self._loads[digest] = AdapterLoad(self, digest)
@@ -108,7 +108,7 @@ class AdapterPool:
         return load.slot
 
     def release(self, digest: str) -> None:
-        """Undo one `acquire`; without users the adapter becomes evictable."""
+        """Undo one `acquire`; an adapter without users becomes evictable."""
         load = self._loads[digest]
         assert load.num_users > 0
         load.num_users -= 1
@@ -117,32 +117,32 @@ class AdapterPool:
 
     @property
     def is_copying(self) -> bool:
-        """Whether an adapter holds pages that nobody can evict until it is resident."""
+        """Whether an adapter is being copied; its pages cannot be evicted until it is resident."""
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def gives_way(self, load: AdapterLoad, position: int) -> bool:
-        """Whether the adapter's slot is wanted by one before `position` in the queue: the one with fewest users."""
+        """Whether a staged adapter wanted before `position` needs this adapter's slot, as the one with fewest users."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
         return load is min(resident, key=lambda one: one.num_users, default=None)
 
     def can_spare(self, num_pages: int, position: int) -> bool:
-        """Whether one at `position` in the queue may have pages, beside what a staged adapter before it wants."""
+        """Whether a sequence at `position` can get pages in addition to those of a staged adapter before it."""
         return self.reclaimer.can_make_room(num_pages + self.num_pages_wanted(position), position)
 
     def num_pages_of_others(self, load: AdapterLoad | None, position: int) -> int:
-        """Evictable pages, for one at `position` in the queue, that will be so no longer once it uses this adapter."""
+        """Pages that are evictable for a sequence at `position` only until it uses this adapter."""
         if load is None or load.num_users or self.position_of(load) < position:
             return 0
         return load.num_pages
 
     def poll(self, demand: Demand) -> list[AdapterLoad]:
-        """Advance loading by what has happened; returns the adapters that became resident or failed.
+        """Advance all loads; returns the adapters that became resident or failed.
 
-        Staged adapters get room in the order of their positions, and take none from an adapter that an earlier
-        sequence waits for, so that the first always gets on. A failed adapter is forgotten, so that the next request
-        tries again, and so is one that nobody wants whose position is near.
+        Staged adapters get room in order of their queue positions. They never evict an adapter that an earlier sequence
+        waits for, so the first always makes progress. A failed adapter is forgotten, so that the next request tries
+        again. A staged adapter that no sequence near the front of the queue wants is forgotten too.
         """
         self._demand = demand
         settled: list[AdapterLoad] = []
@@ -163,14 +163,14 @@ class AdapterPool:
         return settled
 
     def close(self) -> None:
-        """Give up what is on its way, and wait for the copy under way."""
+        """Cancel pending loads, and wait for the current copy."""
         self._stager.close()
         self._copier.close()
         for load in self._loads.values():
             load.release()
 
     def unload(self, digest: str) -> bool:
-        """Forget the adapter if nobody uses it and it is not being copied; False otherwise."""
+        """Forget the adapter if it is unused and not being copied; False otherwise."""
         load = self._loads.get(digest)
         if load is None:
             return True
@@ -179,7 +179,7 @@ class AdapterPool:
             del self._loads[digest]
             return True
         if load.phase is AdapterPhase.STAGED:
-            # It holds nothing yet but host memory.
+            # It only holds host memory so far.
             self._staged.remove(load)
             load.release()
             del self._loads[digest]
@@ -191,12 +191,12 @@ class AdapterPool:
         return True
 
     def evict_when_idle(self, digest: str) -> None:
-        """Evict the adapter now or, while someone uses it, as soon as nobody does."""
+        """Evict the adapter now, or as soon as it has no users."""
         load = self._loads.get(digest)
         if load is None:
             return
         load.evict_when_idle = True
-        # Nobody takes this copy into use any more.
+        # New sequences must not use this copy.
         self.on_residency(digest, False)
         if load.phase is AdapterPhase.RESIDENT and load.num_users == 0:
             self.reclaimer.policy.discard(load)
@@ -206,15 +206,15 @@ class AdapterPool:
         return load.digest in self._demand.queue_positions
 
     def position_of(self, load: AdapterLoad) -> int:
-        """The position of the first sequence that waits for the adapter; after all others where none does."""
+        """Position of the first sequence that waits for the adapter; AFTER_ALL if none does."""
         return self._demand.queue_positions.get(load.digest, AFTER_ALL)
 
     def num_pages_before(self, position: int) -> int:
-        """Pages of idle adapters for which a sequence waits before `position` in the queue."""
+        """Pages of idle adapters that a sequence before `position` in the queue waits for."""
         return sum(load.num_pages for load, _ in self._idle_and_wanted(before=position))
 
     def last_after(self, position: int) -> Evictable | None:
-        """The idle adapter that is wanted last, if that is after `position`."""
+        """The idle adapter whose first waiting sequence is last in the queue, if that is after `position`."""
         last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
         return last[0] if last is not None and last[1] > position else None
 
@@ -228,7 +228,7 @@ class AdapterPool:
         self.num_evictions += 1
 
     def _take(self, load: AdapterLoad, staged: StagedAdapter) -> str | None:
-        """Keep what has come until it finds room; the reason where it never will."""
+        """Keep a staged adapter until there is room for it; returns the reason if there can never be."""
         load.staged = staged
         load.num_pages = staged.packed.num_pages
         if self._fits_beside_pins(load):
@@ -236,11 +236,11 @@ class AdapterPool:
             self._staged.append(load)
             return None
         is_ever = load.num_pages <= self._pages.num_pages
-        room = "what pinned adapters leave of the page pool" if is_ever else "the whole page pool"
+        room = "the unpinned part of the page pool" if is_ever else "the whole page pool"
         return f"the adapter is larger than {room}"
 
     def _publish(self, load: AdapterLoad) -> None:
-        """The pages of an adapter are filled."""
+        """Make an adapter resident after its pages have been filled."""
         assert load.staged is not None
         self._tables.write(load.slot, load.pages, load.staged.packed)
         load.release()
@@ -250,9 +250,9 @@ class AdapterPool:
         self._rest(load)
 
     def _place(self) -> None:
-        """Give room to staged adapters in turn; the first that does not fit keeps those behind it waiting.
+        """Give room to staged adapters in queue order; the first that does not fit blocks the rest.
 
-        One that nobody at a near position waits for stays in host memory: here it would be evicted before it is used.
+        An adapter that no sequence near the front waits for is not placed, because it would be evicted before use.
         """
         for load in [one for one in self._staged if one.digest not in self._demand.queue_positions]:
             self.unload(load.digest)
@@ -265,12 +265,12 @@ class AdapterPool:
             self._copier.copy(load)
 
     def _find_room(self, load: AdapterLoad) -> bool:
-        """Make a slot and pages free for a staged adapter, if its queue position allows it."""
+        """Free a slot and pages for a staged adapter, if its queue position allows it."""
         position, num_pages = self.position_of(load), load.num_pages
         if position > self._demand.short_position:
             return False
         if position >= self._demand.num_free_sequence_slots:
-            # It comes ahead of its turn: who is waited for stays, and who runs can grow.
+            # Loaded ahead of its turn: evict no adapter that is waited for, and leave running sequences room to grow.
             position = AFTER_ALL
             if not self.reclaimer.can_make_room(num_pages + self._demand.num_growing, position):
                 return False
@@ -278,7 +278,7 @@ class AdapterPool:
         return has_slot and self.reclaimer.make_room(num_pages, position)
 
     def _idle_and_wanted(self, before: int = AFTER_ALL) -> Iterator[tuple[AdapterLoad, int]]:
-        """Idle adapters that are waited for, with their queue positions, in the order of these; up to one position."""
+        """Idle adapters that sequences wait for, with their positions in ascending order, up to `before`."""
         for digest, position in self._demand.queue_positions.items():
             if position >= before:
                 return
@@ -287,7 +287,7 @@ class AdapterPool:
                 yield load, position
 
     def _rest(self, load: AdapterLoad) -> None:
-        """Nobody uses the adapter any more, or yet."""
+        """The adapter has no users: evict it if requested, else make it evictable."""
         load.used_s = self._clock()
         if load.evict_when_idle:
             self.forget(load)
@@ -324,7 +324,7 @@ class AdapterPool:
         self.release(digest)
 
     def num_pages_beside(self, digest: str | None, num_pages: int) -> int:
-        """What a sequence can never have: its adapter's pages, `num_pages` of them, and those that are pinned."""
+        """Pages that a sequence can never get: the `num_pages` of its adapter, and those of pinned adapters."""
         load = None if digest is None else self._loads.get(digest)
         if load is not None and load.is_pinned:
             return self.num_pinned_pages
@@ -332,7 +332,7 @@ class AdapterPool:
 
     @property
     def can_place_all(self) -> bool:
-        """Whether every adapter that waits for room will find some, whatever is pinned."""
+        """Whether every staged adapter still fits next to the pinned adapters."""
         return all(self._fits_beside_pins(load) for load in self._staged)
 
     def _fits_beside_pins(self, load: AdapterLoad) -> bool:

@@ -1,22 +1,22 @@
-"""Adapters whose values were not finite; after three times within an hour one is refused for a while."""
+"""Quarantine of adapters whose values were not finite three times within an hour."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 MAX_STRIKES = 3
-"""Steps with rows that were not finite after which an adapter is refused."""
+"""Steps with non-finite rows after which an adapter is refused."""
 
 MEMORY_S = 3600.0
-"""Each strike is forgotten after this long, so that three in a month are no reason to refuse a tenant."""
+"""How long a strike counts, so that three strikes in a month do not quarantine an adapter."""
 
 
 class AdapterStrikes:
-    """When each adapter's rows were last not finite."""
+    """The times of each adapter's last strikes."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # Oldest first; only adapters with strikes that still count are kept, from one strike to the next.
+        # Oldest first. Adapters whose strikes have all expired are removed at the next strike.
         self._times: dict[str, list[float]] = {}
 
     def strike(self, digest: str) -> None:
@@ -26,6 +26,6 @@ class AdapterStrikes:
         self._times = {one: times[-MAX_STRIKES:] for one, times in remembered.items() if times}
 
     def is_quarantined(self, digest: str) -> bool:
-        """Whether the adapter is refused until its oldest strike that counts is forgotten."""
+        """Whether the adapter is refused, which lasts until its oldest counting strike expires."""
         now = self._clock()
         return sum(now - time < MEMORY_S for time in self._times.get(digest, ())) >= MAX_STRIKES

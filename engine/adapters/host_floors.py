@@ -1,4 +1,4 @@
-"""Floors of host memory, as requests ask for them: what a tenant's adapters keep when others' adapters come."""
+"""Host-memory floors from requests: how much the adapters of a share keep when other shares' adapters need room."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 MAX_MEMBERS = 4096
-"""Adapters of one share that its floor may protect: those that were asked for last."""
+"""Most adapters of one share that its floor protects: the most recently requested ones."""
 
 Protect = Callable[[str, Collection[str], int], None]
-"""Sets a group's adapters and floor in bytes, as `HostTier.protect` does; ValueError where it does not fit."""
+"""Sets a group's adapters and floor in bytes, like `HostTier.protect`; raises ValueError if the floor does not fit."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class _Floor:
 class HostFloors:
     """Tells the host tier which adapters each share's floor protects: those that its requests name.
 
-    Floors that do not fit into the tier beside those that came before are not honoured before these are lowered.
+    A floor that does not fit into the tier next to earlier floors is not honoured until those are lowered.
     """
 
     def __init__(self, protect: Protect) -> None:
@@ -31,7 +31,7 @@ class HostFloors:
         self._floors: dict[str, _Floor] = {}
 
     def note(self, share_key: str, digest: str, floor_bytes: int) -> None:
-        """A request of the share, whose floor is `floor_bytes` from now on, names this adapter."""
+        """Record that a request of the share named this adapter, and set the share's floor to `floor_bytes`."""
         floor = self._floors.get(share_key)
         if not floor_bytes:
             if floor is not None:
@@ -51,11 +51,11 @@ class HostFloors:
         try:
             self._protect(share_key, floor.members, floor_bytes)
         except ValueError:
-            # What it was granted before, if anything, stays.
+            # A floor that was granted before stays in force.
             floor.is_honoured = False
         else:
             floor.is_honoured = True
 
 
 def no_floors(_group: str, _digests: Collection[str], _floor_bytes: int) -> None:
-    """Of a store that keeps nothing in host memory."""
+    """A `Protect` for a store without a host tier."""

@@ -1,4 +1,4 @@
-"""Copies adapters from host memory into pages, on a thread of its own but for small copies."""
+"""Copies adapters from host memory into pages, on a separate thread except for small copies."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.device_faults import reason_of
 
 QUICK_COPY_BYTES = 512 << 10
-"""What the thread of the steps copies itself between two steps where the pool is in host memory: that takes a tenth of
-a millisecond, as long as waking another thread and waiting for the interpreter's lock that it takes."""
+"""Bytes that the engine's thread copies itself between two steps if the pool is in host memory. This takes a tenth of a
+millisecond, as long as waking another thread and waiting for the interpreter lock that it takes."""
 
 
 class Copier(Protocol):
     """Called by the engine's thread only."""
 
     def copy(self, load: AdapterLoad) -> None:
-        """Begin to copy a staged adapter into its pages, or do it at once."""
+        """Start copying a staged adapter into its pages, or copy it immediately."""
 
     def poll(self) -> list[tuple[AdapterLoad, str | None]]:
-        """The copies that ended since the last call, each with the reason if it failed."""
+        """Copies that ended since the last call, each with the reason if it failed."""
 
     def close(self) -> None:
-        """Wait for the copy under way; later ones are dropped."""
+        """Wait for the current copy and drop the later ones."""
 
 
 class PageCopier:
-    """Copies beside the steps, each copy after the steps that were submitted before it was asked for.
+    """Copies in parallel with steps; each copy starts after the steps submitted before it was requested.
 
-    `pages` is the pool, one page a row. `wake` is called after each copy, mostly from the copying thread, so that an
-    idle engine looks.
+    `pages` is the pool, one page per row. `wake` is called after each copy, usually from the copying thread, so that an
+    idle engine polls.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PageCopier:
         self._accelerator = accelerator
         self._wake = wake
         self._figures = figures
-        # An adapter that is being copied holds pages and a slot: it never waits behind a slow store.
+        # A dedicated thread: an adapter being copied holds pages and a slot, and must not wait behind a slow store.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-copier")
         self._copied: queue.SimpleQueue[tuple[AdapterLoad, str | None]] = queue.SimpleQueue()
         self._quick_bytes_left = QUICK_COPY_BYTES

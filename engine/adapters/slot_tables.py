@@ -1,4 +1,4 @@
-"""The adapter tables: allocated once, at addresses that never change, and written slot by slot between steps."""
+"""The adapter tables: allocated once at fixed addresses, and written slot by slot between steps."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from loramux.kernels.tables import AdapterTables
 
 
 class TableWriter(Protocol):
-    """What the pool asks of the tables."""
+    """The pool's interface to the tables."""
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
-        """Describe the adapter that lies in `pages`, to steps that are submitted from now on."""
+        """Describe the adapter stored in `pages`, for steps submitted from now on."""
 
 
 class SlotTables:
-    """Tables for `num_slots` adapters, wide enough for one of the highest rank on every module.
+    """Tables for `num_slots` adapters, each wide enough for the highest rank on every module.
 
-    `outer_factors` are what the base multiplies the outer modules' outputs by. `device` is what kernels read. On a GPU
-    each slot is staged in host memory and copied in the order of the steps. A slot's stage may be written again
-    although its copy has not been waited for: between two writes of one slot lies a whole load of an adapter, which
-    begins after all steps submitted before it.
+    `outer_factors` are the factors that the base applies to the outputs of the outer modules. Kernels read `device`. On
+    a GPU, each slot is staged in host memory and copied in step order. A slot's staging memory can be overwritten
+    without waiting for its last copy: between two writes of a slot lies a complete adapter load, which starts after all
+    steps submitted before it.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class SlotTables:
         self._host = tables(page_table, shape, self._host_outer)
         self._factors = np.array(outer_factors, np.float32)
         self.device = self._host
-        # Pairs of a staged table and the device's.
+        # Pairs of a staged table and the device table.
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         if accelerator.device.type != "cpu":
             self.device = _on(accelerator.device, self._host)
             self._copied = list(zip(_tensors(self._host), _tensors(self.device), strict=True))
-        # The staged tables once more: numpy writes a few numbers in a tenth of torch's time.
+        # numpy views of the staged tables: writing a few numbers takes a tenth of the time that torch needs.
         self._written = tuple(table.numpy() for table in _tensors(self._host))
         self._max_ranks = np.zeros(num_slots, np.int32)
         self._has_module = np.zeros((num_slots, len(target.modules)), np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
-        """Describe the adapter that lies in `pages`."""
+        """Describe the adapter stored in `pages`."""
         layout = packed.layout
         page_table, off, rank, scale, outer_off, outer_rank, outer_scale = self._written
         page_table[slot, : len(pages)] = pages
         off[slot] = layout.offsets
         rank[slot] = layout.ranks
         scale[slot] = packed.scales
-        # An adapter without outer modules need not say anything about them.
+        # Outer offsets and scales are written only for an adapter with outer modules.
         outer_rank[slot] = 0
         self._has_outer[slot] = False
         if layout.outer_ranks.any():
@@ -89,17 +89,17 @@ class SlotTables:
             table[slot].copy_(staged[slot], non_blocking=True)
 
     def max_rank(self, slots: npt.NDArray[np.int32]) -> int:
-        """The highest rank among the adapters in `slots`, where -1 is none; 0 without any."""
+        """Highest rank of the adapters in `slots`, where -1 is the base; 0 without adapters."""
         used = slots[slots >= 0]
         return int(self._max_ranks[used].max(initial=0))
 
     def modules(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Which modules the adapters in `slots` change in any layer, bool `[num_modules]`; -1 is no adapter."""
+        """Which modules the adapters in `slots` change in any layer, bool `[num_modules]`; slot -1 is the base."""
         changed: npt.NDArray[np.bool_] = np.logical_or.reduce(self._has_module[slots[slots >= 0]], axis=0)
         return changed
 
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
-        """Which rows of a batch need outer modules of the adapters in `slots`; None where no adapter has any.
+        """Which rows of a batch need the outer modules of adapters in `slots`; None if no adapter has outer modules.
 
         `slots` int32 `[num_tokens]`, -1 for the base; `sample_rows` int32 `[num_samples]`.
         """

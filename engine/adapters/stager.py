@@ -1,4 +1,4 @@
-"""What brings adapters into host memory, and one that has them there from the start."""
+"""The interface that loads adapters into host memory, and an in-memory implementation."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierFigures
 
 
 class Stager(Protocol):
-    """Called by the engine's thread only, and never waits: see `StagingClient`."""
+    """Called only by the engine's thread; never waits. See `StagingClient`."""
 
     figures: TierFigures
-    """What is counted in this process."""
+    """Figures counted in this process."""
 
     def request(self, digest: str) -> None:
-        """Begin to bring an adapter into host memory; `poll` tells what came of it. Once at a time for each digest."""
+        """Start loading an adapter into host memory; `poll` returns the result. At most one request per digest."""
 
     def cancel(self, digest: str) -> None:
-        """Nobody wants it any more, and `poll` says nothing of it."""
+        """Cancel a request; `poll` does not return its result."""
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
-        """What was staged or failed since the last call; each hold is the caller's from now on."""
+        """Adapters that were staged or failed since the last call; the caller must release each staged adapter."""
 
     def fileno(self) -> int:
-        """Of what an idle engine should poll, and `attend` to once it is readable; -1 where there is nothing now."""
+        """Descriptor that an idle engine polls, calling `attend` when it is readable; -1 if there is none now."""
 
     def attend(self) -> None:
-        """Take in what has come there, and call back who looked; while somebody looks, to be called between steps."""
+        """Receive pending messages and run callbacks of `look`; call it between steps while a look is pending."""
 
     def look(self, then: Callable[[], None]) -> None:
-        """Have `attend` call `then` once `contents` are those of now, or cannot be."""
+        """Have `attend` call `then` once `contents` is up to date, or cannot be updated."""
 
     def contents(self) -> tuple[TierContents, ...]:
-        """What the tiers hold."""
+        """Current contents of the tiers."""
 
     def counts(self) -> LoadCounts:
-        """How adapters came since the engine started, in whichever process that was counted."""
+        """Adapter loads since the engine started, summed over all processes."""
 
     def close(self) -> None:
-        """Give up what was requested."""
+        """Cancel all requests."""
 
 
 class MemoryStager:
-    """Stages `adapters`, which lie in this process, by digest: for tests and benchmarks.
+    """Stages `adapters` from this process's memory, by digest; for tests and benchmarks.
 
-    What is requested while it `is_holding` is staged after `let_go`.
+    Adapters requested while `is_holding` is set are staged after `let_go`.
     """
 
     def __init__(self, adapters: Mapping[str, PackedAdapter]) -> None:
@@ -57,7 +57,7 @@ class MemoryStager:
         self.is_holding = False
         self.num_requests = 0
         self.num_held = 0
-        """Adapters that were staged and not released."""
+        """Adapters that were staged and not yet released."""
         self._requested: list[str] = []
         self._withheld: list[str] = []
 
@@ -83,7 +83,7 @@ class MemoryStager:
         return -1
 
     def attend(self) -> None:
-        """Nothing comes from anywhere else."""
+        """Do nothing: there is no other process."""
 
     def look(self, then: Callable[[], None]) -> None:
         then()

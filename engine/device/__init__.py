@@ -1,1 +1,1 @@
-"""What a CPU and a CUDA GPU each provide, and how their failures are recognised."""
+"""CPU and CUDA backends, and how device failures are recognised."""

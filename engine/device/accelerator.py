@@ -1,4 +1,4 @@
-"""What the engine asks of a device beside its kernels: memory to copy from, an order of copies and steps, graphs."""
+"""The engine's interface to a device, apart from kernels: memory, the order of copies and steps, graphs."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device, those that other programs use included."""
+    """Free and total bytes of a device; memory used by other programs is not free."""
 
     free: int
     total: int
 
 
 class Fence(Protocol):
-    """A mark behind everything that was submitted before it."""
+    """A marker after all work submitted before it."""
 
     def wait(self) -> None:
-        """Block until all of that is through."""
+        """Block until all of that work is finished."""
         ...
 
 
 class Accelerator(Protocol):
-    """One device. Steps are submitted on one thread and run in order; `upload` alone may be called on another."""
+    """One device. Steps are submitted on one thread and run in order; only `upload` may be called on another thread."""
 
     @property
     def device(self) -> torch.device: ...
 
     def memory(self) -> DeviceMemory | None:
-        """What the driver counts now; None where the device has no memory of its own."""
+        """The driver's current figures; None if the device has no memory of its own."""
         ...
 
     def release_unused(self) -> None:
-        """Give back to the device what is kept of freed tensors for later ones."""
+        """Return cached memory of freed tensors to the device."""
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """uint8 `[num_bytes]` in host memory, from which copies to the device need no help of the host."""
+        """uint8 `[num_bytes]` in pinned host memory, from which the device copies without the host's help."""
         ...
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Have the same of memory that is there, uint8 `[num_bytes]`, and lives as long as this process."""
+        """Pin existing host memory, uint8 `[num_bytes]`, that lives as long as this process."""
         ...
 
     def fence(self) -> Fence:
@@ -52,37 +52,37 @@ class Accelerator(Protocol):
         ...
 
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
-        """Copy each row of `source`, in host memory, into that of `target` which `rows` names, once `after` has passed.
+        """Copy row `i` of `source`, in host memory, to row `rows[i]` of `target`, after the fence `after`.
 
-        Runs beside the steps and returns, also by an exception, when no copy is under way any more.
+        Runs in parallel with steps. When it returns or raises, no copy is still running.
         """
         ...
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, whose content is there once a later fence has passed."""
+        """Start a copy to host memory, which is complete once a later fence has passed."""
         ...
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small tensor of the host on the device, for steps submitted from now on."""
+        """Copy a small host tensor to the device, for steps submitted from now on."""
         ...
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record what `step` submits without running it; the result submits all of it again at once.
+        """Record the work that `step` submits without running it; the result submits all of it in one call.
 
-        Tensors that `step` reads keep their addresses; what it allocates lives until another capture runs.
+        Tensors that `step` reads must keep their addresses; those that it allocates live until another capture runs.
         """
         ...
 
 
 class PassedFence:
-    """The fence of a device that has done everything by the time a call returns."""
+    """The fence of a device whose calls are synchronous."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: all work is already finished."""
 
 
 class HostAccelerator:
-    """The CPU: every call does its work before it returns, and a captured step simply runs again."""
+    """The CPU: every call is synchronous, and a captured step simply runs again."""
 
     device = torch.device("cpu")
 
@@ -90,22 +90,22 @@ class HostAccelerator:
         return None
 
     def release_unused(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no memory is cached."""
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def pin(self, memory: torch.Tensor) -> None:
-        """The device is the host."""
+        """Do nothing: the device is the host."""
 
     def fence(self) -> Fence:
         return PassedFence()
 
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         after.wait()
-        # torch would start OpenMP threads for the thread that copies. GNU OpenMP, then having more threads than cores,
-        # lets those of the steps no longer spin between two kernels, and each kernel waits 0.1 ms for them. All rows at
-        # once, for this thread then takes the interpreter's lock from that of the steps once.
+        # Not with torch, which would start OpenMP threads for the copying thread. With more threads than cores, GNU
+        # OpenMP stops the steps' threads from spinning between kernels, and each kernel waits 0.1 ms for them. All rows
+        # in one call, so that this thread takes the interpreter lock from the steps' thread only once.
         if len(rows) != source.shape[0]:
             raise ValueError(f"{source.shape[0]} rows cannot be copied to {len(rows)}")
         target.numpy()[list(rows)] = source.numpy()

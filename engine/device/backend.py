@@ -1,4 +1,4 @@
-"""What an engine is made of on each device."""
+"""The device-specific parts of an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Linear(Protocol):
 
 
 class DenseLinear:
-    """A linear layer as cuBLAS multiplies it; weight `[out_features, in_features]`."""
+    """A linear layer multiplied by cuBLAS; weight `[out_features, in_features]`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -63,12 +63,11 @@ class SampleTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One device's parts. `activation_dtype` None is that of the weights.
+    """One device's parts. `activation_dtype` None means the dtype of the weights.
 
-    `set_num_threads` bounds what its kernels and torch use of the CPU.
-    A device with `sample_tokens` chooses tokens itself; its steps are padded, captured as graphs, and submitted before
-    the host knows the tokens of the step before. Where it also `compiles`, kernels are made for each shape, with
-    `compile_ahead` in parallel before any of them is launched.
+    `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
+    its steps are padded, captured as graphs, and submitted before the host knows the previous step's tokens. If it also
+    `compiles`, kernels are compiled for each shape; `compile_ahead` does so in parallel before the first launch.
     """
 
     accelerator: Accelerator
@@ -90,14 +89,14 @@ class Backend:
 
 
 def open_backend(device: str, pdl: bool = False) -> Backend:
-    """The parts for `cpu` or `cuda`; raises DeviceNotUsable when there is no such device.
+    """The parts for `cpu` or `cuda`; raises DeviceNotUsable if the device cannot be used.
 
-    `pdl` lets launches of LoRA kernels overlap on GPUs that can (compute capability 9.0 or later); others ignore it.
+    `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later; other GPUs ignore it.
     """
-    # Loader threads hold the interpreter's lock for shorter stretches: the thread that submits steps waits for it.
+    # Other threads then release the interpreter lock sooner, for which the thread that submits steps waits.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
-        # A GPU needs no numba.
+        # Imported here because a GPU does not need numba.
         from loramux.kernels.cpu.linear import PackedLinear
         from loramux.kernels.cpu.threads import set_num_threads
 
@@ -113,11 +112,11 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
         raise DeviceNotUsable(missing)
     if not torch.cuda.is_available():
         raise DeviceNotUsable("PyTorch cannot use this machine's GPU: update its driver, or use --device cpu")
-    # A CPU needs no triton.
+    # Imported here because a CPU does not need Triton.
     from loramux.kernels.gpu.sampling import sample_tokens
 
     def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
-        # Uses more of triton than its public names: a version without them raises here, where it does not matter.
+        # Uses private names of Triton: a version without them raises here, where a failure is harmless.
         from loramux.kernels.gpu import ahead
 
         ahead.compile_ahead(launch, num_processes)

@@ -1,4 +1,4 @@
-"""A CUDA GPU: steps on a stream of their own, adapters copied on another, graphs in one memory pool."""
+"""A CUDA GPU: one stream for steps, another for adapter copies, and one memory pool for graphs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""Bytes of an adapter that are queued at a time: a step's metadata, which is copied too, waits no longer for them."""
+"""Most adapter bytes queued at a time, which bounds how long the copy of a step's metadata waits behind them."""
 
 
 class CudaFence:
-    """An event in a stream."""
+    """An event on a stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()
@@ -30,7 +30,7 @@ class CudaFence:
 
 
 class CudaAccelerator:
-    """Made on the thread that submits steps: its stream becomes that thread's current one."""
+    """Must be created on the thread that submits steps: its stream becomes that thread's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,9 +52,9 @@ class CudaAccelerator:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Register host memory with the driver, which commits all of it at once.
+        """Register host memory with the driver, which commits all of it immediately.
 
-        Where the driver refuses, one line says so and copies are pageable: slower, and just as right.
+        If the driver refuses, print a warning; copies are then pageable, which is slower but correct.
         """
         if not memory.numel():
             return
@@ -82,7 +82,7 @@ class CudaAccelerator:
                         self._await_uploads()
                         num_queued = 0
             finally:
-                # Also after a failure: whoever gets these pages next must not be overwritten by a straggler.
+                # Even after a failure: a late copy must not overwrite the next owner of these pages.
                 self._await_uploads()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,24 +95,24 @@ class CudaAccelerator:
         return captured(torch.cuda.CUDAGraph(), self._graph_pool, step)
 
     def _await_uploads(self) -> None:
-        # The waiting thread sleeps: a spinning one would take time from the thread that submits steps.
+        # A blocking event lets this thread sleep: spinning would take time from the thread that submits steps.
         done = torch.cuda.Event(blocking=True)
         done.record(self._uploads)
         done.synchronize()
 
 
 def captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Callable[[], None]) -> Callable[[], None]:
-    """Record `step` in `graph`. Whatever `step` raises, the current stream captures no more afterwards."""
-    # Memory that the collector frees meanwhile might be asked for its events, which a capture forbids.
+    """Record `step` in `graph`. Even if `step` raises, the current stream is no longer capturing afterwards."""
+    # Freeing tensors in a garbage collection can query events, which is forbidden during a capture.
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        # Other threads may allocate and wait for events meanwhile; only this thread's calls are checked.
+        # Check only this thread's calls: others may allocate memory and wait for events during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             step()
         except BaseException:
-            # A capture that failed cannot be ended without an error of its own, which says less than the first.
+            # Ending a failed capture raises another error, which is less informative than the first.
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise
@@ -124,13 +124,13 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Callable[[], None]) -
 
 
 def loaded_runtimes() -> list[ctypes.CDLL]:
-    """Every CUDA runtime that is mapped into this process; each keeps a last error of its own."""
+    """All CUDA runtimes mapped into this process; each keeps its own last error."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart.so" in line}
     return [ctypes.CDLL(path) for path in sorted(paths)]
 
 
 def clear_last_error(runtimes: Iterable[ctypes.CDLL]) -> None:
-    """Forget a failure that was handled: the runtime would report it again from the next unrelated call."""
+    """Clear an error that was handled, which the runtime would otherwise report again from the next unrelated call."""
     for runtime in runtimes:
         runtime.cudaGetLastError()

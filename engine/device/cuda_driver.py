@@ -1,4 +1,4 @@
-"""Whether this installation can use a GPU of this machine, asked without importing torch, which takes seconds."""
+"""Checks whether this installation can use the machine's GPU, without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from loramux.kernels.gpu.capability import capability_problem
 DRIVER = "libcuda.so.1"
 
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
-"""Attributes of a device, as `CUdevice_attribute` in cuda.h numbers them."""
+"""Device attributes, numbered as in `CUdevice_attribute` of cuda.h."""
 
 
 def missing_for_cuda() -> str | None:
-    """What keeps `--device cuda` from working, as a sentence with the remedy; None where nothing is missing."""
+    """Why `--device cuda` cannot work and how to fix it, in a sentence; None if it can."""
     if count_gpus() == 0:
         return "the device 'cuda' needs an NVIDIA GPU and its driver, and none was found: use --device cpu"
     if not torch_has_cuda():
         return (
-            "the device 'cuda' needs a PyTorch built for CUDA, and the installed one is for CPUs: "
-            "make the virtual environment with CONSTRAINTS=constraints-cuda.txt, or use --device cpu"
+            "the device 'cuda' needs a PyTorch built for CUDA, but the installed one is for CPUs only: "
+            "create the virtual environment with CONSTRAINTS=constraints-cuda.txt, or use --device cpu"
         )
     capability = capability_of_first_gpu()
     return None if capability is None else capability_problem(capability)
 
 
 def count_gpus() -> int:
-    """The GPUs that NVIDIA's driver shows to this process; 0 where there is no driver."""
+    """Number of GPUs that NVIDIA's driver shows to this process; 0 without a driver."""
     driver = _opened_driver()
     count = ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -38,7 +38,7 @@ def count_gpus() -> int:
 
 
 def capability_of_first_gpu() -> tuple[int, int] | None:
-    """Major and minor compute capability of the GPU that an engine takes; None where the driver does not say."""
+    """Major and minor compute capability of the GPU that an engine uses; None if the driver does not report it."""
     driver = _opened_driver()
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     if driver is None or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
@@ -58,7 +58,7 @@ def _opened_driver() -> ctypes.CDLL | None:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for CUDA, by the file that says so."""
+    """Whether the installed torch was built for CUDA, according to its `version.py`."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

@@ -1,4 +1,4 @@
-"""Failures of a device, told from faults of the program: one line each, in place of a traceback through torch."""
+"""Distinguishes device failures from bugs, and describes them in one line instead of a traceback through torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MAX_FAULT = 240
 
 
 def device_fault(error: BaseException) -> str | None:
-    """What failed on the device, in one line; None where the device is not to blame.
+    """One line about what failed on the device; None if the device did not cause the error.
 
-    CUDA's errors come as `torch.AcceleratorError`, as `torch.OutOfMemoryError`, or as a plain RuntimeError that names
-    CUDA: from libraries such as cuBLAS, and from Triton when it loads or launches a kernel. Triton's own errors, and
-    those of the compilers that it calls, mean that a kernel cannot be made for this device.
+    CUDA errors arrive as `torch.AcceleratorError`, as `torch.OutOfMemoryError`, or as a plain RuntimeError that names
+    CUDA, from libraries such as cuBLAS and from Triton when it loads or launches a kernel. Triton's own errors, and
+    those of the compilers that it calls, mean that a kernel cannot be compiled for this device.
     """
     is_fault = (
         isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError)
@@ -28,9 +28,10 @@ def device_fault(error: BaseException) -> str | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what an error says, with its type where it says nothing.
+    """The first line of an error's message, or its type if the message is empty.
 
-    Below it CUDA advises on debugging. Triton's compiler puts its reason behind an excerpt of the kernel's source.
+    CUDA's following lines are debugging advice. Triton's compile errors have the reason in `error_message`, because
+    their text begins with an excerpt of the kernel's source.
     """
     text = getattr(error, "error_message", None) or str(error)
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Chooses tokens on the device, so that nobody waits for them there: the next step reads them where they are."""
+"""Samples tokens on the device, where the next step reads them without waiting for the host."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from loramux.engine.logit_penalties import LogitPenalties, kept_finite, penalise
 from loramux.engine.messages import TokenLogprobs
 
 FORBIDDEN = -1e30
-"""A logit that no softmax gives any weight, and that is finite: a row with one that is not finite ends."""
+"""Logit of forbidden tokens: softmax gives it no weight, yet it is finite, since a non-finite row ends its sequence."""
 
 EDITED_AT_ONCE = 16
-"""Rows with a bias or penalties that are changed together: their float32 copies are all the memory that it takes."""
+"""Most rows with a bias or penalties that are edited together, which bounds the memory of their float32 copies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DownloadedLogprobs:
-    """Log-probabilities of the rows that asked for some, on their way to the host.
+    """Requested log-probabilities, being copied to the host.
 
-    `rows` index the step's samples; `chosen` float32 `[num_rows]`; `values` float32 and `ids` int64 `[num_rows, count]`
-    are those of the likeliest tokens, of which each row takes its `counts`.
+    `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64
+    `[num_rows, count]` belong to the most likely tokens; each row uses the first of them, as many as its `counts`.
     """
 
     rows: list[int]
@@ -48,7 +48,7 @@ class DownloadedLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledStep:
-    """The tokens of a submitted step, on their way to the host."""
+    """The tokens of a submitted step, being copied to the host."""
 
     chosen: torch.Tensor
     logprobs: DownloadedLogprobs | None
@@ -65,7 +65,7 @@ class SampledStep:
 
 
 class DeviceSampler:
-    """Keeps the newest step's tokens on the device for the step after it."""
+    """Samples tokens and keeps those of the newest step on the device for the next step."""
 
     def __init__(
         self,
@@ -81,20 +81,19 @@ class DeviceSampler:
         self._marks = DeviceTokenMarks(accelerator)
 
     def resolve(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Put the tokens that the step before chose in the place of negative entries; see `Batch.tokens`.
+        """Replace negative entries with the tokens that the previous step chose; see `Batch.tokens`.
 
-        A row that chose none, because its logits were not finite, is given token 0: its sequence ends as soon as the
-        host hears of it, and what this step computes for it is thrown away.
+        A row without a token, because its logits were not finite, gets token 0. The host will end its sequence and
+        discard this step's result for it.
         """
         chosen = self._chosen[(-1 - tokens).clamp(min=0)]
         return torch.where(tokens < 0, chosen, tokens).clamp(min=0)
 
     @torch.inference_mode()
     def choose(self, logits: torch.Tensor, samples: Sequence[SamplingRow], inputs: SamplingInputs) -> SampledStep:
-        """Choose one token a row of `logits` `[num_samples, vocab_size]`, which is overwritten.
+        """Choose one token per row of `logits` `[num_samples, vocab_size]`, which is overwritten.
 
-        Log-probabilities are those of the model, before bias, penalties, temperature and truncation, as the OpenAI API
-        defines them.
+        Log-probabilities are the model's, before bias, penalties, temperature and truncation, as in the OpenAI API.
         """
         count = len(samples)
         chosen = self._chosen[:count]
@@ -117,9 +116,9 @@ class DeviceSampler:
     def _choose_edited(
         self, logits: torch.Tensor, samples: Sequence[SamplingRow], inputs: SamplingInputs, chosen: torch.Tensor
     ) -> None:
-        """Choose again for the rows with a bias or penalties, from float32 copies: other rows notice nothing.
+        """Choose again for rows with a bias or penalties, using float32 copies; other rows are unaffected.
 
-        In the logits' own dtype a small penalty would be lost beside a large logit.
+        In the dtype of the logits, a small penalty on a large logit would be lost to rounding.
         """
         self._marks.hold(samples, logits.shape[1])
         for has_penalties in (False, True):
@@ -140,7 +139,7 @@ class DeviceSampler:
         inputs: SamplingInputs,
         chosen: torch.Tensor,
     ) -> None:
-        """The same for some of them, of which all have penalties or none has."""
+        """Choose again for these rows, which must all have penalties or all have none."""
         stage = self._accelerator.stage
         places = stage(torch.tensor(rows))
         model = logits[places].float()
@@ -176,7 +175,7 @@ class DeviceSampler:
         return changed
 
     def _logprobs(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor | None:
-        """float32 `[num_rows, vocab_size]` of the rows that asked for some; None where none did."""
+        """Log-probabilities of rows that requested them, float32 `[num_rows, vocab_size]`; None if no row did."""
         rows = [logits[row] for row, one in enumerate(samples) if one.params.num_logprobs is not None]
         return torch.log_softmax(torch.stack(rows).float(), dim=1) if rows else None
 
@@ -202,5 +201,5 @@ class DeviceSampler:
             return
         rows, token_ids = self._accelerator.stage(torch.tensor(places)).unbind(1)
         values = logits[rows, token_ids]
-        # What is not finite stays, so that the row is still found to be broken.
+        # Non-finite values stay, so that the row is still detected as broken.
         logits[rows, token_ids] = torch.where(torch.isfinite(values), FORBIDDEN, values)

@@ -1,4 +1,4 @@
-"""Runs each batch at once, in its own size: the CPU's way."""
+"""The executor for CPUs: runs each batch synchronously, without padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loramux.kernels.tables import AttentionBatch, Segments
 
 
 class DirectExecutor:
-    """Runs batches through a decoder over one pool; a result is there when `submit` returns."""
+    """Runs batches through a decoder; the result is complete when `submit` returns."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels, tables: SlotTables, eos_token_ids: tuple[int, ...]) -> None:
         self._decoder = decoder
@@ -28,7 +28,7 @@ class DirectExecutor:
         return FinishedStep(sample(self.logits(batch), batch.samples, self._eos_token_ids))
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """The logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""
+        """Logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""
         tables = self._tables.device
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
         hidden = self._decoder.hidden(self._inputs(batch, outer), self._kernels, tables)

@@ -1,4 +1,4 @@
-"""What runs the engine's batches."""
+"""The interface that runs the engine's batches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from loramux.engine.sequence import Sequence
 
 
 class StepResult(Protocol):
-    """A step that a device runs."""
+    """The result of a submitted step."""
 
     def tokens(self) -> list[SampledToken]:
-        """The token chosen after each sample row, in order; waits until the step is through."""
+        """The token chosen after each sample row, in order; waits for the step to finish."""
         ...
 
 
@@ -22,7 +22,7 @@ class Executor(Protocol):
     """Runs batches on a device, in the order of their submission."""
 
     def submit(self, batch: Batch) -> StepResult:
-        """Start a step; it may read tokens that the step before has not finished choosing."""
+        """Start a step, which may read tokens that the previous step has not chosen yet."""
         ...
 
 

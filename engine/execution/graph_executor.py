@@ -1,4 +1,4 @@
-"""Runs padded batches as captured graphs, ahead of the host: the GPU's way."""
+"""The executor for GPUs: runs padded batches as captured graphs, ahead of the host."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import Segments
 
 MAX_GRAPHS = 192
-"""Captured steps that are kept at a time. All decodes of 256 sequences, with and without adapters, are 76."""
+"""Most captured graphs that are kept. Decodes of up to 256 sequences, with and without adapters, need 76."""
 
 HEAD_SEGMENTS = (1, 4, 16, 64, 256)
-"""Numbers of segments that the head's kernels are compiled for: their grids are as wide as the vocabulary."""
+"""Segment counts that the head's kernels are compiled for; padding is costly, as their grids span the vocabulary."""
 
 
 class GraphExecutor:
-    """Submits steps to a device that works for itself, in order; results are read later.
+    """Submits steps to an asynchronous device, in order; results are read later.
 
-    A step is one copy of its metadata, the decoder up to the sample rows, the logits, and the choice of tokens. The
-    decoder's part of up to MAX_GRAPH_TOKENS rows is captured the second time a shape occurs: the first run, which is
-    not captured, compiles and loads whatever kernels the shape needs. Beyond `max_graphs`, the graph that was replayed
-    longest ago is dropped. A shape whose capture fails runs uncaptured from then on. Adapters that change the embedding
-    or the head have shapes of their own, so that a step without them launches nothing for them.
+    A step consists of one copy of its metadata, the decoder up to the sample rows, the logits, and sampling. For up to
+    MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs: the first run, which is not
+    captured, compiles and loads the kernels that the shape needs. Beyond `max_graphs`, the least recently replayed
+    graph is dropped. A shape whose capture fails always runs uncaptured. Batches with adapters that modify the
+    embedding or the head have separate shapes, so that other batches launch no kernels for them.
 
-    So have adapters that change only some groups of a layer's modules. Such a shape needs no kernels beyond those of
-    the shape with all groups, and is captured when it first occurs after that has run. Once `max_graphs` are kept, the
-    shape with all groups serves it: shapes that differ in nothing else must not drop one another's graphs.
+    So do batches whose adapters modify only some module groups of a layer. Such a shape needs no kernels beyond those
+    of the shape with all groups, and is captured when it first occurs after that shape has run. Once `max_graphs` are
+    kept, it uses the shape with all groups, so that shapes that differ only in groups do not evict each other's graphs.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class GraphExecutor:
         self._sampler = sampler
         self._max_sequences = max_sequences
         self._max_graphs = max_graphs
-        # The one that was replayed last is the last.
+        # Least recently replayed first.
         self._graphs: OrderedDict[StepShape, Callable[[], None]] = OrderedDict()
         self._has_run: set[StepShape] = set()
         self._graph_bytes = 0
-        # Those whose capture failed, which is not tried again.
+        # Shapes whose capture failed; it is not retried.
         self._uncapturable: set[StepShape] = set()
-        # Where captured steps leave the normed rows that tokens are chosen after.
+        # Captured steps write the normed sample rows here.
         largest = step_shape(max_sequences, max_sequences, max_q=2, max_rank=0)
         self._hidden = decoder.new_hidden(largest.num_sequences)
 
@@ -83,11 +83,11 @@ class GraphExecutor:
         return GraphMemory(num_graphs=self.num_graphs, num_bytes=self._graph_bytes)
 
     def warm_up(self, shapes: Iterable[StepShape], captures: bool = True) -> None:
-        """Run each shape with nothing but padding in it, so that no request waits for kernels to be compiled or loaded,
-        and so that whatever memory the largest takes is taken now.
+        """Run each shape with only padding, so that no request waits for kernels to be compiled or loaded, and the
+        memory of the largest shape is allocated now.
 
-        Decodes without outer modules are captured now, other steps of up to MAX_GRAPH_TOKENS rows when they first
-        occur. Without `captures` none is.
+        With `captures`, decodes without outer modules are captured now; other steps of up to MAX_GRAPH_TOKENS rows are
+        captured when they first occur.
         """
         for shape in shapes:
             layout = self._buffer.load(NO_ROWS, shape)
@@ -101,7 +101,7 @@ class GraphExecutor:
             for params in (
                 SamplingParams(temperature=0.0),
                 SamplingParams(top_k=5, top_p=0.5),
-                # Rows with a bias or penalties are sampled from float32, which may be kernels of their own.
+                # Rows with a bias or penalties are sampled from float32, which can need other kernels.
                 SamplingParams(top_k=5, logit_bias=((0, 1.0),)),
             ):
                 row = SamplingRow(params, 0, 0, logit_penalties(params, [0], 1))
@@ -126,12 +126,12 @@ class GraphExecutor:
         return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer, groups)
 
     def _kept_shape(self, shape: StepShape) -> StepShape:
-        """The shape to run a batch of `shape` in: one with all groups where a narrower graph has no room."""
+        """The shape to use for a batch of `shape`: the one with all groups if there is no room for another graph."""
         has_room = len(self._graphs) < self._max_graphs
         return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups
 
     def _head(self, layout: StepLayout, outer: OuterSlots) -> HeadAdapters | None:
-        """What the head's adapters need; the logits are not captured, so that the grid can follow the batch."""
+        """Inputs of the head's adapters. The logits are not captured, so the grid can depend on the batch."""
         num_segments = len(group_rows(outer.head, SEGMENT_ROWS)[2])
         return self._head_of(layout, num_segments) if num_segments else None
 
@@ -143,11 +143,11 @@ class GraphExecutor:
         return HeadAdapters(self._kernels, self._tables.device, segments)
 
     def _warm_up_outer(self, shape: StepShape) -> None:
-        """Run what a shape with outer modules adds to the one without them, which has run."""
+        """Run the kernels that a shape with outer modules adds to the same shape without them, which has run."""
         nobody = OuterSlots(np.zeros(0, np.int32), np.zeros(0, np.int32))
         layout = self._buffer.load(NO_ROWS, shape, nobody)
         self._decoder.embed(layout.inputs, self._kernels, self._tables.device)
-        # As many rows as segments or more are programs of their own.
+        # Kernels compile separately for fewer rows than segments and for at least as many.
         for num_rows in {1, min(shape.num_sequences, self._max_sequences)}:
             for num_segments in HEAD_SEGMENTS:
                 self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments))
@@ -169,24 +169,24 @@ class GraphExecutor:
             self._has_run.add(shape)
 
     def _capture(self, layout: StepLayout) -> Callable[[], None] | None:
-        """The shape's graph; None where it cannot be captured, which one line on standard error says."""
+        """The shape's graph; None, with a line on standard error, if the capture fails."""
         free_bytes = self._free_bytes()
         try:
             replay = self._accelerator.capture(lambda: self._forward(layout))
         except RuntimeError as error:
-            print(f"{layout.shape} runs without a graph, capturing it failed: {reason_of(error)}", file=sys.stderr)
+            print(f"{layout.shape} runs without a graph; capturing it failed: {reason_of(error)}", file=sys.stderr)
             self._uncapturable.add(layout.shape)
             return None
         self._graphs[layout.shape] = replay
         if len(self._graphs) > self._max_graphs:
-            # A step that was submitted earlier may still be running as this graph.
+            # An earlier step may still be replaying this graph.
             self._accelerator.fence().wait()
             self._graphs.popitem(last=False)
         self._graph_bytes += free_bytes - self._free_bytes()
         return replay
 
     def _free_bytes(self) -> int:
-        """Of the device. What a capture takes of it are the graph's nodes and the memory of its activations."""
+        """Free device memory. A capture takes memory for the graph's nodes and its activations."""
         memory = self._accelerator.memory()
         return 0 if memory is None else memory.free
 

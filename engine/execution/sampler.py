@@ -1,4 +1,4 @@
-"""Chooses the next token of each row; a row's choice depends on nothing but its own logits, settings and stream."""
+"""Samples the next token of each row; the choice depends only on the row's own logits, settings and random stream."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from loramux.engine.batch import SamplingRow
 from loramux.engine.messages import SamplingParams, TokenLogprobs
 
 NUM_LIKELIEST = 1024
-"""Tokens that top_k, top_p and min_p look at before they sort the whole vocabulary."""
+"""Most likely tokens that top_k, top_p and min_p consider before falling back to sorting the whole vocabulary."""
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20
-"""Beyond these, float32 loses the temperature or what it divides. The sampling kernel has the same lower bound."""
+"""Clamping bounds, beyond which float32 arithmetic would over- or underflow. The kernel has the same lower bound."""
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
@@ -28,7 +28,7 @@ _NUM_ROUNDS = 10
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
-    """The choice for one row. `token_id` is None when the row's logits are not finite."""
+    """The choice for one row. `token_id` is None if the row's logits are not finite."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
@@ -36,7 +36,7 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The result of a step whose tokens were chosen when it was submitted."""
+    """The result of a step that was run synchronously at submission."""
 
     sampled: list[SampledToken]
 
@@ -45,19 +45,19 @@ class FinishedStep:
 
 
 def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
-    """Sample one token a row of `logits`, float32 `[num_rows, vocab_size]`, as `samples` say.
+    """Sample one token per row of `logits`, float32 `[num_rows, vocab_size]`, with the settings in `samples`.
 
-    As in vLLM the bias comes first, then the penalties, the temperature, and what top_k, top_p and min_p leave out.
-    Log-probabilities are those of the model before all of that, as the OpenAI API defines them.
+    As in vLLM, the bias is applied first, then penalties, temperature, and truncation by top_k, top_p and min_p.
+    Log-probabilities are the model's before all of that, as in the OpenAI API.
     """
     if not samples:
         return []
-    # One value that is not finite makes its row's sum so too, and a sum is far cheaper than a look at each.
+    # A non-finite value makes its row's sum non-finite, and a sum is far cheaper than checking each value.
     is_finite = torch.isfinite(logits.sum(dim=1)).tolist()
     if not all(is_finite):
-        # The sum of finite values may overflow.
+        # The sum of finite values can overflow, so check each value.
         is_finite = torch.isfinite(logits).all(dim=1).tolist()
-    # numpy compares eight values at a time; torch takes ten times as long on a CPU.
+    # numpy compares eight values at once; torch takes ten times as long on a CPU.
     token_ids = torch.from_numpy(logits.numpy().argmax(axis=1))
     changed = _changed(logits, samples, eos_token_ids)
     for row, values in changed.items():
@@ -81,14 +81,14 @@ def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: 
 
 
 def uniforms_of(samples: Sequence[SamplingRow]) -> npt.NDArray[np.float32]:
-    """The numbers in [0, 1) that decide the tokens of `samples`."""
+    """The random numbers in [0, 1) used to choose the tokens of `samples`."""
     return uniforms((one.seed for one in samples), (one.num_chosen for one in samples))
 
 
 def _changed(
     logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]
 ) -> dict[int, torch.Tensor]:
-    """The logits of the rows whose settings change them, `[vocab_size]` each; other rows are not even copied."""
+    """Edited logits by row, `[vocab_size]` each, for rows whose settings change them; other rows are not copied."""
     changed: dict[int, torch.Tensor] = {}
     for row, one in enumerate(samples):
         forbidden = one.forbidden(eos_token_ids)
@@ -103,7 +103,7 @@ def _changed(
 
 
 def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw from the softmax of `logits / temperature`, kept to what top_k, top_p and min_p leave."""
+    """Draw from the softmax of `logits / temperature`, restricted by top_k, top_p and min_p."""
     params = [one.params for one in samples]
     temperature = torch.tensor([used_temperature(one.temperature) for one in params], dtype=torch.float32)[:, None]
     # Subtracting the maximum first keeps a tiny temperature from overflowing.
@@ -123,7 +123,7 @@ def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
 def _draw_cut(
     shifted: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, params: list[SamplingParams]
 ) -> torch.Tensor:
-    """Draw within top_k, top_p and min_p: they need the likeliest tokens in order, seldom all of them."""
+    """Draw within top_k, top_p and min_p, which need the most likely tokens in order, but seldom all tokens."""
     vocab_size = shifted.shape[1]
     top_k = torch.tensor([one.top_k or vocab_size for one in params])[:, None]
     top_p = torch.tensor([one.top_p for one in params], dtype=torch.float32)[:, None]
@@ -131,11 +131,11 @@ def _draw_cut(
     normaliser = torch.logsumexp(shifted / temperature, dim=1, keepdim=True)
     count = min(NUM_LIKELIEST, vocab_size)
     while True:
-        # A temperature evens weights, not the order.
+        # The temperature changes the weights, but not their order.
         largest, order = torch.topk(shifted, count, dim=1)
         ordered = largest / temperature
         probabilities = (ordered - normaliser).exp()
-        # The likeliest token's is 1: min_p is a share of it.
+        # The weight of the most likely token is 1, and min_p is a fraction of it.
         is_likely = ordered.exp() >= min_p
         is_enough = (probabilities.sum(1, True) >= top_p) | (top_k <= count) | ~is_likely[:, -1:]
         if count == vocab_size or bool(is_enough.all()):
@@ -143,16 +143,16 @@ def _draw_cut(
         count = vocab_size
     before = probabilities.cumsum(dim=1) - probabilities
     keep = (torch.arange(count) < top_k) & (before < top_p) & is_likely
-    # The likeliest token always stays, also with top_p = 0.
+    # The most likely token always stays, even with top_p = 0.
     keep[:, 0] = True
     return order.gather(1, _pick(torch.where(keep, probabilities, 0.0), uniform)[:, None]).squeeze(1)
 
 
 def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The index at which the running sum of each row of `weights` passes the share `uniform` of the whole."""
+    """Index at which the running sum of each row of `weights` exceeds the fraction `uniform` of the row's total."""
     cumulative = weights.cumsum(dim=1)
     index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
-    # Rounding may lead past the last token that has any weight.
+    # Rounding can select an index past the last token with a positive weight.
     last = weights.shape[1] - 1 - (weights > 0).flip(1).to(torch.int8).argmax(dim=1)
     return torch.minimum(index, last)
 
@@ -175,14 +175,14 @@ def _logprobs(logits: torch.Tensor, token_ids: list[int], samples: Sequence[Samp
 
 
 def used_temperature(temperature: float) -> float:
-    """The temperature that a token is drawn at; 0 stays greedy, and nothing else becomes so."""
+    """The temperature clamped for float32; 0 stays greedy, and no other temperature becomes greedy."""
     return min(max(temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if temperature > 0 else 0.0
 
 
 def philox(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), a column each.
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), computed per column.
 
-    `counters` `[4, n]` and `keys` `[2, n]` hold 32-bit words; so does the result `[4, n]`.
+    `counters` `[4, n]`, `keys` `[2, n]` and the result `[4, n]` hold 32-bit words.
     """
     even, odd = counters[0::2], counters[1::2]
     for _ in range(_NUM_ROUNDS):
@@ -194,10 +194,10 @@ def philox(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> np
 
 
 def uniforms(seeds: Iterable[int], counters: Iterable[int]) -> npt.NDArray[np.float32]:
-    """The number in [0, 1) at each place of each stream: 24 bits, as many as a float32 holds.
+    """Random numbers in [0, 1), one for each pair of stream seed and counter, with the 24 bits that a float32 holds.
 
-    A number is computed from its seed, below 2**64, and its place alone, so that neither a neighbour in a batch nor a
-    preemption changes it.
+    A number depends only on its seed, below 2**64, and its counter, so that neither the other sequences of a batch nor
+    a preemption changes it.
     """
     seed = np.array(list(seeds), np.uint64)
     place = np.array(list(counters), np.uint64)

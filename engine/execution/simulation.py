@@ -1,4 +1,4 @@
-"""A device and its pages without a model: the engine's scheduling runs on them at full speed, deterministically."""
+"""A simulated device and its pages, without a model, to run the engine's scheduling fast and deterministically."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from loramux.kernels.layout import AdapterLayout
 UNWRITTEN = -1
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-"""The settings under which nothing but the likeliest token matters."""
+"""Settings that always choose the most likely token and ignore the end of sequence."""
 
 
 class SimulatedExecutor:
-    """Answers with a function of the whole context, read through the page tables as attention would read it.
+    """Computes tokens as a hash of the whole context, read through the page tables as attention would read it.
 
-    The K and V of a position stand for `(state of the position before it) * 31 + token + position + salt`, modulo a
-    prime, where the salt is the adapter's; the next token is the last state and the salt, modulo the vocabulary. A
-    wrong page, a shared page, a stale position or another adapter therefore changes the output.
+    Each position stores a state in place of K and V: `(state of the previous position) * 31 + token + position + salt`,
+    modulo a prime, where the salt depends on the adapter. The next token is the sum of the last state and the salt,
+    modulo the vocabulary. A wrong page, a wrongly shared page, a stale position or a wrong adapter changes the output.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SimulatedExecutor:
         self._page_tokens = page_tokens
         self._adapter_pages = adapter_pages
         self._eos_token_ids = eos_token_ids
-        # What the step before chose, for rows whose token the host did not know when it built the batch.
+        # Tokens of the previous step, for rows whose token the host did not know when it built the batch.
         self._chosen: list[int | None] = []
         self._states = [UNWRITTEN] * (num_pages * page_tokens)
         self.not_finite_for: set[str] = set()
@@ -55,7 +55,7 @@ class SimulatedExecutor:
         chosen = [self._next_token(states[row], salts[slots[row]]) for row in sample_rows]
         num_greedy = [one.params for one in batch.samples].count(GREEDY)
         if num_greedy == len(batch.samples) and not self.not_finite_for:
-            # What sampling would come to, at a tenth of its time.
+            # The result that sampling would give, in a tenth of the time.
             sampled = [SampledToken(token) for token in chosen]
         else:
             digests = [self._adapter_pages.digest_of_slot(slots[row]) for row in sample_rows]
@@ -72,7 +72,7 @@ class SimulatedExecutor:
         return logits
 
     def generate(self, prompt: Sequence[int], num_tokens: int, digest: str | None) -> list[int]:
-        """What a sequence must receive."""
+        """The tokens that a correct engine must produce."""
         state, tokens, salt = 0, list(prompt), _salt(digest)
         for position, token in enumerate(prompt):
             state = _next_state(state, token, position, salt)
@@ -83,11 +83,11 @@ class SimulatedExecutor:
         return tokens[len(prompt) :]
 
     def _write(self, batch: Batch, slots: list[int], salts: dict[int, int]) -> list[int]:
-        """Compute each row's state from the one before it in its context and store it where the batch says."""
+        """Compute each row's state from the previous one in its context and store it in the row's KV slot."""
         stored, page_tokens = self._states, self._page_tokens
         pages, kv_slots = batch.pages.tolist(), batch.kv_slots.tolist()
         cu_q, seq_lens, page_starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.page_starts.tolist()
-        # A token that was not finite has no number; its sequence ends without another look at this row.
+        # A row that was not finite has no token; its sequence ends without using this row's result.
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
         for begin, end, seq_len, page_start in zip(cu_q, cu_q[1:], seq_lens, page_starts, strict=False):
@@ -115,12 +115,12 @@ def _next_state(before: int, token: int, position: int, salt: int) -> int:
 
 @functools.cache
 def _salt(digest: str | None) -> int:
-    """Stands for an adapter's weights."""
+    """A number that stands for the adapter's weights."""
     return 0 if digest is None else sum(digest.encode())
 
 
 def simulated_adapters(num_pages: Mapping[str, int]) -> dict[str, PackedAdapter]:
-    """Adapters of so many pages, without contents, by digest."""
+    """Empty adapters with the given numbers of pages, by digest."""
     ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
     return {
         digest: PackedAdapter(digest, AdapterLayout(ranks, np.zeros((0, 0, 2), np.int32), number), scales, payload)
@@ -129,9 +129,9 @@ def simulated_adapters(num_pages: Mapping[str, int]) -> dict[str, PackedAdapter]
 
 
 class SimulatedPages:
-    """An adapter pool's copier and tables: knows whose adapter is in each slot.
+    """Copier and tables of an adapter pool; knows which adapter is in each slot.
 
-    A copy takes until the next `poll`, or, where it was asked for while `is_holding`, until `let_go`.
+    A copy finishes at the next `poll`; one requested while `is_holding` is set finishes after `let_go`.
     """
 
     def __init__(self) -> None:
@@ -159,4 +159,4 @@ class SimulatedPages:
         self._slots[slot] = packed.digest
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy runs in the background."""

@@ -1,4 +1,4 @@
-"""A step's metadata: laid out once for each shape, filled in host memory, copied to the device in one piece."""
+"""A step's metadata: laid out once per shape, filled in host memory, and copied to the device in one transfer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import AttentionBatch, Segments
 
 ALIGNMENT = 16
-"""Fields begin at multiples of so many bytes, as vector loads want it."""
+"""Alignment of fields in bytes, as vector loads require."""
 
 NUM_STAGES = 2
-"""One is filled while the copy of the other may still run."""
+"""Host buffers: one is filled while the other may still be copied."""
 
 _DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingInputs:
-    """How the token after each sample row is chosen, `[num_sequences]` each, as `kernels/gpu/sampling.py` takes it."""
+    """Sampling settings of each sample row, `[num_sequences]` each, as `kernels/gpu/sampling.py` expects them."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -49,28 +49,28 @@ class _Field:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLayout:
-    """Views of one shape's fields: on the device, and in each of the host's stages."""
+    """Views of one shape's fields, on the device and in each host buffer."""
 
     shape: StepShape
     inputs: StepInputs
     sampling: SamplingInputs
     head_segments: Segments | None
-    """Segments of the sample rows whose adapters change the head; None where the shape has no outer modules."""
+    """Segments of the sample rows whose adapters modify the head; None if the shape has no outer modules."""
     staged: tuple[dict[str, npt.NDArray[np.generic]], ...]
     pages_offset: int
 
 
 class StepBuffer:
-    """Device memory for one step's metadata, and host memory from which it is copied.
+    """Device memory for one step's metadata, and the host memory from which it is copied.
 
-    A shape's views never move, so that a captured step finds the next batch where the last one was. Everything has the
-    shape's own size: what does not fit a shape cannot be stored, and so a captured step never sees more rows, sequences
-    or segments than it was captured for.
+    A shape's views never move, so that a captured step finds each batch at the same address. Views have exactly the
+    shape's size. A larger batch cannot be stored, so a captured step never reads more rows, sequences or segments than
+    it was captured for.
     """
 
     def __init__(self, accelerator: Accelerator, max_tokens: int, max_sequences: int, max_listed_pages: int) -> None:
         largest = step_shape(max_tokens, max_sequences, max_q=2, max_rank=1, has_outer=True)
-        # A smaller step with short segments may have more of them.
+        # A smaller step with short segments can have more segments.
         largest = replace(largest, segment_rows=SEGMENT_ROWS)
         decode = step_shape(max_sequences, max_sequences, max_q=1, max_rank=1, has_outer=True)
         page_bytes = max_listed_pages * torch.int32.itemsize
@@ -84,10 +84,10 @@ class StepBuffer:
         self._layouts: dict[StepShape, StepLayout] = {}
 
     def load(self, batch: Batch, shape: StepShape, outer: OuterSlots | None = None) -> StepLayout:
-        """Store a batch in its shape and submit the copy; the views are the same ones for each batch of a shape.
+        """Store a batch in its shape and submit the copy; all batches of a shape get the same views.
 
-        `outer` says which rows need outer modules, where the shape has them.
-        Raises ValueError when the batch does not fit the shape.
+        `outer` marks the rows that need outer modules, and is given exactly if the shape has outer modules. Raises
+        ValueError if the batch does not fit the shape.
         """
         layout = self._layouts.get(shape)
         if layout is None:
@@ -144,7 +144,7 @@ class StepBuffer:
 
 
 def _fields(shape: StepShape) -> list[_Field]:
-    """All fields but the pages, whose used length differs from batch to batch."""
+    """All fields except the pages, whose used length differs between batches."""
     sizes = {
         "kv_slots": (torch.int64, shape.num_tokens),
         "tokens": (torch.int32, shape.num_tokens),
@@ -167,7 +167,7 @@ def _fields(shape: StepShape) -> list[_Field]:
             "embedding_rows": (torch.int32, shape.num_tokens),
             "embedding_starts": (torch.int32, shape.num_segments + 1),
             "embedding_slots": (torch.int32, shape.num_segments),
-            # Each sequence has one sample row at most, which may be a segment.
+            # Each sequence has at most one sample row, and each sample row can be its own segment.
             "head_rows": (torch.int32, shape.num_sequences),
             "head_starts": (torch.int32, shape.num_sequences + 1),
             "head_slots": (torch.int32, shape.num_sequences),
@@ -185,12 +185,12 @@ def _aligned(offset: int) -> int:
 
 
 def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepShape, outer: OuterSlots | None) -> None:
-    """Write a batch, and what marks the padding behind it: rows that are stored nowhere and sequences without rows."""
+    """Write a batch, and after it padding: rows whose K and V are not stored, and sequences without rows."""
 
     def put(name: str, values: npt.NDArray[np.generic], padding: int = 0) -> None:
         field = staged[name]
         if len(values) > len(field):
-            raise ValueError(f"{len(values)} {name} do not fit a step of {len(field)}")
+            raise ValueError(f"{len(values)} {name} do not fit into a step of {len(field)}")
         field[: len(values)] = values
         field[len(values) :] = padding
 
@@ -210,7 +210,7 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     if shape.max_rank:
         put_segments("segment", batch.slots, shape.segment_rows)
     if shape.has_outer != (outer is not None):
-        raise ValueError("a shape with outer modules is filled with them, another one without")
+        raise ValueError("outer slots must be given exactly if the shape has outer modules")
     if outer is not None:
         put_segments("embedding", outer.embedding, shape.segment_rows)
         put_segments("head", outer.head, SEGMENT_ROWS)
@@ -222,5 +222,5 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     is_random = any(one.temperature > 0 for one in params)
     put("uniform", uniforms_of(batch.samples) if is_random else np.zeros(len(params), np.float32))
     if len(batch.pages) > len(staged["pages"]):
-        raise ValueError(f"{len(batch.pages)} pages do not fit a step of {len(staged['pages'])}")
+        raise ValueError(f"{len(batch.pages)} pages do not fit into a step of {len(staged['pages'])}")
     staged["pages"][: len(batch.pages)] = batch.pages

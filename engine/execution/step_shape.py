@@ -1,4 +1,4 @@
-"""The padded shapes that steps are run in, so that few graphs serve batches of every size."""
+"""The padded shapes of steps, so that a few graphs serve batches of all sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS, max_segments
 
 MAX_GRAPH_TOKENS = 1024
-"""Steps with more rows run as they come: their kernels take longer than the host needs to launch them."""
+"""Most rows of a captured step. The kernels of larger steps run longer than the host takes to launch them."""
 
 RANK_BUCKETS = (16, 64, 256)
 
@@ -22,12 +22,11 @@ _LARGE_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Everything that a captured step is fixed to.
+    """All properties that are fixed when a step is captured.
 
-    `num_tokens` and `num_sequences` count padding. `is_decode` promises one row for each sequence. `max_rank` bounds
-    the adapters' ranks; 0 switches them off. Only with `has_outer` may adapters change the embedding or the head, and
-    they change no module of a layer outside `groups`, which are all where there are no adapters. Segments have up to
-    `segment_rows` rows.
+    `num_tokens` and `num_sequences` include padding. `is_decode` means one row per sequence. `max_rank` bounds the
+    adapters' ranks; 0 disables adapters. Adapters modify the embedding or the head only with `has_outer`, and in each
+    layer only modules in `groups`, which is ALL_GROUPS without adapters. Segments have up to `segment_rows` rows.
     """
 
     num_tokens: int
@@ -44,12 +43,12 @@ class StepShape:
 
     @property
     def num_segments(self) -> int:
-        """The most segments that any batch of this shape can have; none without adapters."""
+        """Most segments that a batch of this shape can have; 0 without adapters."""
         return max_segments(self.num_tokens, self.num_sequences, self.segment_rows) if self.max_rank else 0
 
     @property
     def with_all_groups(self) -> StepShape:
-        """The shape that serves every batch of this one, and launches more for it."""
+        """The shape with all groups, which can run any batch of this shape but launches more kernels."""
         return self if self.groups == ALL_GROUPS else replace(self, groups=ALL_GROUPS)
 
 
@@ -73,16 +72,16 @@ def step_shape(
 def _mixed_shape(
     num_tokens: int, num_sequences: int, max_rank: int, has_outer: bool = False, groups: LayerGroups = ALL_GROUPS
 ) -> StepShape:
-    """Segments are large where sequences have enough rows to fill half of one on average."""
+    """A mixed shape; its segments are large if sequences have enough rows to fill half of one on average."""
     is_large = num_tokens >= LARGE_SEGMENT_ROWS // 2 * num_sequences
     segment_rows = LARGE_SEGMENT_ROWS if is_large else SEGMENT_ROWS
     return StepShape(num_tokens, num_sequences, False, max_rank, has_outer, groups, segment_rows)
 
 
 def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]:
-    """Every shape of batches within these limits, without `has_outer`, that has kernels of its own; largest first.
+    """All shapes within these limits that have their own kernels, without `has_outer`; largest first.
 
-    A shape with fewer groups launches some of the kernels of the same shape with all.
+    Shapes with fewer groups are left out: they launch a subset of the kernels of the same shape with all groups.
     """
     ranks = (0, *RANK_BUCKETS)
     mixed_tokens = [*(size for size in _MIXED_TOKENS if size < max_tokens), _padded(_MIXED_TOKENS, max_tokens)]

@@ -1,4 +1,4 @@
-"""Which tokens each sequence with penalties holds, kept on the device, where its newest token is known first."""
+"""Marks of the tokens of each sequence with penalties, kept on the device, where the newest token is known first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.logit_penalties import LogitPenalties
 
 FIRST_SLOTS = 4
-"""Sequences for which memory is taken at first; it doubles as more come."""
+"""Sequences that the first allocation has room for; the memory doubles as needed."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """A sequence's place, and how many of its new tokens are marked there."""
+    """A sequence's slot, and the number of its new tokens that are marked there."""
 
     slot: int
     num_marked: int
@@ -26,10 +26,10 @@ class _Held:
 class DeviceTokenMarks:
     """Marks as in `TokenMarks`, over the whole vocabulary: int32 `[num_slots, vocab_size]`.
 
-    A sequence's marks are built by the host once, and the step that chooses a token marks it here: when the next step
-    is submitted, the host may not know it yet. They are kept while every step holds the sequence. One that a step left
-    out is built anew when it comes back, and by then all its tokens are committed. So there are never more slots in use
-    than a step has samples, and a step without penalties gives all memory back.
+    The host builds a sequence's marks once. Each step then marks the tokens that it chooses, which the host may not
+    know yet when it submits the next step. Marks are kept as long as every step includes the sequence. When a sequence
+    returns after a step without it, its marks are rebuilt; by then all its tokens are committed. There are thus never
+    more slots in use than a step has samples, and a step without penalties frees all memory.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -43,7 +43,7 @@ class DeviceTokenMarks:
         return len(self._held)
 
     def hold(self, samples: Sequence[SamplingRow], vocab_size: int) -> None:
-        """Have the marks of a step's sequences, and of no others."""
+        """Build missing marks of the step's sequences, and drop those of all others."""
         wanted = {
             one.logit_penalties: one.num_chosen
             for one in samples
@@ -60,16 +60,16 @@ class DeviceTokenMarks:
             assert self._held[penalties].num_marked == num_chosen, "a step chose a token without marking it"
 
     def slots(self, penalties: Sequence[LogitPenalties]) -> torch.Tensor:
-        """Where these sequences' marks are, int64 `[num_rows]`."""
+        """Slots of these sequences' marks, int64 `[num_rows]`."""
         return self._accelerator.stage(torch.tensor([self._held[one].slot for one in penalties]))
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Their marks, int32 `[num_rows, vocab_size]`."""
+        """Marks in these slots, int32 `[num_rows, vocab_size]`."""
         assert self._marks is not None
         return self._marks[slots]
 
     def mark(self, penalties: Sequence[LogitPenalties], slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Mark what was just chosen, `[num_rows]`; a negative id is none, and its sequence ends."""
+        """Mark the tokens just chosen, `[num_rows]`; a negative id means no token, and its sequence ends."""
         assert self._marks is not None
         places = slots, token_ids.long().clamp(min=0)
         self._marks[places] = self._marks[places] + 2

@@ -1,8 +1,7 @@
-"""The fields of a `config.json`: which architectures read them, and which are refused by name.
+"""The fields of a `config.json`: which architectures support them, and which are refused by name.
 
-`transformers` is the reference for what a field means and for what holds where a `config.json` is silent. A field that
-changes what a model computes is either understood or refused by name: a base that is nearly right would be served as if
-it were.
+`transformers` is the reference for the meaning and the default of each field. A field that changes the model's
+computation is either supported or refused by name, so that no model is served with slightly wrong results.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Where a config.json is silent, transformers takes these; what it takes for every architecture stands in the code.
+# Defaults of transformers that depend on the architecture; common defaults are in the code.
 _GEMMA_ASSUMED: dict[str, Any] = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -43,13 +42,13 @@ _OFF = (None, False)
 _ONE = (None, 1)
 _NONE: tuple[Any, ...] = (None, 0, [], {})
 
-# Fields that change what a model computes: the values that change nothing, and who understands others.
+# Fields that change the computation: their neutral values, and the architectures that support other values.
 _DECISIVE: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "attention_bias": (_OFF, (LLAMA, *QWEN, *GEMMA)),
     "mlp_bias": (_OFF, (LLAMA,)),
     "query_pre_attn_scalar": ((None,), GEMMA),
     "final_logit_softcapping": ((None,), GEMMA),
-    # transformers has this field in Gemma 3's configuration and leaves it out of its attention.
+    # transformers has this field in Gemma 3's configuration, but its attention ignores it.
     "attn_logit_softcapping": ((None,), (GEMMA2,)),
     "partial_rotary_factor": (_ONE, (PHI3,)),
     **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), (_OFF, (QWEN3, GEMMA3))),
@@ -108,10 +107,10 @@ _DECISIVE: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
 
 
 def refuse_what_is_not_computed(raw: dict[str, Any], architecture: str) -> None:
-    """Raise ModelNotSupported for the first field that asks for more than the decoder computes."""
+    """Raise ModelNotSupported for the first field that the decoder does not support."""
     if raw.get("quantization_config"):
         raise ModelNotSupported(
-            "quantization_config in config.json: quantized base models are not supported, use the float weights"
+            "quantization_config in config.json: quantized base models are not supported; use the float weights"
         )
     for name, (neutral, readers) in _DECISIVE.items():
         if architecture not in readers and raw.get(name) not in neutral:
@@ -123,7 +122,7 @@ def refuse_field(name: str, value: Any, architecture: str) -> None:
 
 
 def positive(raw: dict[str, Any], name: str) -> int:
-    """The field `name`; raises KeyError or ValueError where it is no positive integer."""
+    """The field `name`; raises KeyError if it is missing, ValueError if it is not a positive integer."""
     value = raw[name]
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is {shown(value)}, not a positive integer")
@@ -131,7 +130,7 @@ def positive(raw: dict[str, Any], name: str) -> int:
 
 
 def positive_float(raw: dict[str, Any], name: str) -> float:
-    """The field `name`; raises KeyError or ValueError where it is no positive number."""
+    """The field `name`; raises KeyError if it is missing, ValueError if it is not a positive number."""
     value = raw[name]
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {shown(value)}, not a positive number")

@@ -1,4 +1,4 @@
-"""The decoder: one transformer for all architectures, over the page pool, every adapter of a batch in one pass."""
+"""The decoder: one transformer for all architectures, on the page pool, with all adapters of a batch in one pass."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from loramux.kernels.tables import AdapterTables, AttentionSpec, LoraCall, Modul
 class DecoderLayer:
     """The weights of one layer; q/k/v are one linear and gate/up are one linear.
 
-    An output norm is applied to what attention or feed-forward adds to the residual. `rotary` is the index of the
-    decoder's tables that this layer turns q and k by.
+    An output norm is applied to the output of attention or feed-forward before it is added to the residual. `rotary` is
+    the index of the decoder's rotary tables for this layer's q and k.
     """
 
     attention_norm: torch.Tensor
@@ -43,7 +43,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class LoraGroups:
-    """The groups of modules that share an input, one shrink and one expand each: a layer's four, and the outer two."""
+    """Groups of modules that share an input, with one shrink and one expand each: a layer's four, and the outer two."""
 
     qkv: ModuleGroup
     o: ModuleGroup
@@ -55,7 +55,7 @@ class LoraGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadAdapters:
-    """What a head's adapters need of a step: `segments` of the rows of `hidden` whose adapters change the head."""
+    """Inputs of the head's adapters in a step: `segments` are the rows of `hidden` whose adapters modify the head."""
 
     kernels: Kernels
     tables: AdapterTables
@@ -63,9 +63,9 @@ class HeadAdapters:
 
 
 class Decoder:
-    """A decoder-only model on one device; what it computes depends on its inputs, the pool and the tables alone.
+    """A decoder-only model on one device; its output depends only on its inputs, the pool and the tables.
 
-    Activations are float32 on a CPU and of the weights' dtype on a GPU. `hidden` may be captured as a graph.
+    Activations are float32 on a CPU and have the weights' dtype on a GPU. `hidden` can be captured as a graph.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Decoder:
         self._groups = lora_groups(config)
         place = _Placement(weights, dtype, backend, config.norm_offset)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        # As transformers rounds it: to the dtype of the weights, before it multiplies.
+        # Rounded to the dtype of the weights before multiplying, as in transformers.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(config.layer_ropes))
         self._layers = [
@@ -95,7 +95,7 @@ class Decoder:
 
     @property
     def shapes(self) -> KernelShapes:
-        """What the kernels must be able to compute."""
+        """The shapes that the kernels must support."""
         groups = self._groups
         return KernelShapes(
             groups=(groups.qkv, groups.o, groups.gate_up, groups.down),
@@ -105,18 +105,18 @@ class Decoder:
 
     @property
     def outer_factors(self) -> tuple[float, ...]:
-        """What the base multiplies the outputs of `config.outer_modules` by; so it does with their adapters'."""
+        """Factors on the outputs of `config.outer_modules`, for the base and for adapters."""
         return (self._embedding_scale, 1.0)
 
     def with_few_layers(self) -> Decoder:
-        """The same weights with one layer of each kind: it launches every kernel of this decoder, in less time."""
+        """A copy with one layer of each kind, sharing the weights: it launches all kernels of this decoder faster."""
         few = copy.copy(self)
         few._layers = list({layer.attention: layer for layer in self._layers}.values())
         return few
 
     @torch.inference_mode()
     def embed(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
-        """The embeddings of a step's tokens, adapters included, `[num_tokens, hidden_size]`."""
+        """Embeddings of a step's tokens, including adapters, `[num_tokens, hidden_size]`."""
         embedded = functional.embedding(inputs.tokens, self._embedding)
         if self._embedding_scale != 1.0:
             embedded = embedded * self._embedding_scale
@@ -131,18 +131,18 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
-        """Run one step and return the last layer's output at its sample rows `[num_samples, hidden_size]`, normed."""
+        """Run one step; returns the last layer's normed output at the sample rows, `[num_samples, hidden_size]`."""
         config, eps = self.config, self.config.rms_norm_eps
         num_tokens = inputs.tokens.shape[0]
         angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
         gate_and_mul = kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
         q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         residual = self.embed(inputs, kernels, tables)
-        # Rows that only pad a step belong to no sequence and are not attended: zeros keep them finite.
+        # Attention skips padding rows, which belong to no sequence; zeros keep them finite.
         attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
 
         def adapted(flag: LayerGroups, group: ModuleGroup) -> ModuleGroup | None:
-            """The group; None where no adapter of this step changes it."""
+            """The group; None if no adapter of this step modifies it."""
             return group if inputs.segments.num_segments and flag in inputs.groups else None
 
         qkv_group = adapted(LayerGroups.QKV, self._groups.qkv)
@@ -151,7 +151,7 @@ class Decoder:
         down_group = adapted(LayerGroups.DOWN, self._groups.down)
 
         def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: ModuleGroup | None) -> torch.Tensor:
-            """Add the adapters' part to `y`, the base's output for `x`."""
+            """Add the adapters' outputs for `x` to `y`, the base's output."""
             if group is not None:
                 kernels.lora_add(x, LoraCall(index, group, tables, inputs.segments), y)
             return y
@@ -185,14 +185,14 @@ class Decoder:
         return kernels.add_rms_norm(x[rows], residual[rows], self._final_norm, eps)
 
     def new_hidden(self, num_rows: int) -> torch.Tensor:
-        """Memory for `num_rows` rows of what `hidden` returns."""
+        """Memory for `num_rows` rows of the output of `hidden`."""
         return torch.empty(num_rows, self.config.hidden_size, dtype=self._dtype, device=self._embedding.device)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, adapters: HeadAdapters | None = None) -> torch.Tensor:
-        """The logits of rows of `hidden`, `[num_rows, vocab_size]` of the activations' dtype.
+        """Logits of rows of `hidden`, `[num_rows, vocab_size]`, in the dtype of the activations.
 
-        `adapters` None says that no row's adapter changes the head.
+        `adapters` None means that no row's adapter modifies the head.
         """
         logits = self._head(hidden)
         if adapters is not None and adapters.segments.num_segments:
@@ -228,9 +228,9 @@ def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleG
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Brings tensors to where and what they are kept as: linears in the weights' dtype, norms in float32.
+    """Moves tensors to the device, linears in the weights' dtype and norms in float32.
 
-    Norms of an architecture that stores them less 1 are kept whole, so that kernels need not know.
+    For architectures that store norm weights minus 1, the 1 is added here, so that kernels need not know.
     """
 
     weights: WeightSource
@@ -246,7 +246,7 @@ class _Placement:
         return weight + self.norm_offset if self.norm_offset else weight
 
     def linear(self, prefix: str, shapes: list[LinearShape], has_bias: bool) -> Linear:
-        """Linears that share an input as one, whose output is theirs side by side."""
+        """Linears that share an input, fused into one that concatenates their outputs."""
         parts = [self.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         bias = None
@@ -259,7 +259,7 @@ def _load_layer(config: ModelConfig, place: _Placement, index: int, rotary: int)
     prefix = f"model.layers.{index}"
     hidden_size, head_dim = config.hidden_size, config.head_dim
     qkv, o, gate_up, down = ([config.modules[m] for m in modules] for modules in config.module_groups)
-    # Where outputs are normed too, the norm after attention is that of its output and not the next input's.
+    # With output norms, post_attention_layernorm applies to attention's output, not to the feed-forward's input.
     attention_output_norm = feed_forward_output_norm = None
     feed_forward_norm = "post_attention_layernorm"
     if config.output_norms:

@@ -1,4 +1,4 @@
-"""What a Hugging Face model directory says about its decoder, read without torch."""
+"""The decoder's configuration, read from a Hugging Face model directory without torch."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder.
+    """Configuration of one decoder.
 
-    `layer_windows` holds each layer's sliding window in tokens, None for the whole context; `layer_ropes` each layer's
-    rotary embedding. `norm_offset` is added to every norm's weight. With `output_norms` the outputs of attention and
-    feed-forward are normed before they are added. With `fused_projections` q/k/v and gate/up are one linear each, for
-    adapters too. A soft cap is None where there is none.
+    `layer_windows` holds each layer's sliding window in tokens, None for the whole context; `layer_ropes` holds each
+    layer's rotary embedding. `norm_offset` is added to every norm's weight. With `output_norms`, the outputs of
+    attention and feed-forward are normed before they are added to the residual. With `fused_projections`, q/k/v and
+    gate/up are one linear each, for adapters too. A soft cap of None means no cap.
     """
 
     architecture: str
@@ -80,7 +80,7 @@ class ModelConfig:
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """The linears of a layer that adapters may target, in the pool's fixed order, under PEFT's names."""
+        """The linears of a layer that adapters can target, with PEFT's names, in the pool's fixed order."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_out, kv_out = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         o = LinearShape("self_attn.o_proj", q_out, hidden)
@@ -100,9 +100,9 @@ class ModelConfig:
 
     @property
     def outer_modules(self) -> tuple[LinearShape, ...]:
-        """The modules outside the layers that adapters may target, under PEFT's names.
+        """The modules outside the layers that adapters can target, with PEFT's names.
 
-        They are two even where the base ties their weights: an adapter changes the one that it names.
+        They are separate even if the base ties their weights: an adapter modifies only the module that it names.
         """
         return (
             LinearShape("model.embed_tokens", self.vocab_size, self.hidden_size, is_embedding=True),
@@ -111,7 +111,7 @@ class ModelConfig:
 
     @property
     def module_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of `modules` that share an input: those of q/k/v, of o, of gate/up, of down."""
+        """Indices of `modules`, grouped by their input: q/k/v, o, gate/up, down."""
         return ((0,), (1,), (2,), (3,)) if self.fused_projections else ((0, 1, 2), (3,), (4, 5), (6,))
 
     def geometry(self, kv_itemsize: int, adapter_itemsize: int) -> PageGeometry:
@@ -131,7 +131,7 @@ class ModelConfig:
             raise ModelNotSupported(f"the model directory {model_dir} does not exist")
         raw = _read_json(model_dir / "config.json")
         if raw is None:
-            raise ModelNotSupported(f"{model_dir} has no config.json: name a Hugging Face model directory")
+            raise ModelNotSupported(f"{model_dir} has no config.json: use a Hugging Face model directory")
         generation = _read_json(model_dir / "generation_config.json") or {}
         try:
             return _parse(raw, generation)
@@ -155,7 +155,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     architecture = (raw.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise ModelNotSupported(
-            f"the architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"the architecture {architecture} is not supported; supported architectures: {', '.join(ARCHITECTURES)}"
         )
     refuse_what_is_not_computed(raw, architecture)
     raw = {**ASSUMED[architecture], **raw}
@@ -168,7 +168,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     has_kv_heads = raw.get("num_key_value_heads") is not None
     num_kv_heads = positive(raw, "num_key_value_heads") if has_kv_heads else num_heads
     if num_heads % num_kv_heads:
-        raise ModelNotSupported(f"{num_heads} attention heads do not divide among {num_kv_heads} key/value heads")
+        raise ModelNotSupported(f"{num_heads} attention heads do not divide evenly among {num_kv_heads} key/value heads")
     attention_bias = bool(raw.get("attention_bias", False))
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
@@ -210,13 +210,14 @@ def _parse_activation(raw: dict[str, Any], name: str) -> str:
     activation = raw.get(name, "silu")
     if activation not in _ACTIVATIONS:
         raise ModelNotSupported(
-            f"the activation {activation!r} ({name} in config.json) is not supported; {', '.join(_ACTIVATIONS)} are"
+            f"the activation {activation!r} ({name} in config.json) is not supported; "
+            f"supported: {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[activation]
 
 
 def _parse_windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window; `layer_types` decides for Qwen and Gemma and must agree with the rest elsewhere."""
+    """Each layer's window, from `layer_types` for Qwen and Gemma; elsewhere it must agree with the other fields."""
     is_windowed = raw.get("sliding_window") is not None and architecture != LLAMA
     if architecture in QWEN:
         is_windowed = is_windowed and bool(raw.get("use_sliding_window", False))

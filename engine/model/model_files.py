@@ -1,4 +1,4 @@
-"""What tells one base model from another without reading its weights."""
+"""Identifies a base model without reading its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ IDENTIFYING_FILES = ("config.json", "tokenizer.json")
 
 
 def model_sha256(model_dir: Path) -> str:
-    """SHA-256 over the files that gateway and engine must agree on; one that is missing counts as such."""
+    """SHA-256 over the files that gateway and engine must share; a missing file counts as empty."""
     total = hashlib.sha256()
     for name in IDENTIFYING_FILES:
         path = model_dir / name

@@ -28,9 +28,9 @@ _ROPE_FIELDS = {
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
-    `kind` is `default`, `linear` (by `factor`), `llama3` (by `factor` and the two frequency factors, beyond
-    `original_max_len`) or `longrope` (each frequency by its own factor, and cosine and sine times `attention_factor`).
-    Only the first `rotary_fraction` of a head's channels turn.
+    `kind` is `default`, `linear` (scaled by `factor`), `llama3` (scaled by `factor` beyond `original_max_len`, with the
+    two frequency factors) or `longrope` (a factor per frequency, and cosine and sine times `attention_factor`). Only
+    the first `rotary_fraction` of a head's channels are rotated.
     """
 
     theta: float
@@ -48,14 +48,14 @@ class RopeConfig:
 def parse_ropes(
     raw: dict[str, Any], architecture: str, windows: Sequence[int | None], head_dim: int
 ) -> tuple[RopeConfig, ...]:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older versions)."""
     given = raw.get("rope_parameters") or {}
     if architecture != GEMMA3:
         given = raw.get("rope_scaling") or given
         theta = raw.get("rope_theta")
         rope = _parse_rope({"rope_theta": 10000.0 if theta is None else theta, **given}, raw, architecture, head_dim)
         return (rope,) * len(windows)
-    # Gemma 3 turns its windowed layers faster, and only the others are scaled to a longer context.
+    # Gemma 3 rotates its windowed layers faster, and scales only the other layers to a longer context.
     for name in given:
         if name not in (FULL, SLIDING):
             refuse_field(f"rope_parameters.{name}", given[name], architecture)
@@ -68,12 +68,12 @@ def parse_ropes(
 def _parse_rope(given: dict[str, Any], raw: dict[str, Any], architecture: str, head_dim: int) -> RopeConfig:
     kind = given.get("rope_type") or given.get("type") or "default"
     if architecture == PHI3 and kind in ("su", "yarn"):
-        # Names that Phi-3's first configurations gave it.
+        # Names of longrope in Phi-3's first configurations.
         kind = "longrope"
     kinds = ("default", "longrope") if architecture == PHI3 else ("default", "linear", "llama3")
     if kind not in kinds:
         raise ModelNotSupported(
-            f"the rotary embedding {kind!r} of {architecture} is not supported; {', '.join(kinds)} are"
+            f"the rotary embedding {kind!r} of {architecture} is not supported; supported: {', '.join(kinds)}"
         )
     known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_FIELDS[kind])
     for name, value in given.items():
@@ -116,13 +116,13 @@ def _rotary_fraction(given: dict[str, Any], raw: dict[str, Any], architecture: s
 
 
 def _original_max_len(given: dict[str, Any], raw: dict[str, Any]) -> int:
-    """The context before it was stretched; outside the rotary settings it takes precedence, as in transformers."""
+    """The context length before scaling; a value outside the rotary settings takes precedence, as in transformers."""
     name = "original_max_position_embeddings"
     return positive(raw if raw.get(name) is not None else given, name)
 
 
 def _attention_factor(given: dict[str, Any], stretch: float, original: int) -> float:
-    """What LongRoPE multiplies cosine and sine by (Ding et al., 2024): by default from how far the context grew."""
+    """LongRoPE's factor on cosine and sine (Ding et al., 2024), by default derived from the context's growth."""
     if given.get("attention_factor") is not None:
         return positive_float(given, "attention_factor")
     factor = stretch if given.get("factor") is None else positive_float(given, "factor")

@@ -10,13 +10,13 @@ from loramux.engine.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
-    """Angle per position of each pair of channels that turns, float32 `[rotary_dim / 2]`.
+    """Angle per position of each rotated pair of channels, float32 `[rotary_dim / 2]`.
 
-    `linear` divides every frequency by the factor; `llama3` divides only those with a wavelength beyond the original
-    context, with a smooth step between (Llama 3.1's published scaling); `longrope` divides each by a factor of its own
-    (Ding et al., 2024), from one list for contexts up to the original length and another for longer ones. `max_len`,
-    the longest context that is served, chooses the list once: K of early positions stays in the cache while a sequence
-    grows past the original length, so one sequence cannot use both.
+    `linear` divides every frequency by the factor. `llama3` divides only frequencies with a wavelength beyond the
+    original context, with a smooth transition (Llama 3.1's published scaling). `longrope` divides each frequency by its
+    own factor (Ding et al., 2024), from one list for contexts up to the original length and another for longer ones.
+    `max_len`, the longest context served, selects the list once. A sequence cannot switch lists, because the K of early
+    positions stays in the cache when it grows past the original length.
     """
     rotary_dim = int(head_dim * rope.rotary_fraction)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
@@ -37,6 +37,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
 
 
 def rotary_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of each position's angles, float32 `[max_len, rotary_dim / 2]` each, scaled as `rope` says."""
+    """Cosine and sine of each position's angles, float32 `[max_len, rotary_dim / 2]` each, scaled by `rope`."""
     angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(rope, head_dim, max_len))
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

@@ -1,4 +1,4 @@
-"""Reads a model's tensors by name from safetensors files; nothing else is ever opened."""
+"""Reads a model's tensors by name from safetensors files, the only weight format that is opened."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from loramux.engine.errors import ModelNotSupported
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _DERIVED = (".rotary_emb.inv_freq",)
-"""Ends of the names of tensors that follow from config.json; older versions of transformers stored them."""
+"""Name suffixes of tensors that are derived from config.json; older versions of transformers stored them."""
 
 
 class WeightSource(Protocol):
-    """Where a model's tensors come from."""
+    """The source of a model's tensors."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`; raises ModelNotSupported when it is missing or has another shape."""
@@ -28,7 +28,7 @@ class WeightSource(Protocol):
 
 
 class Weights:
-    """The tensors of one model directory, read one by one so that only one copy is in memory."""
+    """The tensors of one model directory, read one at a time so that only one copy is in memory."""
 
     def __init__(self, files: dict[str, safe_open]) -> None:
         self._files = files
@@ -45,9 +45,9 @@ class Weights:
         return tensor
 
     def check_all_read(self) -> None:
-        """Raise ModelNotSupported for a tensor that nobody asked for: the model computes more than was loaded."""
+        """Raise ModelNotSupported if a tensor was not read, since the model then needs an unsupported computation."""
         unread = sorted(name for name in self._unread if not name.endswith(_DERIVED))
-        # A head tied to the embedding may be stored as well, as long as it is the same.
+        # A head tied to the embedding may be stored too, if both are equal.
         if unread == [HEAD] and EMBEDDING in self._files:
             head, embedding = (self._files[name].get_tensor(name) for name in (HEAD, EMBEDDING))
             if not torch.equal(head, embedding):
@@ -63,7 +63,7 @@ class Weights:
 def open_weights(model_dir: Path) -> Iterator[Weights]:
     """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
-    Raises ModelNotSupported at the end for a tensor that was not read.
+    On exit, raises ModelNotSupported if a tensor was not read.
     """
     with ExitStack() as stack:
         files: dict[str, safe_open] = {}

@@ -1,1 +1,1 @@
-"""The page pool: who owns each page, what is evicted, the prefix cache."""
+"""The page pool: page ownership, eviction, the prefix cache."""

@@ -1,4 +1,4 @@
-"""What gives way when pages are needed: one order over everything that could be had again."""
+"""Eviction when pages are needed: one order over adapters and cached prefixes, since both can be restored."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Protocol
 from loramux.engine.pages.page_pool import PagePool
 
 AFTER_ALL = 1 << 62
-"""A queue position after those of all who wait."""
+"""Queue position after all waiting sequences."""
 
 MAX_STALE = 1024
-"""Entries of a heap that are out of date and may stay in it."""
+"""Outdated heap entries that are tolerated in addition to one per item."""
 
 
 class Evictable(Protocol):
-    """Pages that nobody uses at the moment: an idle adapter, or a page of a prefix."""
+    """Pages that are currently unused: an idle adapter, or a page of a cached prefix."""
 
     @property
     def key(self) -> Hashable:
-        """The same for the same content, also after it was evicted and had again."""
+        """Identifies the content; stays the same when it is evicted and restored."""
         ...
 
     @property
@@ -29,50 +29,50 @@ class Evictable(Protocol):
 
     @property
     def has_slot(self) -> bool:
-        """Whether it holds an adapter's slot besides its pages."""
+        """Whether it holds an adapter slot in addition to its pages."""
         ...
 
     @property
     def cost(self) -> float:
-        """What having it again takes, in any unit that all share."""
+        """Cost of restoring it, in a unit common to all items."""
         ...
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a sequence waits that will need it: it gives way only to a sequence at an earlier queue position."""
+        """Whether a waiting sequence needs it; then only a sequence at an earlier queue position can evict it."""
         ...
 
     def evict(self) -> None:
-        """Give the pages back and forget the content."""
+        """Free the pages and forget the content."""
         ...
 
 
 class EvictionPolicy(Protocol):
-    """Orders what is evictable."""
+    """Orders evictable items."""
 
     @property
     def num_pages(self) -> int:
-        """Pages of all that is evictable."""
+        """Pages of all evictable items."""
         ...
 
     def add(self, item: Evictable) -> None:
-        """The item was in use until now."""
+        """Add an item that was in use until now."""
         ...
 
     def discard(self, item: Evictable) -> None:
-        """The item is used again, or gone."""
+        """Remove an item that is in use again or gone, if present."""
         ...
 
     def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
-        """Remove and return the first allowed item, of those with a slot if asked; None where there is none."""
+        """Remove and return the first allowed item, with `slots_only` the first that has a slot; None without any."""
         ...
 
 
 class LeastRecentlyUsed:
-    """The item that has been idle longest goes first."""
+    """Evicts the item that has been idle longest."""
 
     def __init__(self) -> None:
-        # In the order of their numbers, those with a slot apart: a slot is not looked for among many prefixes.
+        # In numerical order. Items with a slot are separate, to find a slot without scanning many prefixes.
         self._items: dict[bool, OrderedDict[Evictable, int]] = {True: OrderedDict(), False: OrderedDict()}
         self._num_added = 0
         self.num_pages = 0
@@ -102,10 +102,10 @@ class LeastRecentlyUsed:
 
 
 class GreedyDual:
-    """GreedyDual-Size with frequencies (Cherkasova, 1998): what is seldom used and cheap to have again goes first.
+    """GreedyDual-Size with frequencies (Cherkasova, 1998): evicts rarely used items that are cheap to restore first.
 
-    An item's priority is `clock + uses * cost / num_pages`; the clock is the priority of the item evicted last, so
-    that what was once worth much ages. Uses are remembered for the `memory` newest keys.
+    An item's priority is `clock + uses * cost / num_pages`. The clock is the priority of the item evicted last, so that
+    formerly valuable items age. Use counts are kept for the `memory` most recent keys.
     """
 
     def __init__(self, memory: int = 65536) -> None:
@@ -114,9 +114,9 @@ class GreedyDual:
         self._num_added = 0
         self._memory = memory
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
-        # Those with a slot apart: a slot is not looked for among many prefixes.
+        # Items with a slot are separate, to find a slot without scanning many prefixes.
         self._heaps: dict[bool, list[tuple[float, int, Evictable]]] = {True: [], False: []}
-        # The number under which an item is in its heap; entries with other numbers are out of date.
+        # The number of each item's current heap entry; entries with other numbers are outdated.
         self._current: dict[bool, dict[Evictable, int]] = {True: {}, False: {}}
 
     def add(self, item: Evictable) -> None:
@@ -160,7 +160,7 @@ class GreedyDual:
             passed_over.append(entry)
             if is_allowed(entry[2]):
                 found = entry
-        # It stays in the heap, which another kind's first may have to be preferred to.
+        # The found item stays in the heap as well: the other heap's first item may have a lower priority.
         for entry in passed_over:
             heapq.heappush(heap, entry)
         return found
@@ -170,22 +170,22 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "
 
 
 class WaitedFor(Protocol):
-    """Knows which idle items sequences wait for, and the queue position of the first of these."""
+    """Knows which idle items sequences wait for, and the queue position of the first sequence for each."""
 
     def num_pages_before(self, position: int) -> int:
-        """Pages of the idle items that a sequence waits for whose queue position is before `position`."""
+        """Pages of idle items that a sequence before `position` in the queue waits for."""
         ...
 
     def last_after(self, position: int) -> Evictable | None:
-        """The idle item that is waited for longest, if that is by a sequence after `position` in the queue."""
+        """The idle item whose first waiting sequence is last in the queue, if that is after `position`."""
         ...
 
 
 class Reclaimer:
-    """Frees pages by evicting what nobody uses: what nobody waits for either, in the policy's order, then the rest.
+    """Frees pages by evicting unused items, first those that no sequence waits for, in the policy's order.
 
-    What a sequence waits for, though at a later queue position, would only have to be had again. So it gives way last,
-    the latest position first.
+    An item that a later sequence waits for would soon have to be restored. Such items are evicted last, the latest
+    queue position first.
     """
 
     def __init__(self, pages: PagePool, policy: EvictionPolicy, waited_for: WaitedFor | None = None) -> None:
@@ -199,7 +199,7 @@ class Reclaimer:
         return self._pages.num_free + self.policy.num_pages - num_kept >= num_pages
 
     def make_room(self, num_pages: int, position: int) -> bool:
-        """Evict until `num_pages` are free; False, and nothing evicted, when that cannot be."""
+        """Evict until `num_pages` are free; if that is impossible, evict nothing and return False."""
         if self._pages.can_alloc(num_pages):
             return True
         if not self.can_make_room(num_pages, position):
@@ -210,10 +210,10 @@ class Reclaimer:
         return True
 
     def evict_one(self, position: int, slots_only: bool = False) -> bool:
-        """Evict the item that gives way first to a sequence at queue position `position`; False where there is none."""
+        """Evict the first item in order for a sequence at queue position `position`; False if there is none."""
         item = self.policy.take(lambda one: not one.is_waited_for, slots_only)
         if item is None and self._waited_for is not None:
-            # Only adapters are waited for: it has a slot.
+            # Sequences wait only for adapters, so the item has a slot.
             item = self._waited_for.last_after(position)
             if item is not None:
                 self.policy.discard(item)

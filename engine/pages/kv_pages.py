@@ -1,4 +1,4 @@
-"""The pages of running sequences: what the prefix cache had in front, their own behind."""
+"""The pages of running sequences: first those from the prefix cache, then their own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.sequence import Sequence, page_list
 
 RUNNING = -1
-"""The queue position of sequences that run: before all that wait."""
+"""Queue position of running sequences: before all waiting ones."""
 
 
 class KvPages:
-    """Gives sequences their pages of K and V and takes them back."""
+    """Allocates and frees the KV pages of sequences."""
 
     def __init__(self, pages: PagePool, reclaimer: Reclaimer, cache: PrefixCache, page_tokens: int) -> None:
         self._pages = pages
@@ -24,7 +24,7 @@ class KvPages:
         self._page_tokens = page_tokens
 
     def find_prefix(self, sequence: Sequence) -> list[CachedPage]:
-        """The longest prefix that the cache has; at least one token is left to be computed. Nothing is changed."""
+        """The longest cached prefix that leaves at least one token to compute. Changes nothing."""
         found: list[CachedPage] = []
         for index in range((len(sequence.tokens) - 1) // self._page_tokens):
             key = self._key(sequence, index)
@@ -38,12 +38,12 @@ class KvPages:
         return len(prefix) * self._page_tokens
 
     def num_pages_to_begin(self, prefix: list[CachedPage], num_tokens: int) -> int:
-        """Free or evictable pages that a sequence takes from others when it begins with a prefix and so many more."""
+        """Free or evictable pages needed to start a sequence with a cached prefix and `num_tokens` more."""
         num_idle = sum(cached.num_users == 0 for cached in prefix)
         return -(-(self.num_tokens_in(prefix) + num_tokens) // self._page_tokens) - len(prefix) + num_idle
 
     def attach(self, sequence: Sequence, prefix: list[CachedPage]) -> None:
-        """Begin with what `find_prefix` found just now."""
+        """Start the sequence on the prefix that `find_prefix` has just found."""
         assert not sequence.pages
         assert not sequence.num_in_flight
         for cached in prefix:
@@ -53,11 +53,11 @@ class KvPages:
         sequence.next_offer = 0
 
     def max_tokens(self, num_other_pages: int) -> int:
-        """The most tokens that the whole pool holds beside pages for something else."""
+        """Most tokens that the pool can hold next to `num_other_pages` pages for other uses."""
         return (self._pages.num_pages - num_other_pages) * self._page_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
-        """Find pages for `num_tokens` more; False when there is no room for it at queue position `position`."""
+        """Allocate pages for `num_tokens` more; False if there is no room for a sequence at `position` in the queue."""
         end = sequence.num_computed + num_tokens
         if end <= sequence.num_room:
             return True
@@ -69,9 +69,9 @@ class KvPages:
         return True
 
     def offer(self, sequence: Sequence) -> None:
-        """Let others begin with the pages that this sequence has filled since the last call.
+        """Add the pages that this sequence has filled since the last call to the prefix cache.
 
-        A page may be offered as soon as the step that fills it is submitted: whoever reads it runs in a later one.
+        A page can be offered as soon as the step that fills it is submitted, because its readers run in later steps.
         """
         if sequence.num_computed < sequence.next_offer:
             return
@@ -88,7 +88,7 @@ class KvPages:
         sequence.next_offer = (len(sequence.shared_pages) + 1) * self._page_tokens
 
     def detach(self, sequence: Sequence) -> None:
-        """Give all pages back; what the cache knows of them stays for others, its end first to go."""
+        """Free all pages; those in the prefix cache stay for other sequences, the prefix's end being evicted first."""
         for cached in reversed(sequence.shared_pages):
             if cached is not None:
                 self._cache.release(cached)
@@ -98,13 +98,13 @@ class KvPages:
         sequence.num_computed = sequence.num_room = 0
 
     def disown(self, sequence: Sequence) -> None:
-        """Make sure that nobody begins with what this sequence computed: it was broken."""
+        """Remove the pages of a broken sequence from the prefix cache."""
         for cached in sequence.shared_pages:
             if cached is not None:
                 self._cache.forget(cached)
 
     def _key(self, sequence: Sequence, index: int) -> bytes | None:
-        """The key of the sequence's page `index`, whose tokens are all known; None where its owner shares nothing."""
+        """Key of the sequence's page `index`, whose tokens must all be known; None without an isolation key."""
         keys = sequence.page_keys
         while len(keys) <= index:
             parent = keys[-1] if keys else self._cache.root(sequence.add.isolation_key)

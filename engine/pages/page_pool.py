@@ -1,4 +1,4 @@
-"""Who owns each page of the pool: one free list for KV and adapters."""
+"""Ownership of the pool's pages: one free list for KV and adapters."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from enum import IntEnum
 
 
 class PageOwner(IntEnum):
-    """Numbers, because they are hashed for every page: other members' hashes are computed in Python."""
+    """An IntEnum because owners are hashed for every page, and other enum members compute their hash in Python."""
 
     FREE = 0
     KV = 1
     ADAPTER = 2
 
 
-# Finding a member takes as long as a call.
+# Looking up an enum member takes as long as a function call.
 _FREE = PageOwner.FREE
 
 
 class PagePool:
-    """Hands out page ids in `[0, num_pages)`; the bytes themselves are elsewhere.
+    """Hands out page ids in `[0, num_pages)`; the memory itself is elsewhere.
 
-    A page has as many holders as `alloc` and `share` gave it, and is free once each has given it back. Pages that were
-    freed longest ago are reused first, so that a bug which reads a freed page shows itself late and often rather than
-    seldom.
+    `alloc` gives a page its first holder and `share` adds one; a page is free once each holder has freed it. Pages that
+    were freed longest ago are reused first, so that a bug that reads a freed page shows up late but reliably.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -45,7 +44,7 @@ class PagePool:
         return count <= len(self._free)
 
     def alloc(self, count: int, owner: PageOwner) -> list[int]:
-        """Take `count` pages; the caller has asked `can_alloc`."""
+        """Allocate `count` pages; the caller must have checked `can_alloc`."""
         assert owner is not _FREE
         assert count >= 0
         assert self.can_alloc(count), f"{count} pages asked of {len(self._free)} free ones"
@@ -57,12 +56,12 @@ class PagePool:
         return pages
 
     def share(self, page: int) -> None:
-        """Become one more holder of an owned page."""
+        """Add a holder to an owned page."""
         assert self._num_holders[page] > 0, f"page {page} is free and cannot be shared"
         self._num_holders[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back; each must be held."""
+        """Remove one holder from each page, which must have one."""
         for page in pages:
             owner = self._owners[page]
             assert owner is not _FREE, f"page {page} is freed twice"
@@ -73,7 +72,7 @@ class PagePool:
                 self._free.append(page)
 
     def check_integrity(self) -> None:
-        """Every page is free or held, never both and never twice."""
+        """Check that each page is either free or held, and free only once."""
         free = list(self._free)
         assert len(free) == len(set(free))
         assert all(self._owners[page] is _FREE for page in free)

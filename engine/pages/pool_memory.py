@@ -1,4 +1,4 @@
-"""The memory behind the page pool; allocated once, at an address that never changes."""
+"""The memory of the page pool, allocated once at a fixed address."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 
 DEFAULT_BYTES = 1 << 30
-"""What a pool in host memory takes unless it is told otherwise."""
+"""Default size of a pool in host memory, in bytes."""
 
 GPU_RESERVE = 0.08
-"""The share of a GPU's memory that stays free for graphs, with the activations of captured steps, and other programs.
+"""Share of a GPU's memory kept free for other programs and for graphs, with the activations of captured steps.
 
-Where nothing is compiled ahead, the activations of all steps come out of it too.
+Without compilation ahead of time, the activations of all other steps come out of it too.
 """
 
 MIN_RESERVE_BYTES = 2 << 30
-"""The least that stays free of a GPU's memory, in bytes. An allowance: `Stats.graphs` says what graphs took."""
+"""Least GPU memory kept free, in bytes. It is an estimate: `Stats.graphs` reports what graphs actually take."""
 
 
 def in_gib(num_bytes: int) -> str:
@@ -27,9 +27,9 @@ def in_gib(num_bytes: int) -> str:
 
 
 def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
-    """The pool's size: what was asked for, else on a GPU most of what the model and its activations have left.
+    """The pool's size in bytes: `wanted`, or by default on a GPU most of the memory left by model and activations.
 
-    Raises PoolTooSmall where they leave nothing.
+    Raises PoolTooSmall if they leave nothing.
     """
     if wanted is not None:
         return wanted
@@ -38,9 +38,9 @@ def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
     reserve = max(MIN_RESERVE_BYTES, int(GPU_RESERVE * memory.total))
     if memory.free <= reserve:
         raise PoolTooSmall(
-            f"{in_gib(memory.free)} of the GPU's {in_gib(memory.total)} are free beside the model, and "
-            f"{in_gib(reserve)} are kept for graphs: use a larger GPU or a smaller model, end other programs that use "
-            "the GPU, or set pool_bytes to less than what is free"
+            f"the model leaves {in_gib(memory.free)} of the GPU's {in_gib(memory.total)} free, and "
+            f"{in_gib(reserve)} are reserved for graphs: use a larger GPU or a smaller model, stop other programs on "
+            "the GPU, or set pool_bytes to less than the free memory"
         )
     return memory.free - reserve
 
@@ -48,19 +48,19 @@ def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
 def allocate_pool(
     geometry: PageGeometry, pool_bytes: int, kv_dtype: torch.dtype, adapter_dtype: torch.dtype, device: torch.device
 ) -> PoolViews:
-    """Reserve as many whole pages as `pool_bytes` holds; raises PoolTooSmall when that is none, or more than is free.
+    """Allocate as many whole pages as fit in `pool_bytes`; raises PoolTooSmall if none fits, or memory runs out.
 
-    The bytes are not cleared: nobody reads a page before its owner has written it.
+    The memory is not cleared: no page is read before its owner has written it.
     """
     num_pages = pool_bytes // geometry.total_page_bytes
     if num_pages < 1:
         raise PoolTooSmall(
-            f"a pool of {pool_bytes} bytes holds no page of {geometry.total_page_bytes} bytes: give it more"
+            f"a pool of {pool_bytes} bytes cannot hold a page of {geometry.total_page_bytes} bytes: raise pool_bytes"
         )
     try:
         raw = torch.empty(num_pages, geometry.num_layers, geometry.page_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         raise PoolTooSmall(
-            f"a page pool of {in_gib(pool_bytes)} does not fit beside the model: lower pool_bytes, or leave it out"
+            f"a page pool of {in_gib(pool_bytes)} does not fit next to the model: lower pool_bytes, or leave it out"
         ) from error
     return PoolViews(raw=raw, kv=raw.view(kv_dtype), adapter=raw.view(adapter_dtype), geometry=geometry)

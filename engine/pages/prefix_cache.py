@@ -1,4 +1,4 @@
-"""Pages of K and V that other sequences of the same owner may begin with."""
+"""Prefix cache: full KV pages that later sequences of the same owner can reuse."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from loramux.engine.pages.page_pool import PagePool
 
 
 class PrefixCache:
-    """Full pages by key. The cache is one holder of each; sequences that use one are others.
+    """Full pages by key. Each page is held by the cache, and by the sequences that use it.
 
-    The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`, the parent of a first page being
-    its owner's root. So two sequences share a page only where the same adapter computed the same tokens after the same
-    prefix for the same owner. An owner without an isolation key shares nothing.
+    The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`; the parent of a first page is its
+    owner's root. Two sequences therefore share a page only if the same adapter computed the same tokens after the same
+    prefix for the same owner. Sequences without an isolation key share nothing.
     """
 
     def __init__(self, pages: PagePool, policy: EvictionPolicy, page_tokens: int, identity: Tokens[bytes] = ()) -> None:
@@ -37,13 +37,13 @@ class PrefixCache:
         return sum(1 for cached in self._by_key.values() if cached.num_users == 0)
 
     def root(self, isolation_key: bytes) -> bytes | None:
-        """The key before an owner's first pages: its own key and what the engine computes with; None: no sharing."""
+        """Parent key of an owner's first pages, from its isolation key and the engine's identity; None: no sharing."""
         if not isolation_key:
             return None
         return hashlib.sha256(_tagged(isolation_key, *self._identity)).digest()
 
     def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int]) -> bytes:
-        """The key of the page that holds `tokens`, as many as a page takes, behind `parent`."""
+        """Key of the page that holds `tokens`, exactly one page of them, after the page `parent`."""
         assert len(tokens) == self._page_tokens
         adapter = b"" if digest is None else digest.encode()
         return hashlib.sha256(_tagged(parent, adapter, array("i", tokens).tobytes())).digest()
@@ -52,7 +52,7 @@ class PrefixCache:
         return self._by_key.get(key)
 
     def acquire(self, cached: CachedPage) -> int:
-        """Use a page for one more sequence, which becomes its holder too."""
+        """Use a page for one more sequence, which becomes a holder of it."""
         if cached.num_users == 0:
             self._policy.discard(cached)
         cached.num_users += 1
@@ -60,7 +60,7 @@ class PrefixCache:
         return cached.page
 
     def insert(self, key: bytes, page: int, digest: str | None) -> CachedPage | None:
-        """Keep a page that its sequence has filled; None where another page holds the same already."""
+        """Cache a page that its sequence has filled; None if another page with the same content is cached."""
         if key in self._by_key:
             return None
         cached = self._by_key[key] = CachedPage(self, key, page, digest, num_users=1)
@@ -70,14 +70,14 @@ class PrefixCache:
         return cached
 
     def release(self, cached: CachedPage) -> None:
-        """Undo one `acquire` or the `insert`; the sequence gives its own hold back itself."""
+        """Undo one `acquire` or the `insert`; the sequence itself must free its own hold."""
         assert cached.num_users > 0
         cached.num_users -= 1
         if cached.num_users == 0 and self._by_key.get(cached.key) is cached:
             self._policy.add(cached)
 
     def forget(self, cached: CachedPage) -> None:
-        """Never find this page again; it is free as soon as no sequence uses it."""
+        """Remove a page from the cache; it becomes free as soon as no sequence uses it."""
         if self._by_key.get(cached.key) is not cached:
             return
         del self._by_key[cached.key]
@@ -96,5 +96,5 @@ class PrefixCache:
 
 
 def _tagged(*parts: bytes) -> bytes:
-    """Parts with their lengths before them, so that no two lists of parts read alike."""
+    """Concatenate parts, each with a length prefix, so that different lists give different bytes."""
     return b"".join([len(part).to_bytes(8, "little") + part for part in parts])

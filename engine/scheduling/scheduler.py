@@ -1,4 +1,4 @@
-"""Chooses what each step runs: continuous batching with chunked prefill under one token budget."""
+"""Chooses the sequences of each step: continuous batching with chunked prefill under one token budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.sequence import Sequence, SequenceState
 
 NEW_SHARE = 4
-"""One row in so many, of those that decoding leaves, is kept from prompts under way for sequences that could begin."""
+"""Of the rows left by decoding, one in this many is withheld from running prompts for sequences that could start."""
 
 
 _row_place = attrgetter("sequence.row_place")
@@ -22,9 +22,9 @@ _row_place = attrgetter("sequence.row_place")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """`max_batch_tokens` rows a step, `max_sequences` running at once.
+    """Up to `max_batch_tokens` rows per step, and `max_sequences` running sequences.
 
-    Of the sequences that wait for an adapter the first `look_ahead` have theirs loaded before their turn.
+    The first `look_ahead` sequences that wait for an adapter have it loaded ahead of their turn.
     """
 
     max_batch_tokens: int
@@ -35,11 +35,11 @@ class SchedulerLimits:
 class Scheduler:
     """Waiting and running sequences of one engine; `adapters` reports to `queue` which adapters are resident.
 
-    Decode rows come first, then chunks of prompts that are running, then new sequences in the order of their turns, for
-    which prompts under way leave a part of the step: what fits into it does not wait for them. A sequence whose adapter
-    is still loading is passed over; it blocks nobody. When no page is left for a running sequence, another gives its
-    pages back and is computed again later: the one of the lowest priority, then of the share that was served most, then
-    the youngest.
+    Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
+    the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
+    loading is skipped and blocks no other. When a running sequence needs a page and none is left, a sequence is
+    preempted and recomputed later: the one of the lowest priority, then of the share with the highest counter, then the
+    youngest.
     """
 
     def __init__(self, queue: FairQueue, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
@@ -49,10 +49,10 @@ class Scheduler:
         self._limits = limits
         self.running: list[Sequence] = []
         self._order: list[Sequence] = []
-        # Who found no pages in the last step: a running sequence, else the first that could not be admitted.
+        # Shortage of pages in the last step: whether a running sequence found none, else the first not admitted.
         self._is_short = False
         self._short_of_pages: Sequence | None = None
-        # Sequences that, with their adapter, need more pages than there are.
+        # Sequences that, together with their adapter, need more pages than the pool has.
         self._unfit: list[Sequence] = []
         self.num_preemptions = 0
 
@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def is_short_of_pages(self) -> bool:
-        """Whether the last step had no page left for someone."""
+        """Whether a sequence found no free page in the last step."""
         return self._is_short or self._short_of_pages is not None
 
     def add(self, sequence: Sequence) -> None:
@@ -71,25 +71,25 @@ class Scheduler:
             self._adapters.prefetch(sequence.add.digest)
 
     def order_waiting(self) -> Demand:
-        """Order the waiting sequences for the next `schedule`; returns what they want of the adapter pool."""
+        """Order the waiting sequences for the next `schedule`; returns their demand on the adapter pool."""
         num_free_slots = self._num_free_slots()
-        # While nobody can begin, the order only says whose adapters come next.
+        # While no sequence can start, the order only decides which adapters are loaded next.
         self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=num_free_slots > 0)
         queue_positions: dict[str, int] = {}
         for position, sequence in enumerate(self._order):
             if sequence.add.digest is not None and sequence.add.digest not in queue_positions:
                 queue_positions[sequence.add.digest] = position
-                # Also brings back an adapter that was evicted while the sequence waited.
+                # Also reloads an adapter that was evicted while the sequence waited.
                 self._adapters.prefetch(sequence.add.digest)
         return Demand(queue_positions, self._short_position(), num_free_slots, len(self.running))
 
     def schedule(self) -> list[ScheduledSequence]:
-        """The next step's sequences, those of one adapter side by side; empty when nothing can run."""
+        """The next step's sequences, grouped by adapter; empty when nothing can run."""
         budget = self._limits.max_batch_tokens
         num_preemptions = self.num_preemptions
         scheduled: dict[Sequence, ScheduledSequence] = {}
         self._is_short, self._short_of_pages = False, None
-        # Decode rows first, each group in order of admission.
+        # Decode rows first, then prompts, each in order of admission.
         decoding: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
@@ -103,12 +103,12 @@ class Scheduler:
         for sequence in decoding:
             if len(scheduled) == max_rows:
                 break
-            # Most have room on their last page.
+            # Most sequences have room on their last page.
             has_room = sequence.num_computed < sequence.num_room and sequence.state is running
             if has_room or self._grow(sequence, 1, scheduled):
                 scheduled[sequence] = ScheduledSequence(sequence, 1)
         budget -= len(scheduled)
-        # What prompts under way leave to those that could begin: a short one does not wait for a long one.
+        # Rows that running prompts leave to new sequences: a short prompt does not wait for a long one.
         kept = budget // NEW_SHARE if self.queue.num_ready and num_free_slots else 0
         for sequence in prompts:
             num_tokens = min(sequence.num_pending, budget - kept)
@@ -117,7 +117,7 @@ class Scheduler:
             if self._grow(sequence, num_tokens, scheduled):
                 scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
                 budget -= num_tokens
-        # A step that had to preempt admits nobody: the victim would take its pages straight back.
+        # A step that had to preempt admits no sequence: the victim would immediately take its pages back.
         if self.num_preemptions == num_preemptions and not self._is_short:
             under_way = (scheduled[one] for one in prompts if one in scheduled)
             is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
@@ -129,12 +129,12 @@ class Scheduler:
         return sorted(scheduled.values(), key=_row_place)
 
     def take_unfit(self) -> list[Sequence]:
-        """Waiting sequences that turned out never to fit since the last call; the caller finishes them."""
+        """Waiting sequences found too large for the pool since the last call; the caller finishes them."""
         unfit, self._unfit = self._unfit, []
         return unfit
 
     def advance(self, scheduled: list[ScheduledSequence]) -> None:
-        """The step that holds these tokens is submitted."""
+        """Record that the step with these tokens was submitted."""
         for item in scheduled:
             sequence = item.sequence
             sequence.num_computed += item.num_tokens
@@ -143,14 +143,14 @@ class Scheduler:
                 self._kv.offer(sequence)
 
     def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give a sequence, waiting or running, another limit."""
+        """Change the token limit of a waiting or running sequence."""
         if sequence.state is SequenceState.WAITING:
             self.queue.set_limit(sequence, num_tokens)
         else:
             sequence.num_reserved = num_tokens
 
     def finish(self, sequence: Sequence, is_broken: bool = False) -> None:
-        """Remove a sequence, waiting or running, and give back all it holds; nobody reads what a broken one did."""
+        """Remove a waiting or running sequence and free its resources; the K and V of a broken one are not shared."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             if is_broken:
@@ -164,11 +164,11 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def max_tokens(self, num_adapter_pages: int = 0, digest: str | None = None) -> int:
-        """The most tokens that a request can come to in this pool, beside its adapter and what is pinned."""
+        """Most tokens of one request that fit in the pool next to its adapter and the pinned adapters."""
         return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:
-        """Give rows that nobody began with back to the prompts under way."""
+        """Give rows that no new sequence used back to the running prompts."""
         for sequence, item in scheduled.items():
             extra = min(sequence.num_pending - item.num_tokens, budget)
             if extra > 0 and self._kv.grow(sequence, item.num_tokens + extra):
@@ -176,12 +176,12 @@ class Scheduler:
                 budget -= extra
 
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]) -> bool:
-        """Find pages for the next `num_tokens`, preempting others; False when it waits or was preempted itself."""
+        """Find pages for the next `num_tokens`, preempting others; False if it must wait or was itself preempted."""
         if sequence.state is not SequenceState.RUNNING:
             return False
         while not self._kv.grow(sequence, num_tokens):
             if self._adapters.is_copying:
-                # Those pages can be had as soon as the copy is through: nothing need be computed again for them.
+                # Pages become available once the copy is finished, without recomputing a preempted sequence.
                 self._is_short = True
                 return False
             victim = max(self.running, key=self._expendability)
@@ -195,7 +195,7 @@ class Scheduler:
         return -sequence.add.priority, self.queue.served(sequence), sequence.arrival
 
     def _num_free_slots(self) -> int:
-        # One that paused is not in the next steps; should it come back at a full house, it waits for a free slot.
+        # A paused sequence takes part in no step; if all slots are taken when it resumes, it waits for one.
         return self._limits.max_sequences - sum([one.num_tokens < one.num_reserved for one in self.running])
 
     def _short_position(self) -> int:
@@ -205,12 +205,12 @@ class Scheduler:
         return next(positions, NOT_SHORT)
 
     def _admit(self, budget: int, num_free_slots: int, is_midway: bool) -> list[ScheduledSequence]:
-        """Let waiting sequences run; while a prompt is midway, only those whose whole prompt finds room beside it."""
+        """Admit waiting sequences; while a prompt is midway, only those whose whole prompt fits into this step."""
         admitted: list[ScheduledSequence] = []
         for position, sequence in enumerate(self._order):
             if budget == 0 or num_free_slots == 0:
                 break
-            # Preempted or paused while a step held it: its tokens are complete once that step is looked at.
+            # Preempted or paused with a step in flight: its tokens are complete only once that step is committed.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.is_chosen_out:
                 continue
             entry = None
@@ -238,10 +238,10 @@ class Scheduler:
     def _begin(
         self, sequence: Sequence, entry: AdapterLoad | None, prefix: list[CachedPage], position: int, budget: int
     ) -> ScheduledSequence | None:
-        """Let a waiting sequence run with at most `budget` tokens; None, and nothing changed, without room."""
+        """Start a waiting sequence with at most `budget` tokens; without room, return None and change nothing."""
         num_pending = sequence.num_tokens - self._kv.num_tokens_in(prefix)
         num_tokens = min(num_pending, budget)
-        # One that was preempted comes back only with room for all that it had: it must get further than before.
+        # A preempted sequence resumes only with room for all its tokens, so that it gets further than before.
         num_held = num_pending if sequence.has_run else num_tokens
         num_pages = self._kv.num_pages_to_begin(prefix, num_held) + self._adapters.num_pages_of_others(entry, position)
         if not self._adapters.can_spare(num_pages, position):
@@ -264,7 +264,7 @@ class Scheduler:
         self._kv.offer(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.WAITING
-        # In this order, or a share with nothing else would be idle in between and lose its place.
+        # In this order, or a share without other sequences would be idle in between and lose its place.
         self.queue.add(sequence)
         self.queue.leave(sequence)
         self.num_preemptions += 1

@@ -1,4 +1,4 @@
-"""Accounts in the fair order, and heaps over them that are mended only where something changed."""
+"""Shares in the fair order, and heaps of shares that are updated incrementally."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from loramux.engine.sequence import Sequence
 
 INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
-"""A new token costs a row of its own in a step; a prompt's tokens share their weights' reading."""
+"""Prices per token: each new token needs a pass over the weights, which all tokens of a prompt chunk share."""
 
 MAX_STALE = 8
-"""Entries of a heap that are out of date and may stay in it, beside as many as there are shares."""
+"""Outdated heap entries that are tolerated in addition to one per share."""
 
 Turn = tuple[float, ...]
-"""What sequences are ordered by; lower goes first."""
+"""Sort key of waiting sequences; the lowest goes first."""
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """One account's position. `served` is its virtual token counter: priced tokens over its weight."""
+    """One tenant's position. `served` is its virtual token counter: priced tokens divided by weight."""
 
     key: str
     weight: int = 1
@@ -29,19 +29,19 @@ class Share:
     ready: list[Sequence] = field(default_factory=list)
     """Waiting sequences whose adapter is resident, by priority, then arrival."""
     cold: list[Sequence] = field(default_factory=list)
-    """Those whose adapter is not, in the same order."""
+    """Waiting sequences whose adapter is not resident, in the same order."""
     parked: dict[Sequence, None] = field(default_factory=dict)
-    """Those that wait for a higher limit, and take no turn until they have it."""
+    """Sequences that wait for a higher limit and take no turn until they get it."""
     num_waiting_tokens: int = 0
     num_running: int = 0
     charged: float = 0.0
-    """Priced tokens in all, whatever its weight."""
+    """Total priced tokens, not divided by weight."""
     num_admissions: int = 0
-    """Of sequences that had not run before."""
+    """Admissions of sequences that had not run before."""
     waits_since: int = 0
-    """The number of all admissions there had been when its wait began: when it came, or was last served."""
+    """Total admissions of all shares when its wait began: when it was enqueued, or last admitted a sequence."""
     charged_before: float = 0.0
-    """What all shares had been charged then."""
+    """Total charge of all shares when its wait began."""
 
     @property
     def is_waiting(self) -> bool:
@@ -56,24 +56,24 @@ class Share:
 
     @property
     def typical_price(self) -> float:
-        """Priced tokens of the next request: what those before it came to, and never less than its prompt."""
+        """Estimated priced tokens of the next request: the average so far, and at least its prompt."""
         head = min((line[0] for line in (self.ready, self.cold) if line), key=place)
         before = self.charged / self.num_admissions if self.num_admissions else 0.0
         return max(before, INPUT_PRICE * head.num_tokens)
 
 
 def place(sequence: Sequence) -> tuple[int, int]:
-    """A sequence's place among those of its share."""
+    """Sort key of a sequence within its share."""
     return -sequence.add.priority, sequence.arrival
 
 
 class ShareHeap:
-    """Shares by a key of theirs, which `update` looks up; entries that are out of date are dropped as they surface."""
+    """A heap of shares. `update` reads a share's key; outdated entries are dropped when they reach the top."""
 
     def __init__(self, key: Callable[[Share], Turn]) -> None:
         self._key = key
         self._heap: list[tuple[Turn, int, Share]] = []
-        # The number of each share's entry; those with other numbers are out of date.
+        # The number of each share's current entry; entries with other numbers are outdated.
         self._current: dict[Share, int] = {}
         self._num_updates = 0
 
@@ -98,8 +98,8 @@ class ShareHeap:
         return None
 
     def ascending(self) -> Iterator[tuple[Turn, Share]]:
-        """All shares by rising keys; none is taken out, and each costs a logarithm of those before it."""
-        # Keys mostly rise, so that what is out of date lies in front: it is dropped now, not passed each time.
+        """Iterate over all shares by ascending key, without removing them, in logarithmic time per share."""
+        # Keys mostly rise, so outdated entries are at the front: drop them once instead of skipping them each time.
         self.first()
         frontier = [(self._heap[0], 0)] if self._heap else []
         while frontier:
@@ -111,7 +111,7 @@ class ShareHeap:
                 yield key, share
 
     def least(self) -> Share | None:
-        """The share with the lowest key, where keys only grow: none in the heap is too high then."""
+        """The share with the lowest key. Requires that keys only grow, so that no stored key is too high."""
         while (first := self.first()) is not None:
             key, share = first
             if key == self._key(share):

@@ -1,4 +1,4 @@
-"""How far sequences may go: the limit that each was granted, what raises it, and the pause of one that reached it."""
+"""Token limits of sequences: raising them, and pausing a sequence that has reached its limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.engine.timers import Timers
 
 
 class TokenGrants:
-    """Limits are raised as far as the context and the pool reach. `end` is called when a pause was in vain."""
+    """Raises limits as far as the context and the pool allow; calls `end` when a pause expires without a raise."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class TokenGrants:
         self._end = end
 
     def begin(self, sequence: Sequence) -> None:
-        """The sequence runs for the first time: how much room its adapter leaves is known from now on."""
+        """Called when a sequence first runs and the size of its adapter is known; applies a pending raise."""
         entry = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
         if entry is not None:
             sequence.num_adapter_pages = entry.num_pages
@@ -36,7 +36,7 @@ class TokenGrants:
             self._raise(sequence, sequence.num_wanted)
 
     def extend(self, sequence: Sequence, max_tokens: int) -> None:
-        """Raise the sequence's limit, now or when it first runs; if it paused, it goes on."""
+        """Raise the sequence's limit, now or when it first runs; a paused sequence resumes."""
         num_wanted = sequence.num_prompt + max_tokens
         if sequence.add.digest is None or sequence.has_run:
             self._raise(sequence, num_wanted)
@@ -48,7 +48,7 @@ class TokenGrants:
         return sequence.num_reserved <= self._most_tokens(sequence)
 
     def pauses(self, sequence: Sequence) -> bool:
-        """Let a sequence at its limit wait for a higher one, if it may and there can be one."""
+        """Pause a sequence at its limit, if it allows pauses and its limit can still be raised."""
         if sequence.add.pause_s <= 0 or sequence.num_reserved >= self._most_tokens(sequence):
             return False
         sequence.is_paused = True
@@ -68,6 +68,6 @@ class TokenGrants:
             sequence.is_paused = False
 
     def _most_tokens(self, sequence: Sequence) -> int:
-        """The most tokens that a sequence can come to, its prompt included."""
+        """Highest possible limit of a sequence in tokens, prompt included."""
         in_pool = self._scheduler.max_tokens(sequence.num_adapter_pages, sequence.add.digest)
         return min(self._max_model_len, in_pool)

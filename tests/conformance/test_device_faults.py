@@ -61,8 +61,8 @@ def test_a_card_that_does_not_hold_the_model_is_refused(subject: Subject) -> Non
 
 def test_a_card_with_no_room_for_a_pool_beside_the_model_is_refused(subject: Subject) -> None:
     assert refusal(PoolTooSmall, subject, PlayedCard(2 * GIB, 80 * GIB), pool_bytes=None) == (
-        "2.0 GiB of the GPU's 80.0 GiB are free beside the model, and 6.4 GiB are kept for graphs: use a larger GPU or "
-        "a smaller model, end other programs that use the GPU, or set pool_bytes to less than what is free"
+        "the model leaves 2.0 GiB of the GPU's 80.0 GiB free, and 6.4 GiB are reserved for graphs: use a larger GPU or "
+        "a smaller model, stop other programs on the GPU, or set pool_bytes to less than the free memory"
     )
 
 
@@ -78,7 +78,7 @@ def test_a_pool_that_does_not_fit_the_card_is_refused(
 
     monkeypatch.setattr(torch, "empty", bounded)
     assert refusal(PoolTooSmall, subject, card, pool_bytes=100 * GIB) == (
-        "a page pool of 100.0 GiB does not fit beside the model: lower pool_bytes, or leave it out"
+        "a page pool of 100.0 GiB does not fit next to the model: lower pool_bytes, or leave it out"
     )
 
 
@@ -195,5 +195,5 @@ def test_a_capture_that_finds_no_memory_is_one_line_and_the_step_runs(
     assert finished(assembled.engine)["a"].reason == "length"
     lines = capsys.readouterr().err.splitlines()
     assert lines
-    assert all(line.endswith("runs without a graph, capturing it failed: CUDA error: out of memory") for line in lines)
+    assert all(line.endswith("runs without a graph; capturing it failed: CUDA error: out of memory") for line in lines)
     assembled.adapters.close()

@@ -103,7 +103,7 @@ def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
 
 @pytest.mark.parametrize(
     ("size", "pinned", "room"),
-    [(9, (), "the whole page pool"), (7, ("a",), "what pinned adapters leave of the page pool")],
+    [(9, (), "the whole page pool"), (7, ("a",), "the unpinned part of the page pool")],
     ids=["beyond the pool", "beyond what pins leave"],
 )
 def test_an_adapter_that_can_never_fit_is_refused(size: int, pinned: tuple[str, ...], room: str) -> None:

@@ -35,7 +35,7 @@ def test_a_device_that_shares_the_host_s_memory_takes_a_fixed_part() -> None:
 
 @pytest.mark.parametrize("free", [0, MIN_RESERVE_BYTES])
 def test_a_model_that_leaves_no_room_is_refused_with_the_remedy(free: int) -> None:
-    with pytest.raises(PoolTooSmall, match=r"GiB of the GPU's 16\.0 GiB are free .* use a larger GPU"):
+    with pytest.raises(PoolTooSmall, match=r"GiB of the GPU's 16\.0 GiB free.* use a larger GPU"):
         pool_bytes_of(None, DeviceMemory(free, 16 * GIB))
 
 
