@@ -168,7 +168,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     has_kv_heads = raw.get("num_key_value_heads") is not None
     num_kv_heads = positive(raw, "num_key_value_heads") if has_kv_heads else num_heads
     if num_heads % num_kv_heads:
-        raise ModelNotSupported(f"{num_heads} attention heads do not divide evenly among {num_kv_heads} key/value heads")
+        raise ModelNotSupported(f"{num_heads} attention heads do not divide among {num_kv_heads} key/value heads")
     attention_bias = bool(raw.get("attention_bias", False))
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
