@@ -16,18 +16,18 @@ from loramux.engine.tracing.spans import TraceConfig
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Token rows per step, by device: enough to keep it busy, few enough that a prompt does not delay decodes for long."""
+"""Token rows per step: enough to keep the device busy, few enough that a prompt does not delay decodes for long."""
 
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 MOST_PINNED_SHARE = 0.9
-"""Highest allowed `max_pinned_share`: unpinned adapters and the KV cache need room as well."""
+"""Upper limit of `max_pinned_share`: unpinned adapters and the KV cache need room as well."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an engine. `dtype` applies to the weights, the KV cache and the adapters in the pool.
 
-    On a CPU, activations are always float32; a CPU that cannot multiply bfloat16 multiplies in float32.
+    On a CPU, activations are always float32; a CPU without bfloat16 arithmetic multiplies in float32.
     Raises ConfigNotUsable for settings that contradict each other.
     """
 
@@ -45,16 +45,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     """None: the model's own limit."""
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
-    """Most token rows in one step: decode rows first, then prompt chunks."""
+    """Limit on the token rows of one step: decode rows come first, then prompt chunks."""
     max_sequences: int = DEFAULT_SEQUENCES["cpu"]
-    """Most sequences that run at the same time; further ones wait."""
+    """Sequences that can run at the same time; further ones wait."""
     max_waiting_tokens: int = 1 << 22
-    """Most tokens, prompt plus grant, of requests that wait for their first step; beyond it, requests are refused as
-    `overloaded`."""
+    """Limit on the tokens (prompt plus grant) of requests waiting for their first step; beyond it, requests are refused
+    as `overloaded`."""
     max_waiting_s: float = 300.0
     """How long a request can wait for its first step before it is refused as `overloaded`."""
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
-    """What is evicted first when pages are needed: see `eviction.py`."""
+    """Order in which adapters and cached prefixes are evicted: see `eviction.py`."""
     max_resident_adapters: int = 256
     """Slots of the adapter tables."""
     max_pinned_share: float = 0.5

@@ -340,7 +340,7 @@ class Engine:
         if problem is not None:
             return problem
         if add.digest is not None and self._strikes.is_quarantined(add.digest):
-            return "adapter_quarantined", "the adapter too often produced values that are not finite"
+            return "adapter_quarantined", "the adapter produced values that are not finite too many times"
         if add.digest is not None and self._calls.is_draining(add.digest):
             return "adapter_unavailable", "the adapter is being unloaded"
         return None

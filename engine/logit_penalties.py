@@ -65,7 +65,7 @@ class LogitPenalties:
         return self._marks
 
     def note(self, token_id: int, num_chosen: int) -> None:
-        """Mark the token that the host chose after the first `num_chosen`; it may be committed later."""
+        """Mark the token that the host chose after the first `num_chosen`; it need not be committed yet."""
         if self.has_penalties and self._num_marked == num_chosen:
             self._note(token_id)
 

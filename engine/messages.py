@@ -14,7 +14,7 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
 PROTOCOL = 1
-"""Protocol version, raised by each incompatible change to these messages."""
+"""Protocol version, increased with each incompatible change to these messages."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,7 +303,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     page_bytes: int = 0
     """Bytes per page, over all layers."""
     num_slots: int = 0
-    """Most adapters that can be resident at the same time."""
+    """Number of adapters that can be resident at the same time."""
     graphs: GraphMemory = GraphMemory()
     tiers: tuple[TierContents, ...] = ()
     """Filled only for a request `with_tiers`."""
@@ -319,7 +319,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     protocol: int = PROTOCOL
     model_sha256: str = ""
-    """Hash of the files that a gateway must share with the engine: see `model_files.py`."""
+    """SHA-256 over the files that must be identical on gateway and engine: see `model_files.py`."""
     ran_at_death: tuple[str, ...] = ()
     """Ids of the sequences, of any gateway, that the previous engine was running when it died."""
 

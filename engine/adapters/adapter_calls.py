@@ -18,7 +18,7 @@ FIRST_CALL_POSITION = AFTER_ALL // 2
 
 @dataclass(frozen=True, slots=True)
 class PinLimits:
-    """Most slots and pages that pinned adapters may take."""
+    """Slots and pages that pinned adapters may take."""
 
     num_adapters: int
     num_pages: int
@@ -175,7 +175,7 @@ class AdapterCalls:
                 self._waiting.append(one)
 
     def _is_done(self, waiting: WaitingCall) -> bool:
-        """Answer a waiting call if possible."""
+        """Answer a waiting call if possible, and return whether it was answered."""
         owner, call = waiting.owner, waiting.call
         if self.is_draining(call.digest):
             return False

@@ -1,4 +1,4 @@
-"""The resident adapters: loading them, pinning those in use, and making room for new ones."""
+"""The resident adapters: loading them, holding those in use, and making room for new ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.engine.pages.eviction import AFTER_ALL, Evictable, EvictionPolicy, 
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 
 NOT_SHORT = AFTER_ALL
-"""Queue position that means that no sequence is short of pages."""
+"""Value of `Demand.short_position` when no sequence is short of pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class AdapterPool:
         return self._loads.get(digest)
 
     def acquire(self, load: AdapterLoad) -> int:
-        """Pin a resident adapter for one running sequence and return its slot."""
+        """Hold a resident adapter for one running sequence and return its slot."""
         assert load.phase is AdapterPhase.RESIDENT
         if load.num_users == 0:
             self.reclaimer.policy.discard(load)
@@ -121,18 +121,18 @@ class AdapterPool:
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def gives_way(self, load: AdapterLoad, position: int) -> bool:
-        """Whether a staged adapter wanted before `position` needs this adapter's slot, as the one with fewest users."""
+        """Whether this adapter, as the one with fewest users, must leave its slot to one wanted before `position`."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
         return load is min(resident, key=lambda one: one.num_users, default=None)
 
     def can_spare(self, num_pages: int, position: int) -> bool:
-        """Whether a sequence at `position` can get pages in addition to those of a staged adapter before it."""
+        """Whether a sequence at `position` can get pages and leave a staged adapter before it enough pages."""
         return self.reclaimer.can_make_room(num_pages + self.num_pages_wanted(position), position)
 
     def num_pages_of_others(self, load: AdapterLoad | None, position: int) -> int:
-        """Pages that are evictable for a sequence at `position` only until it uses this adapter."""
+        """The adapter's pages that a sequence at `position` could evict, but not once it uses the adapter itself."""
         if load is None or load.num_users or self.position_of(load) < position:
             return 0
         return load.num_pages

@@ -8,11 +8,11 @@ MAX_STRIKES = 3
 """Steps with non-finite rows after which an adapter is refused."""
 
 MEMORY_S = 3600.0
-"""How long a strike counts, so that three strikes in a month do not quarantine an adapter."""
+"""How long a strike counts, in seconds; three strikes in a month do not quarantine an adapter."""
 
 
 class AdapterStrikes:
-    """The times of each adapter's last strikes."""
+    """The times of each adapter's recent strikes."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -26,6 +26,6 @@ class AdapterStrikes:
         self._times = {one: times[-MAX_STRIKES:] for one, times in remembered.items() if times}
 
     def is_quarantined(self, digest: str) -> bool:
-        """Whether the adapter is refused, which lasts until its oldest counting strike expires."""
+        """Whether the adapter is refused; this ends when the oldest of its last MAX_STRIKES strikes expires."""
         now = self._clock()
         return sum(now - time < MEMORY_S for time in self._times.get(digest, ())) >= MAX_STRIKES

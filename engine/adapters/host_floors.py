@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 MAX_MEMBERS = 4096
-"""Most adapters of one share that its floor protects: the most recently requested ones."""
+"""Limit on the adapters of one share that its floor protects: the most recently requested ones."""
 
 Protect = Callable[[str, Collection[str], int], None]
 """Sets a group's adapters and floor in bytes, like `HostTier.protect`; raises ValueError if the floor does not fit."""

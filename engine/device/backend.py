@@ -93,7 +93,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
 
     `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later; other GPUs ignore it.
     """
-    # Other threads then release the interpreter lock sooner, for which the thread that submits steps waits.
+    # Makes other threads release the interpreter lock sooner to the thread that submits steps.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
         # Imported here because a GPU does not need numba.

@@ -15,7 +15,7 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""Most adapter bytes queued at a time, which bounds how long the copy of a step's metadata waits behind them."""
+"""Adapter bytes queued at a time; this bounds how long the copy of a step's metadata waits behind them."""
 
 
 class CudaFence:

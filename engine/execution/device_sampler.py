@@ -20,7 +20,7 @@ FORBIDDEN = -1e30
 """Logit of forbidden tokens: softmax gives it no weight, yet it is finite, since a non-finite row ends its sequence."""
 
 EDITED_AT_ONCE = 16
-"""Most rows with a bias or penalties that are edited together, which bounds the memory of their float32 copies."""
+"""Rows with a bias or penalties that are edited together; this bounds the memory of their float32 copies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

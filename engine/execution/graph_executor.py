@@ -26,7 +26,7 @@ from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import Segments
 
 MAX_GRAPHS = 192
-"""Most captured graphs that are kept. Decodes of up to 256 sequences, with and without adapters, need 76."""
+"""Limit on captured graphs. Decodes of up to 256 sequences, with and without adapters, need 76."""
 
 HEAD_SEGMENTS = (1, 4, 16, 64, 256)
 """Segment counts that the head's kernels are compiled for; padding is costly, as their grids span the vocabulary."""

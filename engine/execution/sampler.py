@@ -14,7 +14,7 @@ from loramux.engine.batch import SamplingRow
 from loramux.engine.messages import SamplingParams, TokenLogprobs
 
 NUM_LIKELIEST = 1024
-"""Most likely tokens that top_k, top_p and min_p consider before falling back to sorting the whole vocabulary."""
+"""How many of the most likely tokens top_k, top_p and min_p consider before sorting the whole vocabulary."""
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20

@@ -86,8 +86,8 @@ class StepBuffer:
     def load(self, batch: Batch, shape: StepShape, outer: OuterSlots | None = None) -> StepLayout:
         """Store a batch in its shape and submit the copy; all batches of a shape get the same views.
 
-        `outer` marks the rows that need outer modules, and is given exactly if the shape has outer modules. Raises
-        ValueError if the batch does not fit the shape.
+        `outer` marks the rows that need outer modules; give it if and only if the shape has outer modules. Raises
+        ValueError if the batch does not fit into the shape.
         """
         layout = self._layouts.get(shape)
         if layout is None:
@@ -210,7 +210,7 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     if shape.max_rank:
         put_segments("segment", batch.slots, shape.segment_rows)
     if shape.has_outer != (outer is not None):
-        raise ValueError("outer slots must be given exactly if the shape has outer modules")
+        raise ValueError("outer slots must be given if and only if the shape has outer modules")
     if outer is not None:
         put_segments("embedding", outer.embedding, shape.segment_rows)
         put_segments("head", outer.head, SEGMENT_ROWS)

@@ -10,7 +10,7 @@ from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS, max_segments
 
 MAX_GRAPH_TOKENS = 1024
-"""Most rows of a captured step. The kernels of larger steps run longer than the host takes to launch them."""
+"""Limit on the rows of a captured step. The kernels of larger steps run longer than the host takes to launch them."""
 
 RANK_BUCKETS = (16, 64, 256)
 
@@ -43,7 +43,7 @@ class StepShape:
 
     @property
     def num_segments(self) -> int:
-        """Most segments that a batch of this shape can have; 0 without adapters."""
+        """Upper bound on the segments of a batch of this shape; 0 without adapters."""
         return max_segments(self.num_tokens, self.num_sequences, self.segment_rows) if self.max_rank else 0
 
     @property

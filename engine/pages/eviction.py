@@ -72,7 +72,7 @@ class LeastRecentlyUsed:
     """Evicts the item that has been idle longest."""
 
     def __init__(self) -> None:
-        # In numerical order. Items with a slot are separate, to find a slot without scanning many prefixes.
+        # In order of addition. Items with a slot are separate, to find a slot without scanning many prefixes.
         self._items: dict[bool, OrderedDict[Evictable, int]] = {True: OrderedDict(), False: OrderedDict()}
         self._num_added = 0
         self.num_pages = 0
@@ -210,7 +210,7 @@ class Reclaimer:
         return True
 
     def evict_one(self, position: int, slots_only: bool = False) -> bool:
-        """Evict the first item in order for a sequence at queue position `position`; False if there is none."""
+        """Evict one item for a sequence at queue position `position`; False if there is none that it may evict."""
         item = self.policy.take(lambda one: not one.is_waited_for, slots_only)
         if item is None and self._waited_for is not None:
             # Sequences wait only for adapters, so the item has a slot.

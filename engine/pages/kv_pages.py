@@ -53,7 +53,7 @@ class KvPages:
         sequence.next_offer = 0
 
     def max_tokens(self, num_other_pages: int) -> int:
-        """Most tokens that the pool can hold next to `num_other_pages` pages for other uses."""
+        """How many tokens the pool can hold next to `num_other_pages` pages for other uses."""
         return (self._pages.num_pages - num_other_pages) * self._page_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
@@ -88,7 +88,7 @@ class KvPages:
         sequence.next_offer = (len(sequence.shared_pages) + 1) * self._page_tokens
 
     def detach(self, sequence: Sequence) -> None:
-        """Free all pages; those in the prefix cache stay for other sequences, the prefix's end being evicted first."""
+        """Free all pages; cached ones stay for other sequences, and the end of the prefix is evicted first."""
         for cached in reversed(sequence.shared_pages):
             if cached is not None:
                 self._cache.release(cached)

@@ -47,7 +47,7 @@ class PagePool:
         """Allocate `count` pages; the caller must have checked `can_alloc`."""
         assert owner is not _FREE
         assert count >= 0
-        assert self.can_alloc(count), f"{count} pages asked of {len(self._free)} free ones"
+        assert self.can_alloc(count), f"{count} pages requested, {len(self._free)} are free"
         pages = [self._free.popleft() for _ in range(count)]
         for page in pages:
             self._owners[page] = owner

@@ -19,7 +19,7 @@ Without compilation ahead of time, the activations of all other steps come out o
 """
 
 MIN_RESERVE_BYTES = 2 << 30
-"""Least GPU memory kept free, in bytes. It is an estimate: `Stats.graphs` reports what graphs actually take."""
+"""Lower limit of the reserve, in bytes. It is an estimate: `Stats.graphs` reports what graphs actually take."""
 
 
 def in_gib(num_bytes: int) -> str:

@@ -25,7 +25,7 @@ ROUNDS_A_LOOK = 8
 """Admissions between two checks for shares that have waited too long."""
 
 MAX_PASSED = 256
-"""Most ready sequences ahead of a cold one in its share whose cost is added to the cold one's turn."""
+"""Limit on the ready sequences, ahead of a cold one in its share, whose prices are added to the cold one's turn."""
 
 MAX_IDLE_SHARES = 65536
 """Idle shares whose counters are kept."""
@@ -42,12 +42,12 @@ class FairQueue:
     so that no share saves up credit while idle. Priorities come before counters; within a share, a low priority can
     wait forever.
 
-    A share that has waited too long goes before all shares that have not. This is the case when two conditions hold.
-    Other shares have had K = max(MAX_ROUNDS, ROUNDS_A_SHARE * number of waiting shares) admissions. And all shares
-    together were charged ROUNDS_A_SHARE times what a fair order would charge them before the share's next request, at
-    its price, is due. For expensive requests that can take more than K admissions, but never more than
-    MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose pages are available waits for at
-    most ROUNDS_A_LOOK more admissions, plus one for each share that has waited as long.
+    A share that has waited too long goes before all shares that have not. Two conditions must hold since its wait
+    began. First, there were K = max(MAX_ROUNDS, ROUNDS_A_SHARE * number of waiting shares) admissions from other
+    shares. Second, all shares together were charged ROUNDS_A_SHARE times what a fair order would charge them before the
+    share's next request, at its price, is due. For expensive requests, this can take more than K admissions, but never
+    more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose pages are available
+    waits for at most ROUNDS_A_LOOK more admissions, plus one for each share that has waited as long.
     """
 
     def __init__(self) -> None:

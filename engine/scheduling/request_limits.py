@@ -22,9 +22,9 @@ class EngineLimits:
     eos_token_ids: tuple[int, ...]
     page_tokens: int
     max_waiting_tokens: int = 1 << 62
-    """Most tokens, prompt plus grant, of waiting requests; see `FairQueue.shed_candidate` for which are refused."""
+    """Limit on the tokens (prompt plus grant) of all waiting requests; see `FairQueue.shed_candidate`."""
     max_waiting_s: float = float("inf")
-    """Longest time that a request waits for its first step."""
+    """Longest wait of a request for its first step, in seconds."""
     max_pinned_share: float = 0.5
     """Largest share of the pool's pages, and of the slots, that pinned adapters may take."""
 

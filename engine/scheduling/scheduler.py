@@ -164,7 +164,7 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def max_tokens(self, num_adapter_pages: int = 0, digest: str | None = None) -> int:
-        """Most tokens of one request that fit in the pool next to its adapter and the pinned adapters."""
+        """How many tokens of one request fit in the pool next to its adapter and the pinned adapters."""
         return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:

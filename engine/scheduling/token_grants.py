@@ -44,7 +44,7 @@ class TokenGrants:
             sequence.num_wanted = max(sequence.num_wanted, num_wanted)
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether the pool can still hold what was granted."""
+        """Whether the pool can still hold all tokens granted to the sequence."""
         return sequence.num_reserved <= self._most_tokens(sequence)
 
     def pauses(self, sequence: Sequence) -> bool:

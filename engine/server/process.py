@@ -58,7 +58,7 @@ IDLE_POLL_MS = 250
 """Longest wait of an idle loop, in milliseconds, so that its supervisor sees that it is alive: see `StepRecord`."""
 
 HEARTBEAT_S = 1.0
-"""Interval of heartbeats: how soon the engine notices that a gateway is gone, even if it sends no output to it."""
+"""Heartbeat interval in seconds: how soon the engine notices that a gateway is gone, even without output for it."""
 
 END_GRACE_S = 1.0
 """Time that the loop gets to end once its supervisor is gone; a hanging step must not keep the device."""

@@ -1,4 +1,4 @@
-"""Exports spans through OpenTelemetry; only this engine module imports it, and it is loaded only if tracing is on."""
+"""Exports spans to OpenTelemetry. No other module below the gateway imports it, and this one only if tracing is on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.tracing.spans import SpanRecord, TraceConfig
 
 MAX_WAITING = 4096
-"""Most spans that wait for export; further ones are dropped."""
+"""Limit on spans waiting for export; further spans are dropped."""
 
 EXPORT_INTERVAL_MS = 500.0
 

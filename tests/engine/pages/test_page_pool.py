@@ -27,7 +27,7 @@ def test_no_more_pages_are_given_than_are_free(pool: PagePool) -> None:
     pool.alloc(3, PageOwner.KV)
     assert pool.can_alloc(2)
     assert not pool.can_alloc(3)
-    with pytest.raises(AssertionError, match="3 pages asked of 2 free ones"):
+    with pytest.raises(AssertionError, match="3 pages requested, 2 are free"):
         pool.alloc(3, PageOwner.ADAPTER)
     assert (pool.num_free, pool.num_owned(PageOwner.ADAPTER)) == (2, 0)
     pool.check_integrity()
