@@ -91,7 +91,7 @@ class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stop a sequence. With `keep`, bill at most that many of its committed tokens (a stop string was found)."""
+    """Stop a sequence. With `keep`, bill at most that many of its committed tokens, as after a stop string."""
 
     sequence_id: str
     keep: int | None = None

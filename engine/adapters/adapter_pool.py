@@ -38,7 +38,7 @@ class Demand:
 class AdapterPool:
     """Adapters by digest; each has a slot and pages while resident.
 
-    `stager` loads them to host memory, `copier` copies them from there into pages, and `tables` record where they lie.
+    `stager` loads them to host memory, `copier` copies them from there into pages, and `tables` hold their locations.
     Idle adapters stay until their pages or slot are needed, and are evicted in the order of `policy`. The `reclaimer`
     evicts those that sequences wait for last.
     """

@@ -18,7 +18,7 @@ class Stager(Protocol):
     """Figures counted in this process."""
 
     def request(self, digest: str) -> None:
-        """Start loading an adapter into host memory; `poll` returns the result. At most one request per digest."""
+        """Start loading an adapter into host memory; `poll` returns the result. One at a time per digest."""
 
     def cancel(self, digest: str) -> None:
         """Cancel a request; `poll` does not return its result."""

@@ -196,8 +196,8 @@ def philox(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> np
 def uniforms(seeds: Iterable[int], counters: Iterable[int]) -> npt.NDArray[np.float32]:
     """Random numbers in [0, 1), one for each pair of stream seed and counter, with the 24 bits that a float32 holds.
 
-    A number depends only on its seed, below 2**64, and its counter, so that neither the other sequences of a batch nor
-    a preemption changes it.
+    A number depends only on its seed, below 2**64, and its counter; other sequences in the batch and preemptions do not
+    change it.
     """
     seed = np.array(list(seeds), np.uint64)
     place = np.array(list(counters), np.uint64)

@@ -15,7 +15,7 @@ class PageOwner(IntEnum):
     ADAPTER = 2
 
 
-# Looking up an enum member takes as long as a function call.
+# Looked up once, because looking up an enum member takes as long as a function call.
 _FREE = PageOwner.FREE
 
 

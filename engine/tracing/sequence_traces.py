@@ -113,7 +113,7 @@ def _load_span(load: AdapterLoad, added_ns: int, ended_ns: int) -> SpanRecord:
     return SpanRecord(
         name="engine.load_adapter",
         scope="loramux.engine",
-        # A sequence that arrived during the load waited only for the rest of it, and does not get the load's stages.
+        # A sequence that arrived during the load waited only for the rest of it; its span has no stages.
         started_ns=max(added_ns, load.started_ns),
         ended_ns=ended_ns,
         attributes={"loramux.digest": load.digest, "loramux.pages": load.num_pages, "loramux.joined": not is_its_own},
