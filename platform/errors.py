@@ -1,4 +1,4 @@
-"""Every error that a caller may see: raised where the cause is known, turned into the envelope in one place.
+"""The errors that callers see: raised where the cause is known, turned into the envelope in one place.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -44,7 +44,7 @@ class ApiError(Exception):
 
 
 class InvalidRequest(ApiError):
-    """The request itself is wrong; sending it again changes nothing."""
+    """The request itself is wrong; retrying it does not help."""
 
     status = 400
     type = "invalid_request_error"
@@ -52,7 +52,7 @@ class InvalidRequest(ApiError):
 
 
 class Unauthenticated(ApiError):
-    """No key, or one that opens nothing."""
+    """The key is missing or not valid."""
 
     status = 401
     type = "invalid_request_error"
@@ -63,7 +63,7 @@ class Unauthenticated(ApiError):
 
 
 class PermissionDenied(ApiError):
-    """The key is good, but its scopes do not allow this."""
+    """The key is valid, but its scopes do not allow this."""
 
     status = 403
     type = "invalid_request_error"
@@ -71,7 +71,7 @@ class PermissionDenied(ApiError):
 
 
 class RequestCancelled(ApiError):
-    """Somebody who may ended the request; not a status that clients answer by sending it again."""
+    """An authorised caller cancelled the request. The status is one that clients do not retry."""
 
     status = 403
     type = "invalid_request_error"
@@ -79,7 +79,7 @@ class RequestCancelled(ApiError):
 
 
 class NotFound(ApiError):
-    """It does not exist, or the caller may not know that it does."""
+    """The resource does not exist, or the caller may not know that it does."""
 
     status = 404
     type = "invalid_request_error"
@@ -87,7 +87,7 @@ class NotFound(ApiError):
 
 
 class MethodNotAllowed(ApiError):
-    """The path exists, the method does not."""
+    """The path exists but does not support the method."""
 
     status = 405
     type = "invalid_request_error"
@@ -103,7 +103,7 @@ class Conflict(ApiError):
 
 
 class PreconditionFailed(ApiError):
-    """What was to be changed is no longer what the caller saw."""
+    """The resource has changed since the caller read it."""
 
     status = 412
     type = "invalid_request_error"
@@ -111,7 +111,7 @@ class PreconditionFailed(ApiError):
 
 
 class PayloadTooLarge(ApiError):
-    """The body is larger than this server reads."""
+    """The body is larger than this server accepts."""
 
     status = 413
     type = "invalid_request_error"
@@ -119,7 +119,7 @@ class PayloadTooLarge(ApiError):
 
 
 class UnprocessableRequest(ApiError):
-    """The request is well-formed, but contradicts what was sent before."""
+    """The request is well-formed but contradicts an earlier one."""
 
     status = 422
     type = "invalid_request_error"
@@ -127,7 +127,7 @@ class UnprocessableRequest(ApiError):
 
 
 class PreconditionRequired(ApiError):
-    """A change must say which state it is meant for."""
+    """A change must name the state that it applies to."""
 
     status = 428
     type = "invalid_request_error"
@@ -135,7 +135,7 @@ class PreconditionRequired(ApiError):
 
 
 class RateLimited(ApiError):
-    """A quota is used up for now, or the caller has as many calls under way as it may."""
+    """A quota is exhausted, or the caller has reached its limit of concurrent calls."""
 
     status = 429
     type = "rate_limit_error"
@@ -143,7 +143,7 @@ class RateLimited(ApiError):
 
 
 class DeadlineExceeded(ApiError):
-    """The request's time was up before it was through."""
+    """The request did not finish before its deadline."""
 
     status = 504
     type = "server_error"
@@ -151,7 +151,7 @@ class DeadlineExceeded(ApiError):
 
 
 class Unavailable(ApiError):
-    """The server cannot do it now; the same request may succeed later."""
+    """The server cannot serve the request now; a retry may succeed."""
 
     status = 503
     type = "server_error"

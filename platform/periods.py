@@ -1,4 +1,4 @@
-"""The days and months of a timezone as half-open ranges of microseconds, whatever its clocks are put to."""
+"""The days and months of a timezone as half-open ranges of microseconds, across daylight-saving changes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class Window:
 
 
 NO_WINDOW = Window(0, 2**62)
-"""Of what is not counted by days or months."""
+"""The window of metrics that are not counted per day or month."""
 
 
 def is_timezone(name: str) -> bool:
-    """Whether it is the name of an IANA timezone that this machine knows."""
+    """Whether `name` is an IANA timezone that this machine knows."""
     return len(name) <= MAX_ZONE and name in _zones()
 
 
 def window_at(period: Period, timezone: str, now_us: int) -> Window:
-    """The day or month of the timezone in which a moment lies.
+    """The day or month, in the timezone, that contains a moment.
 
-    A midnight that the clocks skip is the moment at which they do; one that comes twice is the first of the two.
+    A midnight that the clocks skip is the moment of the skip. A midnight that occurs twice is the first occurrence.
     """
     zone = _zone(timezone)
     today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()
     window = _window(period, zone, today)
-    # Clocks that go back across midnight show yesterday's date again, but yesterday is over.
+    # Clocks that are set back across midnight show yesterday's date again, but yesterday is over.
     return window if now_us < window.end_us else _window(period, zone, today + timedelta(days=1))
 
 
@@ -57,7 +57,7 @@ def _window(period: Period, zone: ZoneInfo, day: date) -> Window:
 
 
 def _midnight_us(zone: ZoneInfo, day: date) -> int:
-    # fold=0, the default: the earlier of two midnights, and of a skipped one the moment of the change.
+    # fold=0, the default, selects the earlier of two midnights, and the moment of the change for a skipped one.
     return int(datetime.combine(day, time.min, zone).timestamp()) * 1_000_000
 
 
