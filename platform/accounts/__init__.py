@@ -1,1 +1,1 @@
-"""Tenants, API keys, callers, and what a model name means to them."""
+"""Tenants, API keys, callers, and the resolution of model names."""

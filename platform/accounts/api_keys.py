@@ -1,4 +1,4 @@
-"""API keys: `sk-lmx-<public id>-<secret>`, of which only a SHA-256 is stored."""
+"""API keys: `sk-lmx-<public id>-<secret>`. Only their SHA-256 is stored."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _PRESENTED = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _NO_KEY = bytes(32)
 _FOR_EVER_US = 1 << 62
 _MAX_AHEAD_US = 60_000_000
-"""A key that was rotated further ahead than this was rotated before the clock went back."""
+"""A rotation time further ahead than this, in microseconds, was written before the clock was set back."""
 _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
 
 
 class KeyRevoked(Conflict):
-    """A revoked key stays as it is."""
+    """A revoked key cannot be changed."""
 
     code = "api_key_revoked"
 
 
 class LastAdminKey(Conflict):
-    """Without this key nobody could administer the platform."""
+    """Without this key, no platform administrator would be left."""
 
     code = "last_admin_key"
 
@@ -77,9 +77,9 @@ class ApiKeys:
         expires_us: int | None = None,
         adapters: Sequence[str] | None = None,
     ) -> CreatedKey:
-        """Make a key of a tenant, or of the platform when `tenant_id` is None; raises InvalidRequest and NotFound.
+        """Create a key for a tenant, or for the platform when `tenant_id` is None; raises InvalidRequest and NotFound.
 
-        `adapters` limits it to these, given as identifiers or `[tenant/]name`.
+        `adapters` limits the key to these adapters, given as identifiers or `[tenant/]name`.
         """
         _check_name(name)
         granted = checked_scopes(tenant_id, scopes)
@@ -127,7 +127,10 @@ class ApiKeys:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[ApiKey]:
-        """Keys of one tenant, or of the platform when `tenant_id` is None; revoked ones too. With `only`, of these."""
+        """Keys of a tenant, or of the platform when `tenant_id` is None, revoked ones included.
+
+        With `only`, just the keys with these ids.
+        """
         table = schema.api_keys
         # `== None` is SQL's IS NULL.
         query = select(table).where(table.c.tenant_id == tenant_id)
@@ -143,7 +146,7 @@ class ApiKeys:
         return key_of(row) if row is not None else None
 
     def revoke(self, key_id: str) -> ApiKey | None:
-        """End a key for good; revoking again keeps the first time. None where there is no such key.
+        """Revoke a key for good; revoking it again keeps the first revocation time. None if there is no such key.
 
         Raises LastAdminKey.
         """
@@ -162,7 +165,7 @@ class ApiKeys:
         return key_of(row) if row is not None else None
 
     def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
-        """Change a key once `check`, which may raise, has seen it as it is; None where there is no such key.
+        """Change a key after `check`, which may raise, has seen its current state; None if there is no such key.
 
         Raises InvalidRequest, NotFound, KeyRevoked and LastAdminKey.
         """
@@ -197,9 +200,9 @@ class ApiKeys:
         return key_of(row)
 
     def rotate(self, key_id: str, grace_us: int) -> CreatedKey | None:
-        """Give a key a new secret; the one that it had opens for `grace_us` more, and one before that no longer.
+        """Give a key a new secret. The current secret stays valid for `grace_us`; an older one stops working now.
 
-        None where there is no such key. Raises KeyRevoked.
+        None if there is no such key. Raises KeyRevoked.
         """
         table = schema.api_keys
         with self._database.write() as connection:
@@ -223,7 +226,7 @@ class ApiKeys:
         return CreatedKey(key=key_of(row), secret=secret)
 
     def take_back_graces(self) -> int:
-        """Have those graces begin now that began before the clock went back, and would last too long; how many."""
+        """Restart grace periods that began before the clock was set back and would last too long; return how many."""
         table = schema.api_keys
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -232,15 +235,15 @@ class ApiKeys:
             return connection.execute(ahead.values(previous_until_us=until_us, rotated_us=now_us)).rowcount
 
     def forget_recent(self) -> None:
-        """Read every key anew: one of them, or a tenant, may have changed."""
+        """Empty the cache, because a key or a tenant may have changed."""
         self._cache.clear()
 
     def recent(self, presented: str) -> Principal | None:
-        """Who presents this key, where that was found out within the last five seconds. Does not block."""
+        """The caller who presents this key, if it was authenticated within the last five seconds. Does not block."""
         return self._cache.get(key_sha256(presented), self._database.now_us())
 
     def authenticate(self, presented: str) -> Principal | None:
-        """Who presents this key; None for a key that is unknown, revoked, expired or of a suspended tenant."""
+        """The caller who presents this key; None if it is unknown, revoked, expired or a suspended tenant's."""
         sha256 = key_sha256(presented)
         if self._is_operators(sha256):
             return _OPERATORS
@@ -260,10 +263,10 @@ class ApiKeys:
         return principal
 
     def still_opens(self, key_id: str, sha256: bytes) -> Principal | None:
-        """What someone who authenticated earlier, with a key of this SHA-256, may do now. Always read anew.
+        """The current rights of a caller who authenticated earlier with this secret. Bypasses the cache.
 
-        None once that secret opens nothing: revoked, expired, rotated away, of a suspended tenant, or another
-        operator's key than this process has.
+        None once the secret is no longer valid: the key is revoked, expired or belongs to a suspended tenant, the
+        secret was rotated out, or this process has a different operator's key.
         """
         if key_id == OPERATOR:
             return _OPERATORS if self._is_operators(sha256) else None
@@ -272,16 +275,16 @@ class ApiKeys:
         return principal_of(row) if row is not None and is_good else None
 
     def has_platform_admin(self) -> bool:
-        """Whether somebody can administer: the operator's key is set, or a usable platform:admin key exists."""
+        """Whether the operator's key is set or a usable platform:admin key exists."""
         if self._admin_sha256 is not None:
             return True
         with self._database.read() as connection:
             return bool(_admin_key_ids(connection, self._database.now_us(), is_held=False))
 
     def _check_not_last_admin(self, connection: Connection, key_id: str, now_us: int) -> None:
-        """Raises LastAdminKey where, without this key, there would be no platform administrator any more."""
+        """Raise LastAdminKey if this is the only key that can administer the platform."""
         if self._admin_sha256 is None and _admin_key_ids(connection, now_us, is_held=True) == [key_id]:
-            raise LastAdminKey("this is the platform's last administrator's key: make another one first")
+            raise LastAdminKey("this is the platform's last administrator key: create another one first")
 
     def _is_operators(self, sha256: bytes) -> bool:
         return self._admin_sha256 is not None and hmac.compare_digest(sha256, self._admin_sha256)
@@ -294,7 +297,7 @@ class ApiKeys:
 
 
 def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> list[str]:
-    """The usable platform:admin keys; held, they stay as they are until the transaction ends."""
+    """The usable platform:admin keys. With `is_held`, they are locked until the transaction ends."""
     table = schema.api_keys
     query = select(table.c.id, table.c.scopes).where(
         table.c.tenant_id.is_(None),
@@ -306,7 +309,7 @@ def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> lis
 
 
 def _locked(connection: Connection, key_id: str) -> ApiKey | None:
-    """A key, held until the transaction ends."""
+    """A key, locked until the transaction ends."""
     table = schema.api_keys
     row = connection.execute(select(table).where(table.c.id == key_id).with_for_update()).one_or_none()
     return None if row is None else key_of(row)
@@ -319,13 +322,13 @@ def _limit(
         return None
     check_limit(scopes)
     if tenant_id is None or not adapters:
-        raise InvalidRequest("a tenant's key is limited to one adapter at least", param="adapters")
+        raise InvalidRequest("only a tenant's key can be limited, to at least one adapter", param="adapters")
     return find_adapter_ids(connection, tenant_id, adapters)
 
 
 def _check_name(name: str) -> None:
     if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
-        raise InvalidRequest(f"a key's name is 1 to {MAX_NAME} printable characters", param="name")
+        raise InvalidRequest(f"a key's name must have 1 to {MAX_NAME} printable characters", param="name")
 
 
 def _check_expiry(expires_us: int | None, now_us: int) -> None:
@@ -335,7 +338,7 @@ def _check_expiry(expires_us: int | None, now_us: int) -> None:
 
 def _check_not_revoked(key: ApiKey) -> None:
     if key.revoked_us is not None:
-        raise KeyRevoked("the key is revoked: make another one")
+        raise KeyRevoked("the key is revoked: create another one")
 
 
 def _new_secret(public_id: str) -> str:
@@ -343,10 +346,10 @@ def _new_secret(public_id: str) -> str:
 
 
 def _good_until_us(row: Row[Any] | None, sha256: bytes, now_us: int) -> int | None:
-    """Until when a secret opens what its key's row says; None where it opens nothing now."""
+    """When a secret of the key stops being valid; None if it is not valid now."""
     current = row.secret_sha256 if row is not None else _NO_KEY
     previous = _NO_KEY if row is None or row.previous_sha256 is None else row.previous_sha256
-    # Both are compared whatever comes of it, so that the time taken says nothing.
+    # Both are always compared, so that the time taken reveals nothing.
     is_current, is_previous = hmac.compare_digest(sha256, current), hmac.compare_digest(sha256, previous)
     if row is None or row.revoked_us is not None or row.state not in (None, "active"):
         return None
@@ -361,5 +364,5 @@ def _random_base62(length: int) -> str:
 
 
 def key_sha256(presented: str) -> bytes:
-    """What is stored of a key."""
+    """The hash under which a key is stored."""
     return hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()

@@ -1,4 +1,4 @@
-"""The audit log as it is read: who changed what, when and from where. `migrations/audit.py` writes it."""
+"""Reads the audit log: who changed what, when and from where. `migrations/audit.py` writes it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.accounts.principals import Principal
 
 PLATFORM = "platform"
-"""The actor that a tenant sees in the place of the platform's keys."""
+"""The actor shown to a tenant in place of any of the platform's keys."""
 PERSON = "oidc_"
-"""How the actor of a person of the single sign-on begins. It is a pseudonym, and does not say whose person it is."""
+"""Prefix of actors who signed in through single sign-on. The rest is a pseudonym that reveals nothing about them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """One change; `changes` is {field: [before, after]}. `tenant_id` is whose thing it was, None the platform's.
+    """One change. `changes` is {field: [before, after]}; `tenant_id` is the owner of the object, None the platform.
 
-    For a reader of a tenant, `actor` is `platform` where it was one of the platform's keys, and `address` is None
-    unless the tenant's own key or the reader made the change.
+    For a tenant's reader, `actor` is `platform` if one of the platform's keys made the change, and `address` is None
+    unless the tenant's own key or the reader made it.
     """
 
     id: str
@@ -39,7 +39,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFilter:
-    """What is wanted; None is everything. `action` may end in `.*`; times are `[start_us, end_us)`."""
+    """Which entries to list; None does not filter. `action` can end in `.*`; times are `[start_us, end_us)`."""
 
     tenant_id: str | None = None
     actor: str | None = None
@@ -50,7 +50,7 @@ class AuditFilter:
 
 
 class AuditLog:
-    """Reads the entries, which nothing changes or removes."""
+    """Reads the entries, which are never changed or removed."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -58,7 +58,7 @@ class AuditLog:
     def list(
         self, reader: Principal, wanted: AuditFilter, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[AuditEntry]:
-        """Entries as the reader may see them, newest first."""
+        """Entries with the details that the reader may see, newest first."""
         table = schema.audit_log.c
         actor, address = _shown_to(reader)
         others = [column for column in table if column.name not in ("actor", "address")]
@@ -86,7 +86,7 @@ class AuditLog:
 
 
 def _shown_to(reader: Principal) -> tuple[ColumnElement[str], ColumnElement[str | None]]:
-    """Who made a change and from where, as the reader may know it."""
+    """SQL for the actor and address of a change, masked as the reader's rights require."""
     table, keys = schema.audit_log.c, schema.api_keys.c
     if reader.tenant_id is None:
         return table.actor, table.address

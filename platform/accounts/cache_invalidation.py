@@ -11,7 +11,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.listener import CacheListener
 
 POLL_INTERVAL_S = 1.0
-"""How often the epoch is read where no notice comes: always on SQLite, and where a proxy swallows PostgreSQL's."""
+"""How often the epoch is read where no notification arrives: on SQLite, and behind a proxy that drops PostgreSQL's."""
 
 RETRY_S = 1.0
 END_WAIT_S = 2.0
@@ -20,11 +20,11 @@ log = structlog.get_logger()
 
 
 class CacheInvalidation:
-    """A thread that calls every one of `forget` after a change, by itself or within POLL_INTERVAL_S.
+    """A thread that calls every function in `forget` after a change, on notification or within POLL_INTERVAL_S.
 
-    While the database cannot be watched the caches are left to expire, which every entry does within five seconds.
-    `note_heard` is called whenever the database answered.
-    A cache that is filled from a read that began before the change may keep the old for that long too.
+    While the database cannot be watched, cache entries expire by themselves within five seconds. A cache filled from a
+    read that began before the change can keep the old value for equally long. `note_heard` is called whenever the
+    database answers.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class CacheInvalidation:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; one that waits for a database that does not answer is left to end with the process."""
+        """End the thread. If it is waiting for an unresponsive database, it ends with the process instead."""
         self._stopped.set()
         self._thread.join(END_WAIT_S)
 
@@ -50,15 +50,15 @@ class CacheInvalidation:
                     is_well = True
                     self._follow(listener)
             except Exception as error:
-                # Whatever it was: the entries expire by themselves, and the next round listens again.
+                # Any failure is survivable: entries expire by themselves, and the next round listens again.
                 if is_well and not self._stopped.is_set():
-                    log.warning("changes of keys and policies cannot be followed; trying again", error=str(error))
+                    log.warning("cannot watch for changes of keys and policies; trying again", error=str(error))
                 is_well = False
                 self._stopped.wait(RETRY_S)
 
     def _follow(self, listener: CacheListener) -> None:
         epoch = listener.epoch()
-        # What changed before we listened is unknown.
+        # Changes before we listened went unnoticed.
         self._tell()
         while not self._stopped.is_set():
             listener.wait(POLL_INTERVAL_S)

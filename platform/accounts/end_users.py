@@ -1,4 +1,4 @@
-"""How the ledger names the people behind a tenant's requests, whom only the tenant knows."""
+"""Labels in the ledger for a tenant's end users, who are known only to the tenant."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ MAX_END_USER = 128
 
 
 def end_user_label(user: str | None) -> str | None:
-    """The request's `user` as it is, where a column and a report can hold it; else its SHA-256.
+    """The request's `user` unchanged if it is short and printable, else its SHA-256.
 
-    Two users keep apart however long their names are, and nobody is refused for one.
+    Users with long names stay distinct, and no request is refused for its `user`.
     """
     if not user:
         return None

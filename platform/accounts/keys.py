@@ -1,15 +1,15 @@
-"""What a key is, what it may do, and the adapters that it is limited to.
+"""API keys as records, with their scopes and the adapters that they are limited to.
 
-A role is a scope: each says what its holder needs, and scopes add up.
+Each role is a scope. The rights of a key are the union of its scopes.
 
 | role | scope | may |
 |---|---|---|
-| platform admin | `platform:admin` | everything but inference |
+| platform admin | `platform:admin` | everything except inference |
 | platform viewer | `platform:read` | read everything |
 | tenant admin | `tenant:admin` | administer its tenant: keys, adapters, aliases, its display name |
-| tenant developer | `tenant:develop` | read its tenant; push and preload versions, move aliases but `default` |
+| tenant developer | `tenant:develop` | read its tenant; push and preload versions, move aliases except `default` |
 | tenant viewer | `tenant:read` | read its tenant |
-| caller | `adapters`, `base` | infer with the tenant's adapters, with the base |
+| caller | `adapters`, `base` | run inference with the tenant's adapters, with the base |
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ DEFAULT_TENANT_SCOPES = frozenset({"adapters", "base"})
 DEFAULT_PLATFORM_SCOPES = frozenset({"platform:admin"})
 
 LIMITABLE_SCOPES = frozenset({"adapters", "base", "tenant:develop"})
-"""What a key may do that is limited to some adapters. All that such a key reads is narrowed to them and to itself."""
+"""Scopes that a key limited to some adapters can have. Such a key sees only those adapters and itself."""
 
 
 def checked_scopes(tenant_id: str | None, scopes: Iterable[str] | None) -> frozenset[str]:
-    """The scopes of a key of this owner, by default those that suit it; raises InvalidRequest."""
+    """Validate the scopes of a key of this owner, or return the owner's default scopes; raises InvalidRequest."""
     allowed = PLATFORM_SCOPES if tenant_id is None else TENANT_SCOPES
     if scopes is None:
         return DEFAULT_PLATFORM_SCOPES if tenant_id is None else DEFAULT_TENANT_SCOPES
     granted = frozenset(scopes)
     if not granted or granted - allowed:
         owner = "platform" if tenant_id is None else "tenant"
-        raise InvalidRequest(f"scopes of a {owner} key are {', '.join(sorted(allowed))}", param="scopes")
+        raise InvalidRequest(f"the scopes of a {owner} key are {', '.join(sorted(allowed))}", param="scopes")
     return granted
 
 
 def check_limit(scopes: frozenset[str]) -> None:
-    """Raises InvalidRequest where a key with these scopes cannot be limited to some adapters."""
+    """Raise InvalidRequest if a key with these scopes cannot be limited to some adapters."""
     if scopes - LIMITABLE_SCOPES:
         raise InvalidRequest(
             f"only a key whose scopes are among {', '.join(sorted(LIMITABLE_SCOPES))} can be limited to adapters",
@@ -58,7 +58,7 @@ def check_limit(scopes: frozenset[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key as it may be shown: never its secret. `tenant_id` is None for a platform key."""
+    """One key, without its secret. `tenant_id` is None for a platform key."""
 
     id: str
     tenant_id: str | None
@@ -66,17 +66,17 @@ class ApiKey:
     name: str
     scopes: frozenset[str]
     adapter_ids: frozenset[str] | None
-    """The adapters that it is limited to; None: all that its tenant may call."""
+    """The adapters that the key is limited to; None for every adapter that its tenant may call."""
     created_us: int
     expires_us: int | None
     revoked_us: int | None
     previous_until_us: int | None
-    """Until when the secret before the last rotation still opens."""
+    """When the secret from before the last rotation stops being valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
-    """What of a key is to change; None leaves it. `adapters` are names as in `create`, and () lifts the limit."""
+    """Changes to a key; None keeps a field. `adapters` are names as in `create`, and () removes the limit."""
 
     name: str | None = None
     scopes: tuple[str, ...] | None = None
@@ -86,7 +86,7 @@ class KeyChanges:
 
 @dataclass(frozen=True, slots=True)
 class CreatedKey:
-    """A key with its new secret, which is shown this once."""
+    """A key with its new secret, which is shown only once."""
 
     key: ApiKey
     secret: str
@@ -122,7 +122,7 @@ def _ids(row: Row[Any]) -> frozenset[str] | None:
 
 
 def shown_key(key: ApiKey) -> dict[str, object]:
-    """For the audit log."""
+    """The fields recorded in the audit log."""
     return {
         "name": key.name,
         "scopes": sorted(key.scopes),
@@ -133,9 +133,9 @@ def shown_key(key: ApiKey) -> dict[str, object]:
 
 
 def find_adapter_ids(connection: Connection, tenant_id: str, names: Sequence[str]) -> list[str]:
-    """Identifiers of adapters that the tenant may call, each given as identifier or `[tenant/]name`.
+    """Identifiers of adapters that the tenant may call, each given as an identifier or `[tenant/]name`.
 
-    Raises NotFound; one that it may not call is as unknown as one that does not exist.
+    Raises NotFound, both for an adapter that does not exist and for one that the tenant may not call.
     """
     return sorted({_find_adapter_id(connection, tenant_id, name) for name in names})
 
@@ -154,5 +154,5 @@ def _find_adapter_id(connection: Connection, tenant_id: str, name: str) -> str:
         own = query.where(adapters.c.tenant_id == tenant_id, adapters.c.name == name)
         found = connection.execute(own).scalar()
     if found is None:
-        raise NotFound("the tenant may call no such adapter", param="adapters", code="adapter_not_found")
+        raise NotFound("the tenant has no access to such an adapter", param="adapters", code="adapter_not_found")
     return str(found)

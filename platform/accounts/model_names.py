@@ -1,4 +1,4 @@
-"""What the `model` field of a call means: the base, or `[tenant/]adapter[@version | :alias]`."""
+"""Resolves the `model` field of a call: the base, or `[tenant/]adapter[@version | :alias]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{12,64})")
 
 
 class ModelNotFound(NotFound):
-    """Unknown or not granted: the caller cannot tell which."""
+    """The model is unknown or not granted; the caller cannot tell which."""
 
     code = "model_not_found"
 
@@ -28,7 +28,7 @@ class ModelNotFound(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A parsed name; at most one of `version`, `digest_prefix` and `alias` is given. No tenant: the caller's own."""
+    """A parsed name with at most one of `version`, `digest_prefix` and `alias`. No tenant means the caller's own."""
 
     tenant: str | None
     adapter: str
@@ -39,14 +39,14 @@ class AdapterName:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """What a request runs with; `name` is the ledger's: `tenant/adapter@version` or the served base name."""
+    """The model that a request runs with. `name` is its name in the ledger: `tenant/adapter@version` or the base's."""
 
     name: str
     adapter: AdapterRef | None
 
 
 def parse_adapter_name(name: str) -> AdapterName | None:
-    """Split a name, at `@` before `:`; None when it cannot name anything. Raises InvalidRequest for both suffixes."""
+    """Split a name, at `@` before `:`; None if it is malformed. Raises InvalidRequest if it has both suffixes."""
     path, has_version, version = name.partition("@")
     path, has_alias, alias = path.partition(":")
     digest = _DIGEST.fullmatch(version)
@@ -66,16 +66,16 @@ def parse_adapter_name(name: str) -> AdapterName | None:
 
 
 class ModelResolver:
-    """Names to models, for one principal. Never falls back to the base."""
+    """Resolves names to models on behalf of a principal. Never falls back to the base."""
 
     def __init__(self, registry: AdapterRegistry, served_name: str) -> None:
         self._registry = registry
         self.served_name = served_name
 
     def resolve(self, principal: Principal, name: str, sticky: str | None = None) -> ResolvedModel:
-        """Where a name means several versions, equal `sticky` texts get the same one, and None any of them.
+        """Resolve a name. If it stands for several versions, equal `sticky` texts get the same one, None a random one.
 
-        Raises ModelNotFound, InvalidRequest, or PermissionDenied for a key that may not infer at all.
+        Raises ModelNotFound, InvalidRequest, or PermissionDenied if the key has no inference scope.
         """
         require_inference(principal)
         if name == self.served_name:
@@ -99,7 +99,7 @@ class ModelResolver:
         return ResolvedModel(adapter_label(adapter), adapter)
 
     def list_models(self, principal: Principal) -> list[ResolvedModel]:
-        """What the principal can call by a bare name, the base first."""
+        """The models that the principal can call by a bare name, the base first."""
         require_inference(principal)
         models = [ResolvedModel(self.served_name, None)] if "base" in principal.scopes else []
         if "adapters" in principal.scopes and principal.tenant_id is not None:
@@ -118,4 +118,4 @@ def adapter_label(adapter: AdapterRef) -> str:
 
 def require_inference(principal: Principal) -> None:
     if principal.tenant_id is None or principal.scopes.isdisjoint(INFERENCE_SCOPES):
-        raise PermissionDenied("this key administers; models are called with a tenant's key")
+        raise PermissionDenied("this key cannot call models: use a tenant's key with an inference scope")

@@ -1,4 +1,4 @@
-"""Who is calling, and the callers whose keys were checked a moment ago."""
+"""Authenticated callers, and a cache of recently authenticated ones."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_STALE_US = 5_000_000
-"""How long a checked key is believed without the database, in microseconds."""
+"""How long an authenticated key is trusted without asking the database, in microseconds."""
 
 MAX_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated caller. A platform administrator belongs to no tenant and therefore cannot infer."""
+    """An authenticated caller. A platform administrator belongs to no tenant and therefore cannot run inference."""
 
     key_id: str
     tenant_id: str | None
     tenant_slug: str | None
     scopes: frozenset[str]
     adapter_ids: frozenset[str] | None = None
-    """The adapters that the key may name; None: all that its tenant may call."""
+    """The adapters that the key may name; None for every adapter that its tenant may call."""
 
     def may_name(self, adapter_id: str | None) -> bool:
-        """Whether the key's own limit leaves it the adapter; its tenant's rights are another matter.
+        """Whether the key's own limit includes the adapter. Its tenant's rights are checked elsewhere.
 
-        None stands for things without an adapter, such as requests of the base. A limited key may not see those.
+        None stands for objects without an adapter, such as requests to the base. A limited key may not see those.
         """
         return self.adapter_ids is None or adapter_id in self.adapter_ids
 
@@ -36,7 +36,7 @@ class Principal:
 
     @property
     def holder(self) -> str:
-        """Who takes places on the admin side: the tenant, or a key of the platform by itself."""
+        """The holder that the admin listener's limits on concurrent work apply to: the tenant, or a platform key."""
         return self.tenant_id or self.key_id
 
 
@@ -48,7 +48,7 @@ class _Entry:
 
 
 class PrincipalCache:
-    """Principals by the SHA-256 of their key; only good keys are kept, so guesses cannot fill it."""
+    """Principals by the SHA-256 of their key. Only valid keys are cached, so guesses cannot fill it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class PrincipalCache:
     def get(self, sha256: bytes, now_us: int) -> Principal | None:
         with self._lock:
             entry = self._entries.get(sha256)
-            # A clock that went back must not make an entry live longer.
+            # A clock that is set back must not extend an entry's life.
             if entry is None or not entry.cached_us <= now_us < entry.good_until_us:
                 return None
             return entry.principal

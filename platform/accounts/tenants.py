@@ -35,7 +35,7 @@ class TenantExists(Conflict):
 
 
 class TenantInUse(Conflict):
-    """Adapters, keys or usage are the tenant's: it can be suspended, not deleted."""
+    """The tenant has adapters, keys or usage: it can be suspended, not deleted."""
 
     code = "tenant_in_use"
 
@@ -48,9 +48,9 @@ class InvalidSlug(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One account. `weight` is its entitlement in fair scheduling; in `timezone` its days and months begin.
+    """One account. `weight` is its entitlement in fair scheduling; `timezone` defines its days and months.
 
-    `host_floor_bytes` is what its adapters keep of an engine's host memory when others' adapters come.
+    `host_floor_bytes` is the part of an engine's host tier that other tenants' adapters cannot evict.
     """
 
     id: str
@@ -65,7 +65,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChanges:
-    """What of a tenant is to change; None leaves it."""
+    """Changes to a tenant; None keeps a field."""
 
     display_name: str | None = None
     weight: int | None = None
@@ -76,13 +76,13 @@ class TenantChanges:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the engine is told of a tenant: its place in fair scheduling and its prefix-cache namespace."""
+    """What the engine knows of a tenant: its place in fair scheduling and its prefix-cache namespace."""
 
     key: str
     weight: int
     isolation_key: bytes
     host_floor_bytes: int = 0
-    """What its adapters keep of the host tier."""
+    """Bytes of the host tier that other tenants' adapters cannot evict."""
 
 
 class Tenants:
@@ -90,15 +90,15 @@ class Tenants:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # By tenant, with the time of reading; one entry is replaced as a whole, so that threads need no lock.
+        # By tenant, with the time of reading. Entries are replaced as a whole, so threads need no lock.
         self._shares: dict[str, tuple[int, Share]] = {}
 
     def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
-        """Make an active tenant; raises InvalidSlug, InvalidRequest and TenantExists."""
+        """Create an active tenant; raises InvalidSlug, InvalidRequest and TenantExists."""
         _check_timezone(timezone)
         if not SLUG.fullmatch(slug):
             raise InvalidSlug(
-                "a slug is 1 to 63 characters of a-z, 0-9, '.', '_' and '-', the first a letter or a digit",
+                "a slug has 1 to 63 characters, from a-z, 0-9, '.', '_' and '-', and starts with a letter or a digit",
                 param="slug",
             )
         shown = display_name if display_name is not None else slug
@@ -121,11 +121,11 @@ class Tenants:
                     connection, tenant.created_us, "tenant.create", tenant.id, tenant_id=tenant.id, after=_shown(tenant)
                 )
         except IntegrityError:
-            raise TenantExists(f"the tenant {slug!r} exists", param="slug") from None
+            raise TenantExists(f"the tenant {slug!r} already exists", param="slug") from None
         return tenant
 
     def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
-        """Change a tenant once `check`, which may raise, has seen it as it is; None where there is no such tenant.
+        """Change a tenant after `check`, which may raise, has seen its current state; None if there is no such tenant.
 
         Raises InvalidRequest.
         """
@@ -133,11 +133,11 @@ class Tenants:
         if changes.display_name is not None:
             _check_display_name(changes.display_name)
         if changes.weight is not None and not 1 <= changes.weight <= MAX_WEIGHT:
-            raise InvalidRequest(f"a weight is 1 to {MAX_WEIGHT}", param="weight")
+            raise InvalidRequest(f"a weight must be from 1 to {MAX_WEIGHT}", param="weight")
         if changes.timezone is not None:
             _check_timezone(changes.timezone)
         if changes.host_floor_bytes is not None and not 0 <= changes.host_floor_bytes <= MAX_FLOOR_BYTES:
-            raise InvalidRequest(f"a floor is 0 to {MAX_FLOOR_BYTES} bytes", param="host_floor_bytes")
+            raise InvalidRequest(f"a floor must be from 0 to {MAX_FLOOR_BYTES} bytes", param="host_floor_bytes")
         with self._database.write() as connection:
             query = select(table).where(table.c.id == tenant_id)
             row = connection.execute(query.with_for_update(key_share=True)).one_or_none()
@@ -155,9 +155,9 @@ class Tenants:
         return _tenant(row)
 
     def delete(self, tenant_id: str) -> bool:
-        """Remove a tenant that has never had an adapter nor used anything, with its revoked keys and its quotas.
+        """Delete a tenant that has never had an adapter or any usage, together with its revoked keys and its quotas.
 
-        False where there is no such tenant; raises TenantInUse.
+        False if there is no such tenant; raises TenantInUse.
         """
         in_use = TenantInUse("the tenant has adapters, usable keys or usage: suspend it instead")
         keys, policies = schema.api_keys, schema.quota_policies
@@ -170,7 +170,7 @@ class Tenants:
                 if row is None:
                     return False
                 usable = select(keys.c.id).where(keys.c.tenant_id == tenant_id, keys.c.revoked_us.is_(None)).limit(1)
-                # In this order: a reservation that is gone by now is an entry in the ledger by now.
+                # In this order: a reservation that has disappeared is already an entry in the ledger.
                 held, spent = schema.reservations.c, schema.usage_events.c
                 runs = select(held.id).where(held.tenant_id == tenant_id).limit(1)
                 ran = select(spent.request_id).where(spent.tenant_id == tenant_id).limit(1)
@@ -184,20 +184,20 @@ class Tenants:
                 now_us, before = self._database.now_us(connection), _shown(_tenant(row))
                 audit(connection, now_us, "tenant.delete", tenant_id, tenant_id=tenant_id, before=before)
         except IntegrityError:
-            # Something else still names it.
+            # Another table still refers to it.
             raise in_use from None
         self._shares.pop(tenant_id, None)
         return True
 
     def get(self, id_or_slug: str) -> Tenant | None:
-        # A slug has no more than 63 characters, so nothing but an identifier or a slug reaches the database.
+        # A slug has at most 63 characters, so only identifiers and slugs reach the database.
         if not SLUG.fullmatch(id_or_slug):
             return None
         table = schema.tenants
         query = select(table).where((table.c.id == id_or_slug) | (table.c.slug == id_or_slug))
         with self._database.read() as connection:
             found = {row.id: _tenant(row) for row in connection.execute(query)}
-        # A slug may look like another tenant's identifier; the identifier wins.
+        # A slug can look like another tenant's identifier; the identifier takes precedence.
         return found.get(id_or_slug) or next(iter(found.values()), None)
 
     def list(self, limit: int, after: str | None = None, before: str | None = None) -> Page[Tenant]:
@@ -207,7 +207,7 @@ class Tenants:
         return Page(tuple(_tenant(row) for row in rows), has_more)
 
     def share(self, tenant_id: str) -> Share:
-        """The tenant's share; its isolation key is derived, so that the secret itself never leaves the database."""
+        """The tenant's share. Its isolation key is derived, so the engine never sees the secret itself."""
         table = schema.tenants
         query = select(table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes).where(
             table.c.id == tenant_id
@@ -222,28 +222,28 @@ class Tenants:
         return share
 
     def recent_share(self, tenant_id: str) -> Share | None:
-        """The tenant's share, where it was read within the last five seconds. Does not block."""
+        """The tenant's share, if it was read within the last five seconds. Does not block."""
         read_us, share = self._shares.get(tenant_id, (0, None))
-        # A clock that went back must not make an entry live longer.
+        # A clock that is set back must not extend an entry's life.
         return share if 0 <= self._database.now_us() - read_us < MAX_STALE_US else None
 
     def forget_recent(self) -> None:
-        """Read every share anew: a tenant may have changed."""
+        """Empty the cache of shares, because a tenant may have changed."""
         self._shares.clear()
 
 
 def _check_display_name(text: str) -> None:
     if not 1 <= len(text) <= MAX_DISPLAY_NAME or not text.isprintable():
-        raise InvalidRequest(f"a display name is 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name")
+        raise InvalidRequest(f"a display name has 1 to {MAX_DISPLAY_NAME} printable characters", param="display_name")
 
 
 def _check_timezone(timezone: str) -> None:
     if not is_timezone(timezone):
-        raise InvalidRequest("a timezone is an IANA name such as Europe/Berlin or UTC", param="timezone")
+        raise InvalidRequest("a timezone must be an IANA name such as Europe/Berlin or UTC", param="timezone")
 
 
 def _shown(tenant: Tenant) -> dict[str, object]:
-    """For the audit log."""
+    """The fields recorded in the audit log."""
     return {
         "slug": tenant.slug,
         "display_name": tenant.display_name,
