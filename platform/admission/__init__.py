@@ -1,1 +1,1 @@
-"""Reserve and settle quota, many requests in one transaction."""
+"""Reserve and settle quota for many requests in one transaction."""

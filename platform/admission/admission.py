@@ -1,4 +1,4 @@
-"""Admission: quota is reserved before a request runs and settled, once, when the truth is known."""
+"""Admission: reserves quota before a request runs, and settles it once when the actual usage is known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from loramux.platform.quotas.policy_cache import PolicyReader
 _RECOVER_AT_ONCE = 100
 
 KEPT_WINDOWS_US = 100 * 86_400_000_000
-"""Counters of days and months are kept for so long after these began."""
+"""How long counters are kept after their day or month began, in microseconds."""
 
 _SWEEP_AT_ONCE = 1000
 
@@ -43,10 +43,10 @@ _CHECKPOINT = (
 
 
 class Admission:
-    """Reserve, checkpoint, settle, recover: the same on SQLite and PostgreSQL. `AdmissionTransaction` says how.
+    """Reserve, checkpoint, settle and recover, on SQLite and PostgreSQL alike, through `AdmissionTransaction`.
 
     Blocking. A gateway commits through `GroupCommit`, which puts many operations into one transaction.
-    `note_overdrawn` is told how many settlements came after recovery and took a hard limit beyond what it admits.
+    `note_overdrawn` receives the number of settlements that came after recovery and overdrew a hard limit.
     """
 
     def __init__(self, database: Database, note_overdrawn: Callable[[int], None] = lambda _: None) -> None:
@@ -59,14 +59,14 @@ class Admission:
 
     @property
     def num_writers(self) -> int:
-        """How many transactions at once are of use: SQLite lets one write, PostgreSQL works while we judge others."""
+        """Useful number of concurrent transactions: SQLite allows one; PostgreSQL runs one while we judge another."""
         return 1 if self._database.is_sqlite else 2
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """Reserve and close in one transaction, judged in this order; the outcome of each.
+        """Apply operations in one transaction, in the given order, and return the outcome of each.
 
-        A refused operation takes nothing and does not touch the others. Raises SQLAlchemyError, and then none of
-        them is done.
+        A refused operation takes nothing and does not affect the others. Raises SQLAlchemyError, in which case none
+        of them takes effect.
         """
         for _ in range(MAX_ATTEMPTS):
             try:
@@ -77,39 +77,39 @@ class Admission:
                     self._note_overdrawn(transaction.num_overdrawn)
                 return outcomes
             except Uncounted as missing:
-                # In a transaction of its own: who makes counters while it holds others could wait in a circle.
+                # In a separate transaction: inserting counters while holding others could deadlock.
                 with self._write() as connection:
                     CounterRows(connection).make(missing.bindings)
-        raise RuntimeError("the rules change faster than they can be applied")
+        raise RuntimeError("quota policies change faster than they can be applied")
 
     def reserve(self, request: ReservationRequest) -> Reservation:
-        """Take what the request may cost at most; raises QuotaExceeded or RequestTooLarge and then takes nothing."""
+        """Reserve the most that the request can cost; raises QuotaExceeded or RequestTooLarge, then taking nothing."""
         outcome = self._only(request)
         assert isinstance(outcome, Reservation)
         return outcome
 
     def extend(self, request_id: str, tokens: int) -> bool:
-        """Hold more tokens for a request that runs; False where a policy refuses, or it is settled already."""
+        """Reserve more tokens for a running request; False if a policy refuses or the request is already settled."""
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
-        """Charge the truth, release the rest and write the usage event. False: it was settled before.
+        """Charge the actual usage, release the rest and write the usage event. False if it was already settled.
 
-        Where the reservation was recovered meanwhile, the difference is charged and written as an adjustment; that may
-        pass a limit, since the tokens are used.
+        If the reservation was recovered in the meantime, the difference is charged and written as an adjustment. This
+        can exceed a limit, because the tokens are already used.
         """
         return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
 
     def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[str]:
-        """Note the tokens delivered so far and extend the leases; a reservation that is not open is left alone.
+        """Record the tokens delivered so far and extend the leases; a reservation that is not open is left alone.
 
-        Returns those of the requests that somebody has asked to be cancelled.
+        Returns the ids of those requests whose cancellation has been requested.
         """
         if not checkpoints:
             return []
         with self._write() as connection:
             lease_expires_us = self._database.now_us(connection) + LEASE_US
-            # One order for all gateways, so that two of them never wait for each other.
+            # All gateways lock in the same order, so that two of them never deadlock.
             ordered = sorted(checkpoints, key=lambda item: item.request_id)
             connection.execute(
                 _CHECKPOINT,
@@ -120,16 +120,17 @@ class Admission:
             )
             table = schema.reservations
             wanted = {item.request_id for item in checkpoints}
-            # Few are ever cancelled: those of all gateways are fewer than the requests of this one.
+            # Cancellations are rare: all gateways together have fewer of them than this one has requests.
             flagged = connection.execute(
                 select(table.c.id).where(table.c.state == "open", table.c.cancel_requested_us.is_not(None))
             ).scalars()
             return [request_id for request_id in flagged if request_id in wanted]
 
     def recover_expired(self) -> int:
-        """Settle reservations whose gateway is gone, at prompt and last checkpoint; how many there were.
+        """Settle reservations whose gateway is gone, charging the prompt and the last checkpoint; return how many.
 
-        A lease that lies ahead by more than twice its length was written before the clock went back, and has expired.
+        A lease that ends more than two lease lengths ahead was written before the clock was set back; it counts as
+        expired.
         """
         table = schema.reservations
         with self._database.read() as connection:
@@ -150,18 +151,18 @@ class Admission:
         return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
 
     def sweep_counters(self) -> int:
-        """Remove some counters of days and months long past of which nothing is held; how many those were."""
+        """Delete some counters of days and months long past that have nothing reserved; return how many."""
         counters = schema.quota_counters
         key = (counters.c.policy_id, counters.c.subject_id, counters.c.window_start_us)
         with self._write() as connection:
             before_us = self._database.now_us(connection) - KEPT_WINDOWS_US
-            # What has no window begins at 0. What somebody else holds is left for the next time.
+            # Counters without a window begin at 0. Counters locked by another transaction wait for the next sweep.
             past = counters.c.window_start_us.between(1, before_us) & (counters.c.reserved == 0)
             some = select(*key).where(past).limit(_SWEEP_AT_ONCE).with_for_update(skip_locked=True)
             return connection.execute(delete(counters).where(tuple_(*key).in_(some))).rowcount
 
     def probe(self) -> None:
-        """Write something of no importance; raises SQLAlchemyError where the database does not take it."""
+        """Write to the database as a test; raises SQLAlchemyError if it does not accept the write."""
         signals = schema.signals
         with self._write() as connection:
             counted = update(signals).where(signals.c.name == "probe").values(value=signals.c.value + 1)
@@ -169,10 +170,10 @@ class Admission:
                 connection.execute(insert(signals).values(name="probe", value=1))
 
     def roll_up(self) -> int:
-        """Add to the rollups what has been settled; how many transactions of settlements those were."""
+        """Add recent settlements to the rollups; return how many settling transactions were added."""
         total = 0
         while True:
-            # In turn with the committer, which waits for a short fold rather than polls for SQLite's lock.
+            # Takes turns with the committer, which then waits for a short fold instead of polling for SQLite's lock.
             with self._turn if self._database.is_sqlite else nullcontext():
                 folded = self._rollups.fold()
             total += folded
@@ -180,7 +181,7 @@ class Admission:
                 return total
 
     def _only(self, operation: Operation) -> Outcome:
-        """The outcome of one operation alone; raises it where it is an error."""
+        """Commit a single operation and return its outcome, or raise it if it is an error."""
         (outcome,) = self.commit([operation])
         if isinstance(outcome, Exception):
             raise outcome
@@ -188,7 +189,7 @@ class Admission:
 
     @contextmanager
     def _commit(self) -> Iterator[Connection]:
-        """The transaction of the database that an `AdmissionTransaction` runs in."""
+        """The database transaction that an `AdmissionTransaction` runs in."""
         with self._write() if self._database.is_sqlite else self._database.write_in_pipelines() as connection:
             yield connection
 
@@ -198,6 +199,6 @@ class Admission:
             with self._database.write() as connection:
                 yield connection
             return
-        # SQLite's waiting writers poll; those who take turns here are woken at once.
+        # Writers that wait for SQLite's lock poll; a thread that waits for this lock is woken immediately.
         with self._turn, self._database.write() as connection:
             yield connection

@@ -1,4 +1,4 @@
-"""Whether the database takes reservations now, so that a request is refused at once rather than after a wait."""
+"""Tracks whether the database accepts reservations, so that requests fail immediately rather than after a wait."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 STALLED_S = 3.0
-"""A transaction that takes longer is one of a database that has stopped answering."""
+"""The database counts as unresponsive when a transaction takes longer than this, in seconds."""
 
 SILENT_S = 6.0
-"""The same where nothing is written: the thread that polls each second has read nothing for so long."""
+"""The database also counts as unresponsive when the thread that polls it has read nothing for this long, in seconds."""
 
 TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
-"""What the driver raises when the database is away, full, locked or out of connections."""
+"""Exceptions raised when the database is unreachable, full, locked or out of connections."""
 
 
 class DatabaseTrouble(Exception):
-    """The database cannot take reservations now."""
+    """The database cannot accept reservations now."""
 
 
 class DatabaseHealth:
-    """Told by whoever uses the database; asked before a request is admitted. Threads may call it as they like."""
+    """The database's users report to it, and admission asks it. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,11 +34,11 @@ class DatabaseHealth:
         self._well_since_s = -float("inf")
 
     def begin_commit(self) -> None:
-        """A transaction begins; there is one at a time in each thread."""
+        """Record that a transaction begins; each thread has at most one."""
         self._commits_began_s[threading.get_ident()] = self._clock()
 
     def end_commit(self, failure: Exception | None) -> None:
-        """It ended, or failed because of the database."""
+        """Record that the thread's transaction ended, or failed because of the database."""
         stalled = self._is_stalled()
         self._commits_began_s.pop(threading.get_ident(), None)
         if failure is not None:
@@ -48,41 +48,41 @@ class DatabaseHealth:
 
     def note_failure(self, failure: Exception) -> None:
         cause = getattr(failure, "orig", None) or failure
-        # SQLite's name of the error, such as SQLITE_FULL; PostgreSQL's driver has a class for each.
+        # SQLite's driver names the error, such as SQLITE_FULL; PostgreSQL's has an exception class for each.
         self._failure = getattr(cause, "sqlite_errorname", None) or type(cause).__name__
 
     def note_well(self) -> None:
-        """It took a write."""
+        """Record that the database accepted a write."""
         self._failure = None
         self._well_since_s = self._clock()
 
     def note_heard(self) -> None:
-        """It answered a read."""
+        """Record that the database answered a read."""
         if self._is_silent():
             self._well_since_s = self._clock()
         self._heard_s = self._clock()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last write failed, so that only another can tell that it is well again."""
+        """Whether the last write failed, so that only a successful write can show that the database has recovered."""
         return self._failure is not None
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with it, in a line for operators."""
+        """What is wrong with the database, in a line for operators."""
         if self._failure is not None:
-            return f"the database does not take writes ({self._failure})"
+            return f"the database does not accept writes ({self._failure})"
         if self._is_stalled() or self._is_silent():
             return "the database does not answer"
         return None
 
     @property
     def well_for_s(self) -> float:
-        """How long ago its last trouble ended; infinite where there was none."""
+        """Seconds since the last trouble ended; infinite if there was none."""
         return 0.0 if self.trouble is not None else self._clock() - self._well_since_s
 
     def check(self) -> None:
-        """Raise DatabaseTrouble where a reservation could not be taken now."""
+        """Raise DatabaseTrouble if the database cannot accept a reservation now."""
         trouble = self.trouble
         if trouble is not None:
             raise DatabaseTrouble(trouble)

@@ -1,4 +1,4 @@
-"""Threads that commit reservations and settlements: what comes while one commits shares the next transaction."""
+"""Threads that commit reservations and settlements; operations that arrive during a commit share the next one."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.records import Operation, Outcome
 
 MAX_OPERATIONS = 256
-"""The most that one transaction takes: it holds the locks of every policy in it."""
+"""Maximum number of operations in one transaction, which holds the locks of all their policies."""
 
 NoteCommit = Callable[[int, float, bool], None]
-"""Told of each transaction: how many operations it had, how many seconds it took, and whether it failed."""
+"""Called after each transaction with its number of operations, its duration in seconds, and whether it failed."""
 
 WORTH_ANOTHER = 32
-"""So many operations are committed beside those that are under way; fewer gather."""
+"""Number of waiting operations that justifies another transaction while one is in progress."""
 
 MAX_ATTEMPTS = 4
 RETRY_S = 0.02
 PASSING_STATES = ("40001", "40P01")
-"""Serialisation failure, deadlock: PostgreSQL's codes for what is right the next time."""
+"""PostgreSQL's codes for errors that a retry resolves: serialisation failure and deadlock."""
 
 _log = structlog.get_logger(__name__)
 
 
 class CommitterClosed(RuntimeError):
-    """The gateway has stopped; the operation was not done."""
+    """The gateway has stopped; the operation was not carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class _Waiting:
 
 
 class GroupCommit:
-    """Runs operations on threads of its own, as many in one transaction as have gathered.
+    """Commits operations on its own threads, batching all waiting operations into one transaction.
 
-    An operation that finds the threads idle is committed at once; the others gather while one is at work, so that a
-    busy gateway waits for the disk once for many requests and an idle one never waits for company. Where enough have
-    gathered, a second thread judges them while the database works for the first. A refusal, or a statement that the
-    database does not accept, touches only its own operation.
+    An operation that finds the threads idle is committed immediately. Others queue while a commit is in progress, so a
+    busy gateway waits for the disk once per batch and an idle one never waits for a batch to fill. If enough are
+    queued, a second thread judges them while the database works for the first. A refusal, or a statement that the
+    database rejects, affects only its own operation.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class GroupCommit:
             thread.start()
 
     def submit(self, operation: Operation) -> asyncio.Future[Any]:
-        """A future of the running loop: the outcome, or its exception. Cancelling it does not undo the operation.
+        """Queue an operation; return a future with its outcome or exception. Cancelling it does not undo the operation.
 
-        After `close` the exception is CommitterClosed, and nothing is done.
+        After `close`, the exception is CommitterClosed and the operation is not carried out.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
@@ -88,15 +88,16 @@ class GroupCommit:
                 answer.set_exception(CommitterClosed("the gateway has stopped"))
                 return answer
             self._waiting.append(_Waiting(operation, loop, answer))
-            # A thread that finds nothing worth its while was woken, and took the interpreter, for nothing.
+            # Waking a thread that then finds too little to commit would only contend for the interpreter lock.
             if self._is_worth_it():
                 self._has_changed.notify()
         return answer
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Commit what waits, and end. Blocking; what a database that does not answer holds up after `timeout_s` fails.
+        """Commit the waiting operations and stop. Blocks for at most `timeout_s`.
 
-        Its thread is then left to end with the process.
+        If the database does not answer within that time, the remaining operations fail, and the threads end with the
+        process.
         """
         with self._has_changed:
             self._is_closed = True
@@ -117,7 +118,7 @@ class GroupCommit:
             with self._has_changed:
                 self._num_under_way -= len(batch)
                 if self._is_worth_it():
-                    # Another goes on while this one answers.
+                    # Another thread commits while this one delivers its outcomes.
                     self._has_changed.notify()
             self._health.end_commit(next((one for one in outcomes if isinstance(one, TROUBLE)), None))
             if self._note_commit is not None:
@@ -126,7 +127,7 @@ class GroupCommit:
             _answer(batch, outcomes)
 
     def _next(self) -> list[_Waiting]:
-        """What has gathered; nothing once it is closed."""
+        """Wait for the next batch; empty once the committer is closed and has nothing left."""
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._is_closed or self._is_worth_it())
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
@@ -136,7 +137,7 @@ class GroupCommit:
             return batch
 
     def _is_worth_it(self) -> bool:
-        """Whether to commit now what waits, rather than let it gather until another thread has done its part."""
+        """Whether to commit the waiting operations now rather than let them queue behind another commit."""
         return len(self._waiting) >= (WORTH_ANOTHER if self._num_under_way else 1)
 
     def _commit(self, operations: list[Operation], attempt: int = 1) -> list[Outcome]:
@@ -144,10 +145,10 @@ class GroupCommit:
             return self._admission.commit(operations)
         except TROUBLE as error:
             if _is_passing(error) and attempt < MAX_ATTEMPTS:
-                # Nothing of it was done, and whoever was in its way has gone on.
+                # The transaction was rolled back, and the one that it conflicted with has proceeded.
                 time.sleep(random.uniform(0, RETRY_S * attempt))
                 return self._commit(operations, attempt + 1)
-            # The database is in trouble, which each of them would find out anew.
+            # The database is in trouble; retrying each operation would only repeat the error.
             return [error] * len(operations)
         except DBAPIError as error:
             if len(operations) == 1:
@@ -162,12 +163,12 @@ class GroupCommit:
 
 
 def _is_passing(error: SQLAlchemyError) -> bool:
-    """Whether the database only chose this transaction to give way to another, as at a deadlock."""
+    """Whether the database only aborted this transaction in favour of another, as it does at a deadlock."""
     return getattr(getattr(error, "orig", None), "sqlstate", None) in PASSING_STATES
 
 
 def _answer(batch: list[_Waiting], outcomes: list[Outcome]) -> None:
-    """Hand the outcomes over, with one call a loop."""
+    """Deliver the outcomes, with one call per event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Outcome]]] = {}
     for waiting, outcome in zip(batch, outcomes, strict=True):
         by_loop.setdefault(waiting.loop, []).append((waiting.answer, outcome))
@@ -175,7 +176,7 @@ def _answer(batch: list[_Waiting], outcomes: list[Outcome]) -> None:
         try:
             loop.call_soon_threadsafe(_resolve, answers)
         except RuntimeError:
-            # The loop has ended, and with it everybody who waited.
+            # The loop is closed, so nothing waits for the outcomes.
             continue
 
 

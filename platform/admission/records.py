@@ -1,4 +1,4 @@
-"""What crosses between a running request and admission, one record each."""
+"""The records exchanged between a running request and admission."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from loramux.platform.quotas.policies import QuotaPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationRequest:
-    """What a request may cost at most: `reserved_tokens` is all prompts plus prompts x n x max_tokens."""
+    """The most that a request can cost: `reserved_tokens` is all prompts' tokens plus prompts x n x max_tokens."""
 
     request_id: str
     tenant_id: str
     api_key_id: str
     model: str
-    """As the ledger names it: `tenant/adapter@version` or the served base name."""
+    """The model's name in the ledger: `tenant/adapter@version` or the served base name."""
     adapter_version_id: str | None
     endpoint: str
     prompt_tokens: int
     reserved_tokens: int
     base: str = ""
-    """The served base model that it runs on."""
+    """The served base model that the request runs on."""
     end_user: str | None = None
-    """Whom the tenant's client named, by `end_user_label`."""
+    """The end user that the client named, as returned by `end_user_label`."""
     adapter_id: str | None = None
-    """Whose limits hold for it besides the tenant's and the key's."""
+    """The adapter whose limits apply in addition to the tenant's and the key's."""
     loads_adapter: bool = False
-    """Whether the engine does not hold the adapter."""
+    """Whether the engine has to load the adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCharge:
-    """One load of an adapter that a key asks for ahead of requests. It is used up at once and never given back."""
+    """One adapter load that a key requests ahead of time. It is charged immediately and never returned."""
 
     tenant_id: str
     api_key_id: str
@@ -43,7 +43,7 @@ class LoadCharge:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """An open reservation, the rates that bind it, and the policies that it exceeds but that do not refuse."""
+    """An open reservation, the rate limits that apply to it, and the soft or shadow policies that it exceeds."""
 
     request_id: str
     reserved_tokens: int
@@ -61,20 +61,20 @@ class Checkpoint:
 
 
 RECOVERED = "recovered"
-"""The state of a reservation, and the status of its usage event, whose gateway seems dead."""
+"""The state of a reservation whose gateway seems dead, and the status of its usage event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """The end of a reservation. With `lease_expires_us`, only while its lease is still that one: a recovery.
+    """The end of a reservation. With `lease_expires_us`, it is a recovery, valid only if the lease is unchanged.
 
-    A recovered reservation that is settled after all is corrected by the difference, once.
+    If a recovered reservation is settled after all, the difference is corrected once.
     """
 
     request_id: str
     settlement: Settlement
     lease_expires_us: int | None = None
-    """None for a settlement by who ran the request."""
+    """None for a settlement by the gateway that ran the request."""
 
     @property
     def is_recovery(self) -> bool:
@@ -90,8 +90,9 @@ class Extension:
 
 
 Operation = ReservationRequest | LoadCharge | Extension | Closing
-"""What a commit takes: a reservation to open, to extend or to close, or a load to count."""
+"""An operation to commit: a reservation to open, extend or close, or a load to count."""
 
 Outcome = Reservation | bool | Exception
-"""A Reservation, or the refusal; of a LoadCharge True, or the refusal; of an Extension whether it was granted; of a
-Closing whether it was this one that closed or corrected it. A LookupError where there is no such reservation."""
+"""Of a ReservationRequest, the Reservation or the refusal; of a LoadCharge, True or the refusal; of an Extension,
+whether it was granted; of a Closing, whether this one closed or corrected the reservation. A LookupError if there is
+no such reservation."""

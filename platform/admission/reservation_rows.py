@@ -1,7 +1,7 @@
-"""The reservations that one transaction works with: locked in one order, kept in memory, written once.
+"""The reservations of one transaction: locked in one order, kept in memory, written once.
 
-There are rows of requests that run, and of those whose gateway seemed dead, which may still be corrected. A request
-that was settled is in the ledger and nowhere else.
+There are rows for running requests, and for requests whose gateway seemed dead, which can still be corrected. A settled
+request exists only in the ledger.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEASE_US = 30_000_000
 
 
 class ReservationRow(RequestRow, frozen=True, gc=False):
-    """A row of `reservations`, with its columns' names."""
+    """A row of `reservations`. The fields have the names of its columns."""
 
     state: str
     prompt_tokens: int
@@ -66,7 +66,7 @@ _CHARGES = msgspec.json.Decoder(tuple[Charge, ...])
 
 @functools.cache
 def _locked(dialect: str) -> Select[*tuple[Any, ...]]:
-    """Reservations by the list that the parameter `ids` is; their charges, which are last, as text."""
+    """Select and lock the reservations in the list parameter `ids`. Charges are the last column, as text."""
     columns = [*_COLUMNS[:-1], cast(_reservations.c.charges, String).label("charges")]
     ids = bindparam("ids", type_=ARRAY(String)) if dialect == POSTGRESQL else bindparam("ids", expanding=True)
     of_ids = _reservations.c.id == any_(ids) if dialect == POSTGRESQL else _reservations.c.id.in_(ids)
@@ -74,26 +74,26 @@ def _locked(dialect: str) -> Select[*tuple[Any, ...]]:
 
 
 class ReservationRows:
-    """Rows of reservations by their ids: those that are open, and those that were recovered and may be corrected.
+    """Reservations by id: the open ones, and recovered ones that can still be corrected.
 
-    Whoever changes a reservation locks it first, and before any counter: see `CounterRows`.
+    A transaction locks the reservations that it changes first, before any counter: see `CounterRows`.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.known: set[str] = set()
-        """The ids of those of the requests that ever had a reservation."""
+        """The ids, among the requested ones, that have or once had a reservation."""
         self.open: dict[str, ReservationRow] = {}
         self.recovered: dict[str, ReservationRow] = {}
         self.charged: dict[str, Settlement] = {}
-        """What recovered requests were charged by their last checkpoints."""
+        """What recovered requests were charged, by their last checkpoints."""
         self._opened: list[ReservationRow] = []
         self._extended: dict[str, _Extended] = {}
         self._recovered: list[_Recovered] = []
         self._settled: list[_Settled] = []
 
     def read(self, ids: Collection[str]) -> list[ReservationRow]:
-        """Lock those of these that there are; those of them that may be changed."""
+        """Lock the reservations with these ids; return the ones that can be changed."""
         dialect = self._connection.dialect
         statement = _locked(dialect.name)
         if dialect.name == POSTGRESQL:
@@ -114,7 +114,7 @@ class ReservationRows:
         return [*self.open.values(), *self.recovered.values()]
 
     def add(self, request: ReservationRequest, charges: tuple[Charge, ...], now_us: int) -> None:
-        """Open one."""
+        """Open a reservation."""
         self._opened.append(
             ReservationRow(
                 id=request.request_id,
@@ -137,24 +137,24 @@ class ReservationRows:
         )
 
     def extend(self, request_id: str, tokens: int, charges: tuple[Charge, ...]) -> None:
-        """Have an open one hold so many tokens more, and these charges."""
+        """Add tokens to an open reservation and replace its charges."""
         row = self.open[request_id]
         more = _Extended(request_id, row.reserved_tokens + tokens, charges)
         self._extended[request_id] = more
         self.open[request_id] = replace(row, reserved_tokens=more.reserved_tokens, charges=charges)
 
     def settle(self, request_id: str) -> None:
-        """Have one end: from here on it is none of `open` or `recovered`."""
+        """End a reservation and remove it from `open` or `recovered`."""
         (self.open if request_id in self.open else self.recovered).pop(request_id)
         self._settled.append(_Settled(request_id))
 
     def recover(self, request_id: str) -> None:
-        """Have an open one wait for a settlement that may still come, in another transaction than this."""
+        """Mark an open reservation as recovered; a later transaction can still settle it."""
         del self.open[request_id]
         self._recovered.append(_Recovered(request_id))
 
     def writes(self) -> list[Write]:
-        """What writes that which was changed, in this order: what is extended and closed at once is the same row."""
+        """The writes for all changes, in this order, since one transaction can extend and close the same row."""
         return [
             (_OPEN, self._opened),
             (_EXTEND, list(self._extended.values())),
@@ -174,9 +174,9 @@ class ReservationRows:
             )
 
     def _read_settled(self, request_ids: list[str]) -> None:
-        """Of requests without a reservation: those that had one. Few are settled twice.
+        """Find out which requests without a reservation once had one. Few requests are settled twice.
 
-        A statement of its own after the locks were waited for, so that it sees what their holder has written.
+        This is a separate statement after the locks are acquired, so that it sees what their previous holder wrote.
         """
         if request_ids:
             events = schema.usage_events

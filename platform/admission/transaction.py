@@ -1,4 +1,4 @@
-"""One transaction for many admissions: locked in one order, judged in memory in the order of arrival, written once."""
+"""One transaction for many operations: lock rows in one order, judge in memory in order of arrival, write once."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ _Caller = tuple[str, str, str | None]
 """Tenant, key, and adapter if it is not the base."""
 
 MAX_ATTEMPTS = 20
-"""How often the rules may change under a transaction before it is given up."""
+"""Maximum number of attempts while the rules keep changing."""
 
 
 class Uncounted(Exception):
-    """Since the counters were locked the rules have changed, or a day has ended, and others are needed besides.
+    """Policies changed or a window rolled over after the counters were locked; retry with these bindings locked too.
 
-    Nothing was judged. The transaction is begun anew, with the `bindings` whose counters may have to be made.
+    Nothing was judged. The counters of `bindings` may have to be created before the retry.
     """
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
-        super().__init__("the rules changed while they were applied")
+        super().__init__("quota policies changed while they were applied")
         self.bindings = bindings
 
 
 class AdmissionTransaction:
-    """The work of one transaction that may write.
+    """The work of one write transaction.
 
-    It locks the reservations in the order of their ids and then the counters in that of their keys: see `CounterRows`.
-    Rules and prices come from books that are kept between transactions: see `PolicyReader` and `PriceReader`.
+    It locks reservations in the order of their ids, then counters in the order of their keys: see `CounterRows`. Rules
+    and prices are cached between transactions: see `PolicyReader` and `PriceReader`.
     """
 
     def __init__(self, connection: Connection, database: Database, policies: PolicyReader, prices: PriceReader) -> None:
@@ -65,17 +65,19 @@ class AdmissionTransaction:
         self._reservations = ReservationRows(connection)
         self._entries = LedgerEntries(connection, prices)
         self._bindings: dict[_Caller, Sequence[Binding]] = {}
-        """What holds for each caller that asks for something."""
+        """The bindings for each caller with a request or load charge."""
         self._held: dict[str, list[Binding | None]] = {}
-        """What each reservation's charges are of; None where the limit was lifted meanwhile."""
+        """The binding of each charge of a reservation; None if the limit has since been removed."""
         self._book: PriceBook | None = None
         self._adapters: Mapping[str, str] = {}
         self.num_overdrawn = 0
-        """Settlements that came after recovery and took a hard limit beyond what it admits."""
+        """Settlements that came after recovery and overdrew a hard limit."""
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """The outcome of each; a refused one takes nothing. Raises Uncounted and SQLAlchemyError, and then nothing
-        is changed."""
+        """Apply the operations and return the outcome of each; a refused one takes nothing.
+
+        Raises Uncounted and SQLAlchemyError, in which case nothing is changed.
+        """
         asking = [operation for operation in operations if isinstance(operation, ReservationRequest | LoadCharge)]
         others = [operation for operation in operations if isinstance(operation, Extension | Closing)]
         rows = self._reservations.read({operation.request_id for operation in others}) if others else []
@@ -90,7 +92,7 @@ class AdmissionTransaction:
     def _lock_counters(
         self, callers: Collection[_Caller], rows: Sequence[ReservationRow], others: Sequence[Extension | Closing]
     ) -> None:
-        """Lock what the rules name, and see that they still do."""
+        """Lock the counters that the rules name, and check that the rules have not changed since."""
         self._read_rules(callers, rows)
         wanted = self._bind(callers, self._policies.latest_us)
         keys = {binding.key for binding in wanted}.union(self._changed_keys(others))
@@ -111,12 +113,12 @@ class AdmissionTransaction:
         self._held = {row.id: self._rules.held(row.charges, row.tenant_id) for row in rows}
 
     def _bind(self, callers: Collection[_Caller], now_us: int) -> list[Binding]:
-        """Find what holds for each caller at a time; all of it."""
+        """Find each caller's bindings at a moment; return all of them."""
         self._bindings = {caller: self._rules.bindings(*caller, now_us) for caller in callers}
         return [binding for bindings in self._bindings.values() for binding in bindings]
 
     def _changed_keys(self, operations: Sequence[Extension | Closing]) -> set[CounterKey]:
-        """The counters of reservations that these change."""
+        """The counters of reservations that these operations change."""
         return {
             binding.key
             for operation in operations
@@ -130,7 +132,7 @@ class AdmissionTransaction:
         self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
 
     def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
-        """What tokens cost a request, as the ledger will have it; None too where no budget is in money."""
+        """The price that the ledger will use for a request; None if there is no price or no budget in money."""
         if self._book is None:
             return None
         adapter_id = None if version_id is None else self._adapters.get(version_id)
@@ -169,7 +171,7 @@ class AdmissionTransaction:
         return True
 
     def _admit(self, bindings: Sequence[Binding], demand: Demand) -> Decision:
-        """Judge a demand and count it; raises QuotaExceeded and RequestTooLarge."""
+        """Check a demand against the bindings and count it; raises QuotaExceeded and RequestTooLarge."""
         try:
             decision = decide(bindings, self._quotas.counters, demand, self._now_us)
         except (QuotaExceeded, RequestTooLarge):
@@ -180,9 +182,9 @@ class AdmissionTransaction:
         return decision
 
     def _note_step_back(self, bindings: Sequence[Binding]) -> None:
-        """Have the buckets of a refused request refill from now on where the clock has gone back.
+        """If the clock was set back, make the buckets of a refused request refill from now.
 
-        A refusal writes nothing else, and a refill time that stays ahead would be taken back at each refusal again.
+        A refusal writes nothing else, so a refill time in the future would otherwise be reset at every refusal.
         """
         for binding in bindings:
             counter = self._quotas.counters.get(binding.key)
@@ -219,12 +221,12 @@ class AdmissionTransaction:
         if reservation is None:
             return self._not_open(closing.request_id)
         if closing.is_recovery and closing.lease_expires_us != reservation.lease_expires_us:
-            # A gateway that was only slow has extended its lease since.
+            # The gateway was only slow and has since extended its lease.
             return False
         settlement = closing.settlement
         spent = _spent(settlement, self._price_of(reservation))
         for charge, binding in zip(reservation.charges, self._held[reservation.id], strict=True):
-            # A limit that was lifted meanwhile no longer binds.
+            # A limit that has since been removed no longer applies.
             if binding is None or not binding.is_settled_by(spent):
                 continue
             if (counter := self._quotas.counters.get(binding.key)) is not None:
@@ -238,7 +240,7 @@ class AdmissionTransaction:
         return True
 
     def _correct(self, closing: Closing) -> bool:
-        """Settle a request whose gateway had seemed dead: what it cost beyond, or less than, what it was charged."""
+        """Settle a recovered request after all: charge the difference between its actual and its charged usage."""
         reservation = self._reservations.recovered[closing.request_id]
         charged, truth = self._reservations.charged[closing.request_id], closing.settlement
         price = self._price_of(reservation)
@@ -264,7 +266,7 @@ class AdmissionTransaction:
 
 
 def _is_changed(binding: Binding, operation: Extension | Closing) -> bool:
-    """Whether an operation changes what is counted for a policy that its reservation holds something of."""
+    """Whether an operation changes the counter of one of its reservation's bindings."""
     if isinstance(operation, Extension):
         return binding.is_extended
     settlement = operation.settlement
