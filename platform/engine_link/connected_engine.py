@@ -1,4 +1,4 @@
-"""What every client of an engine process has in common: one connection at a time, and requests that engines died of."""
+"""The common part of all clients of an engine process: a single connection, and crash strikes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.platform.engine_link.engine_connection import EngineConnection, ref
 
 
 class ConnectedEngine:
-    """The calls of an EngineClient, passed to `_connection` while there is one; subclasses make and drop it."""
+    """Passes the calls of an EngineClient to `_connection`, which subclasses open and close."""
 
     def __init__(self, strikes: CrashStrikes) -> None:
         self._connection: EngineConnection | None = None

@@ -13,26 +13,26 @@ from loramux.engine.messages import Add
 
 MAX_DEATHS = 2
 MEMORY_S = 600.0
-"""A request is forgiven when it has run at no death for this long."""
+"""A request's strikes are forgotten when no engine has died with it for this long, in seconds."""
 MAX_REQUESTS = 4096
-"""The longest ago struck are forgotten first."""
+"""Maximum number of requests remembered. The least recently struck are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strikes:
-    """How often a request ran when the engine died, and when that was last."""
+    """How often the engine died while running a request, and when it last did."""
 
     num_deaths: int
     last_s: float
 
 
 class CrashStrikes:
-    """Strikes by request, whoever sends it how often.
+    """Strikes by request, including its retries.
 
-    One request is the same tenant's, for the same adapter, with the same prompt and sampling parameters. `max_tokens`
-    and the seed do not tell requests apart: a retry may be granted fewer tokens or draw another seed, and is still the
-    request that stopped the engine. A request that runs to its end is acquitted: one that is sent all the time was
-    only there when it happened.
+    Requests are the same if they have the same tenant, adapter, prompt and sampling parameters. `max_tokens` and the
+    seed are ignored: a retry can be granted fewer tokens or draw another seed, and is still the request that crashed
+    the engine. A request that completes is acquitted, so a frequent request that merely ran during a crash is not
+    refused.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -44,7 +44,7 @@ class CrashStrikes:
         return len(self._strikes)
 
     def strike(self, adds: Iterable[Add]) -> None:
-        """The engine died while it ran these; each request counts once, however many of its choices there were."""
+        """Record that the engine died while running these; each request counts once, however many choices it has."""
         self._forgive()
         for key in {request_key(add) for add in adds}:
             struck = self._strikes.pop(key, None)
@@ -53,13 +53,13 @@ class CrashStrikes:
             self._strikes.popitem(last=False)
 
     def acquit(self, add: Add) -> None:
-        """It ran to its end."""
-        # Almost always there are none, and then no prompt is hashed.
+        """Clear the strikes of a request that completed."""
+        # There are almost never any strikes, and then no prompt is hashed.
         if self._strikes:
             self._strikes.pop(request_key(add), None)
 
     def is_refused(self, add: Add) -> bool:
-        """Whether it must not run any more."""
+        """Whether the request must not run again."""
         self._forgive()
         struck = self._strikes.get(request_key(add)) if self._strikes else None
         return struck is not None and struck.num_deaths >= MAX_DEATHS
@@ -74,7 +74,7 @@ class CrashStrikes:
 
 
 def request_key(add: Add) -> bytes:
-    """What a client's retry has in common with its first try."""
+    """A key that is the same for a request and its retries."""
     sampling = msgspec.structs.replace(add.sampling, seed=None)
     identity = (add.share_key, add.isolation_key, add.digest, add.prompt, sampling)
     return hashlib.blake2b(msgspec.msgpack.encode(identity), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The one interface between a gateway and an engine; the bridge from asyncio to the synchronous engine loop."""
+"""The only interface between a gateway and an engine: the bridge from asyncio to the synchronous engine loop."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ class EngineUnavailable(Exception):
 
 
 class EngineClient(Protocol):
-    """How a gateway runs sequences. Implementations: in-process (tests) and a local engine process.
+    """How a gateway runs sequences. Implementations: `LocalEngine`, `JoinedEngine`, and `ScriptedEngine` for tests.
 
-    `submit` returns at once; iterating yields SequenceOutput records and, as the very last item, one Finished. An
-    engine that dies ends every stream with Finished(reason="error", code="engine_unavailable"). `abort` never blocks
-    and its stream still ends with a Finished. A stream that is no longer read keeps nothing else waiting.
+    `submit` returns immediately; iterating yields SequenceOutput records and one Finished as the last item. If the
+    engine dies, every stream ends with Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and
+    the aborted stream still ends with a Finished. A stream that nobody reads does not block anything else.
     """
 
     @property
     def info(self) -> EngineReady | None:
-        """Facts of the running engine, or None while there is none."""
+        """What the running engine announced about itself; None while no engine is running."""
 
     @property
     def is_ready(self) -> bool: ...
 
     @property
     def is_live(self) -> bool:
-        """Whether the engine made a step lately or needed none; false while a hung one cannot be replaced."""
+        """Whether the engine is making progress or is idle; false while a hung engine cannot be replaced."""
 
     @property
     def trouble(self) -> str | None:
-        """Why it is not ready, for operators only; None where it is, or where nothing is known."""
+        """Why the engine is not ready, for operators only; None if it is ready or the reason is unknown."""
 
     def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
-        """Run one sequence; raises EngineUnavailable at once while the engine is not ready."""
+        """Run one sequence; raises EngineUnavailable immediately if the engine is not ready."""
 
     def abort(self, sequence_id: str, keep: int | None = None) -> None: ...
 
     def extend(self, sequence_id: str, max_tokens: int) -> None:
-        """Raise a sequence's limit; one that has ended is left as it was. Never blocks."""
+        """Raise a sequence's token limit; ignored if the sequence has ended. Never blocks."""
 
     async def load(self, digest: str, timeout_s: float) -> AdapterState: ...
 
     async def unload(self, digest: str, timeout_s: float) -> AdapterState: ...
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        """Load an adapter and keep it resident, or let it go again."""
+        """Load an adapter and keep it resident, or allow its eviction again."""
         ...
 
     async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
-        """How the engine stands; `with_tiers` also lists what its host and disk tier hold, which takes longer."""
+        """The engine's statistics; `with_tiers` also lists its host and disk tiers' adapters, which takes longer."""
         ...
 
     async def close(self) -> None: ...

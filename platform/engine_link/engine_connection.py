@@ -38,7 +38,7 @@ from loramux.engine.messages import (
 from loramux.platform.engine_link.engine_client import EngineUnavailable
 
 INITIAL_CREDIT = 64
-"""StepOutput messages that may be under way."""
+"""Maximum number of StepOutput messages in flight."""
 CREDIT_BATCH = 16
 READY_TIMEOUT_S = 30.0
 
@@ -46,11 +46,11 @@ log = structlog.get_logger()
 
 Answer = TypeVar("Answer", AdapterState, Stats)
 NoteEnd = Callable[[Add, Finished], None]
-"""Told of each sequence that an engine ends itself."""
+"""Called for each sequence that the engine itself ends."""
 
 
 class SequenceStream:
-    """What one sequence produces; an unread stream holds its own tokens and delays nobody."""
+    """The output of one sequence. An unread stream buffers its own tokens and does not delay other streams."""
 
     def __init__(self, add: Add) -> None:
         self.add = add
@@ -64,7 +64,7 @@ class SequenceStream:
         self._items.put_nowait(item)
 
     def fail(self, was_running: bool) -> None:
-        """End a stream whose engine is gone: what was received is what is billed, and nothing where it only waited."""
+        """End a stream whose engine is gone. Received tokens are billed; a sequence that never ran costs nothing."""
         has_run = was_running or self._num_received > 0
         self.put(
             Finished(
@@ -89,7 +89,7 @@ class SequenceStream:
 
 
 def refused_stream(add: Add) -> SequenceStream:
-    """The stream of a sequence that no engine is asked to run, because engines died of it."""
+    """The stream of a sequence that is refused because engines died while running it."""
     stream = SequenceStream(add)
     stream.put(
         Finished(
@@ -98,14 +98,14 @@ def refused_stream(add: Add) -> SequenceStream:
             prompt_tokens=0,
             completion_tokens=0,
             code="request_excluded",
-            message="the engine stopped twice while it ran this request, which is therefore refused for a while",
+            message="the engine stopped twice while running this request, so the request is refused for a while",
         )
     )
     return stream
 
 
 class EngineConnection:
-    """A DEALER socket to an engine. `open` returns once the engine has said what it is."""
+    """A DEALER socket to an engine. `open` returns once the engine has announced itself."""
 
     def __init__(
         self, socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, monitor: zmq.asyncio.Socket, note_end: NoteEnd
@@ -127,7 +127,7 @@ class EngineConnection:
     async def open(path: Path, note_end: NoteEnd, timeout_s: float = READY_TIMEOUT_S) -> EngineConnection:
         """Connect to the engine that listens at `path`.
 
-        Raises EngineUnavailable when it does not answer, or in a way that this gateway does not understand.
+        Raises EngineUnavailable if it does not answer or its answer cannot be understood.
         """
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
@@ -142,7 +142,7 @@ class EngineConnection:
             async with asyncio.timeout(timeout_s):
                 await _first_of(connection._ready, connection._reader)
             if not connection._ready.done() or connection.info.protocol != PROTOCOL:
-                raise EngineUnavailable("the engine is of another version of loramux")
+                raise EngineUnavailable("the engine runs a different version of loramux")
         except BaseException as error:
             connection.close(frozenset())
             if isinstance(error, TimeoutError):
@@ -156,11 +156,11 @@ class EngineConnection:
 
     @property
     def open_adds(self) -> dict[str, Add]:
-        """What was submitted and has not ended, by sequence."""
+        """The Add messages of unfinished sequences, by sequence id."""
         return {sequence_id: stream.add for sequence_id, stream in self._streams.items()}
 
     async def wait_lost(self) -> None:
-        """Return once the engine has closed the connection, as its death does, or says what cannot be understood."""
+        """Return once the engine has died, closed the connection, or sent an unreadable message."""
         closed = asyncio.ensure_future(recv_monitor_message(self._monitor))
         try:
             await _first_of(closed, self._reader)
@@ -168,7 +168,7 @@ class EngineConnection:
             closed.cancel()
 
     def submit(self, add: Add) -> SequenceStream:
-        # The engine would reject it, and its stream would never end.
+        # The engine would reject a duplicate id, and its stream would never end.
         assert add.sequence_id not in self._streams
         stream = self._streams[add.sequence_id] = SequenceStream(add)
         self._send(add)
@@ -200,7 +200,7 @@ class EngineConnection:
         return await self._call(Stats, StatsRequest(call_id=call_id, with_tiers=with_tiers), call_id, timeout_s)
 
     def close(self, running: frozenset[str]) -> list[Add]:
-        """End every stream and call, and free the socket; what was open of the sequences in `running`."""
+        """End every stream and call, and free the socket. Returns the unfinished sequences among `running`."""
         self._reader.cancel()
         self._take_what_arrived()
         for sequence_id, stream in self._streams.items():
@@ -233,18 +233,18 @@ class EngineConnection:
         self._socket.send(self._encoder.encode(message))
 
     async def _read(self) -> None:
-        """Dispatch what comes until something cannot be understood."""
+        """Dispatch messages until one cannot be decoded."""
         while True:
             data = await self._socket.recv()
             try:
                 message = self._decoder.decode(data)
             except msgspec.MsgspecError as error:
-                log.error("the engine said something unreadable", reason=str(error))
+                log.error("the engine sent an unreadable message", reason=str(error))
                 return
             self._dispatch(message)
 
     def _take_what_arrived(self) -> None:
-        """What an engine said before its end counts: tokens are paid for, and what it finished did not fail."""
+        """Handle what the engine sent before its end: delivered tokens are billed, and finished sequences succeeded."""
         socket: Any = zmq.Socket.shadow(self._socket.underlying)
         while True:
             try:
@@ -272,7 +272,7 @@ class EngineConnection:
                 if call is not None and not call.done():
                     call.set_result(message)
             case Rejected():
-                # A fault of this gateway's own; a client's mistakes are answered by Finished.
+                # This is a bug in the gateway; a client's mistakes are reported by Finished.
                 log.error("the engine rejected a message", sequence_id=message.sequence_id, reason=message.message)
             case Heartbeat():
                 return
@@ -282,5 +282,5 @@ class EngineConnection:
 
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of them is done; none is cancelled."""
+    """Wait until one of the futures is done; none is cancelled."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""One run of an engine's process: started, watched through its record and its output, ended."""
+"""One run of an engine's process: start it, watch its step record and its output, end it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from loramux.platform.engine_link.output_lines import OutputLines
 from loramux.platform.engine_link.process_output import ProcessOutput
 
 ENGINE_COMMAND = (sys.executable, "-m", "loramux.engine.server.process")
-"""Called with the socket's path and the descriptor of the step record."""
+"""The engine's command line, to which the socket's path and the step record's file descriptor are appended."""
 
 KILL_WAIT_S = 2.0
-"""How long a killed process may take to be gone. One that a driver holds in the kernel never is."""
+"""How long to wait for a killed process, in seconds. A process stuck in a kernel driver never ends."""
 
 THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 """Idle kernel threads spin for about 0.2 ms, then sleep (GNU OpenMP).
 
-A step has dozens of parallel regions with less than that between them, and waking a thread takes 0.1 ms. Threads that
-spin for ever would take the cores from the gateway, and from each other whenever one waits for a time slice.
+A step has dozens of parallel regions, less than that apart, and waking a thread takes 0.1 ms. Threads that spin forever
+would take the cores from the gateway, and from each other whenever one waits for a time slice.
 """
 
 MEMORY_ENVIRONMENT = {
@@ -40,17 +40,17 @@ MEMORY_ENVIRONMENT = {
         )
     )
 }
-"""What a step frees serves the next one, in huge pages where the kernel gives them to whoever asks (GNU libc).
+"""Memory freed by a step is reused by the next one, in huge pages if the kernel gives them on request (GNU libc).
 
-Otherwise each activation of a large step is mapped anew: 20,000 page faults for sixteen prompts of 64 tokens. Weights
-are read from small pages at half the speed. 32 MiB is the largest threshold that the C library takes.
+Otherwise each activation of a large step is mapped again: 20,000 page faults for sixteen prompts of 64 tokens. Weights
+in small pages are read at half the speed. 32 MiB is the largest threshold that the C library accepts.
 """
 
 log = structlog.get_logger()
 
 
 class EngineProcess:
-    """A process that was started; `close` it, however it ended."""
+    """A started process. Call `close`, however it ended."""
 
     def __init__(self, process: asyncio.subprocess.Process, record: StepRecord, output: ProcessOutput) -> None:
         self._process = process
@@ -61,7 +61,7 @@ class EngineProcess:
     async def launch(
         command: tuple[str, ...], config: EngineConfig, socket_path: Path, lines: OutputLines | None = None
     ) -> EngineProcess:
-        """Start an engine that will listen at `socket_path`; what it prints goes to `lines`, or as it is."""
+        """Start an engine that will listen at `socket_path`; its output goes to `lines`, or unchanged to stderr."""
         record_fd = StepRecord.new_file(config.max_sequences)
         output = ProcessOutput() if lines is None else ProcessOutput(lines.take, lines.end)
         try:
@@ -74,7 +74,7 @@ class EngineProcess:
                 stdout=output.write_fd,
                 stderr=output.write_fd,
                 pass_fds=(record_fd,),
-                # A session of its own: Ctrl-C at the terminal is for the supervisor, which drains first.
+                # The engine gets its own session: Ctrl-C at the terminal goes to the supervisor, which drains first.
                 start_new_session=True,
                 env=_environment(config.program_dir),
             )
@@ -85,7 +85,7 @@ class EngineProcess:
             os.close(record_fd)
         output.close_write_end()
         assert process.stdin is not None
-        # Standard input stays open: the engine ends when this process does. One that has died already says so itself.
+        # Standard input stays open, so that the engine ends with this process. If it has already died, `wait` shows it.
         with contextlib.suppress(ConnectionError):
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             await process.stdin.drain()
@@ -97,17 +97,17 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the process is running."""
         return self._process.returncode
 
     async def wait(self) -> int:
         return await self._process.wait()
 
     def how_it_ended(self) -> str:
-        """Its end and its last words, in one line."""
+        """How the process ended and its last output, in one line."""
         code = self.exit_code
         if code is None:
-            end = "it still runs"
+            end = "it is still running"
         elif code < 0:
             end = f"killed by {_signal_name(-code)}"
         else:
@@ -123,7 +123,7 @@ class EngineProcess:
             self._process.kill()
 
     async def end(self, grace_s: float) -> None:
-        """Ask it to end, and kill it when it has not after `grace_s`; takes at most KILL_WAIT_S longer."""
+        """Ask the process to end, and kill it after `grace_s`; takes at most KILL_WAIT_S longer."""
         if self.exit_code is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -134,7 +134,7 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        """Free what this side holds of it."""
+        """Free this side's resources."""
         self._output.last_line()
         self._output.close()
         self.record.close()

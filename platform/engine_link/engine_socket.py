@@ -1,4 +1,4 @@
-"""Where an engine listens: a socket that its user alone can reach, at a path that a gateway can be told."""
+"""Where an engine listens: a Unix socket that only its user can reach, at a path for gateways to connect to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 MAX_SOCKET_PATH = 107
-"""Bytes of a unix socket's path (Linux, sun_path)."""
+"""Longest path of a Unix socket, in bytes (Linux, sun_path)."""
 
 TEMPORARY_PREFIX = "loramux-engine-"
 SOCKET_NAME = "engine.sock"
@@ -18,22 +18,21 @@ LOCK_NAME = "lock"
 
 
 class SocketUnusable(Exception):
-    """There is no place for the socket; the message says why."""
+    """The socket cannot be created; the message says why."""
 
 
 class EngineSocketDirectory:
-    """A directory of mode 0700 for one engine's socket, held by a lock for as long as its owner lives.
+    """A directory of mode 0700 for one engine's socket, locked for as long as its owner lives.
 
-    `preferred` is used where the socket fits into it: then its path is the same at every start. Elsewhere, or without
-    one, a temporary directory is made. Those that dead owners left are removed by whoever makes the next.
-    Raises SocketUnusable.
+    `preferred` is used if it can hold the socket, so that the path is the same at every start. Otherwise a temporary
+    directory is created, after removing the ones that dead owners left behind. Raises SocketUnusable.
     """
 
     def __init__(self, preferred: Path | None = None) -> None:
         self._is_temporary = preferred is None or not _takes_sockets(preferred)
         if self._is_temporary:
             _remove_abandoned()
-            # Created 0700 by mkdtemp: nobody else can reach the socket inside.
+            # mkdtemp creates it with mode 0700, so no other user can reach the socket inside.
             directory = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
         else:
             assert preferred is not None
@@ -44,16 +43,16 @@ class EngineSocketDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise SocketUnusable(f"another server's engine listens in {directory}") from None
+            raise SocketUnusable(f"another server's engine is listening in {directory}") from None
         self.path = directory / SOCKET_NAME
         if len(os.fsencode(self.path)) > MAX_SOCKET_PATH:
             self.close()
-            raise SocketUnusable(f"the temporary directory's path is too long for a unix socket: {directory}")
-        # What an owner that was killed left there.
+            raise SocketUnusable(f"the temporary directory's path is too long for a Unix socket: {directory}")
+        # A killed owner may have left its socket behind.
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove what was made; again: nothing."""
+        """Remove the socket and a temporary directory. Closing again does nothing."""
         if self._lock < 0:
             return
         (self._directory / SOCKET_NAME).unlink(missing_ok=True)
@@ -66,7 +65,7 @@ class EngineSocketDirectory:
 
 
 def _takes_sockets(directory: Path) -> bool:
-    """Whether the directory can be private and hold a socket, which some shared file systems cannot."""
+    """Whether the directory can be private and hold a socket, which some shared file systems do not support."""
     probe = directory.absolute() / f"probe-{os.getpid()}.sock"
     if len(os.fsencode(probe)) > MAX_SOCKET_PATH:
         return False
@@ -82,7 +81,7 @@ def _takes_sockets(directory: Path) -> bool:
 
 
 def _remove_abandoned() -> None:
-    """Remove temporary directories of ours whose owners are dead, which is who holds no lock."""
+    """Remove this user's temporary directories whose owners are dead, which means that they are not locked."""
     for directory in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():
@@ -94,11 +93,11 @@ def _remove_if_abandoned(directory: Path) -> None:
     try:
         lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        # Somebody is just making or removing it.
+        # Another process is creating or removing it.
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The lock last: a directory without one is never looked at again.
+        # Remove the lock last: a directory without one is never examined again.
         for name in (SOCKET_NAME, LOCK_NAME):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()

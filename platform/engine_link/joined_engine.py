@@ -1,4 +1,4 @@
-"""An engine that another process on this machine supervises, and the client that talks to it."""
+"""Client of an engine that another process on this machine supervises."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ log = structlog.get_logger()
 
 
 class JoinRefused(Exception):
-    """The engine cannot be joined; the message says why and how to mend it."""
+    """The engine cannot be joined; the message says why and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """How long an engine may take to answer, and how often a lost one is looked for."""
+    """How long an engine may take to answer, and how often to look for a lost one."""
 
     answer_timeout_s: float = 5.0
     first_delay_s: float = 0.1
@@ -39,8 +39,8 @@ class Joining:
 class JoinedEngine(ConnectedEngine):
     """A client of the engine at `path`, which it neither starts nor stops.
 
-    When the engine goes, the open streams end as those of its supervisor do; once another listens at the same path,
-    it is joined. It must be of this loramux and of the model whose `model_sha256` is given.
+    When the engine stops, open streams end as its supervisor's do. Once another engine listens at the same path, the
+    client joins it. The engine must run the same version of loramux and the model with the given `model_sha256`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class JoinedEngine(ConnectedEngine):
 
     @property
     def is_live(self) -> bool:
-        """Always: whether the engine hangs is its supervisor's to find out."""
+        """Always true: the engine's supervisor watches for hangs."""
         return True
 
     @property
@@ -68,12 +68,12 @@ class JoinedEngine(ConnectedEngine):
         return None if self.is_ready else self._trouble
 
     async def start(self) -> None:
-        """Join the engine; raises JoinRefused when there is none, or not this one."""
+        """Join the engine; raises JoinRefused if there is none or it is not the right one."""
         self._connection = await self._join()
         self._follower = asyncio.create_task(self._follow(), name="engine-follower")
 
     async def close(self) -> None:
-        """Leave the engine; what still runs there is ended by it."""
+        """Disconnect; the engine ends the sequences that are still running."""
         if self._follower is not None:
             self._follower.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -94,7 +94,7 @@ class JoinedEngine(ConnectedEngine):
         return connection
 
     async def _follow(self) -> None:
-        """Wait until the engine goes, end what ran on it, and join the next one; forever."""
+        """Wait until the engine is lost, end its streams, and join the next one; forever."""
         while True:
             assert self._connection is not None
             await self._connection.wait_lost()
@@ -103,7 +103,7 @@ class JoinedEngine(ConnectedEngine):
             self._lost = self._connection.open_adds
             self._leave()
             self._connection = await self._rejoin()
-            # Only its supervisor sees what an engine ran when it died, and the next engine tells.
+            # Only the supervisor knows which sequences were running when an engine died; the next engine reports them.
             ran = self._connection.info.ran_at_death
             self._strikes.strike([self._lost[name] for name in ran if name in self._lost])
             self._lost = {}
@@ -116,7 +116,7 @@ class JoinedEngine(ConnectedEngine):
             try:
                 return await self._join()
             except Exception as error:
-                # Whatever it was, the next round tries again.
+                # After any failure, the next round tries again.
                 self._trouble = str(error)
             delay_s = min(2 * delay_s, self._joining.max_delay_s)
 
@@ -127,12 +127,12 @@ class JoinedEngine(ConnectedEngine):
 
 
 def _check_listening(path: Path) -> None:
-    """Raise JoinRefused unless somebody listens at the path. ZeroMQ itself would wait for ever without a word."""
+    """Raise JoinRefused unless a process listens at the path. ZeroMQ itself would silently wait forever."""
     if len(str(path).encode()) > MAX_SOCKET_PATH:
-        raise JoinRefused(f"{path} is too long for a unix socket's path: {MAX_SOCKET_PATH} bytes at most")
+        raise JoinRefused(f"{path} is too long for a Unix socket's path: {MAX_SOCKET_PATH} bytes at most")
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
-            raise JoinRefused(f"{path} is no socket: give --engine the path that 'loramux serve' prints")
+            raise JoinRefused(f"{path} is not a socket: give --engine the path that 'loramux serve' prints")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(2.0)
             probe.connect(str(path))
@@ -142,7 +142,7 @@ def _check_listening(path: Path) -> None:
         raise JoinRefused(f"the engine at {path} is gone: start its server, 'loramux serve', first") from None
     except PermissionError:
         raise JoinRefused(
-            f"the engine at {path} may not be used by this user: run the gateway as the user of its server"
+            f"this user may not use the engine at {path}: run the gateway as the same user as its server"
         ) from None
     except OSError as error:
         raise JoinRefused(f"the engine at {path} cannot be reached: {error.strerror or error}") from None

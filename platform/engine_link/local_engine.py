@@ -1,4 +1,4 @@
-"""A supervised engine process on this machine, and the client that talks to it."""
+"""Supervisor and client of an engine process on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from loramux.platform.engine_link.output_lines import OutputLines
 from loramux.platform.engine_link.watchdog import Watchdog
 
 END_GRACE_S = 1.0
-"""How long an engine that is told to end may finish its step; by then its streams have been ended."""
+"""How long an engine may take to finish its step when asked to end, in seconds; its streams have already ended."""
 
 CONNECT_POLL_S = 0.02
 
@@ -32,19 +32,19 @@ log = structlog.get_logger()
 
 
 class EngineStartError(Exception):
-    """The engine cannot start; its own sentence says why."""
+    """The engine cannot start; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """How an engine is watched, and when it is started again."""
+    """How an engine is watched, and when it is restarted."""
 
     step_timeout_s: float = 60.0
-    """A step that takes longer hangs."""
+    """A step that takes longer counts as hung."""
     start_timeout_s: float = 300.0
-    """The same for the start, and for the first step after it, which may have to compile."""
+    """The same limit for the start, and for the first step after it, which may have to compile kernels."""
     first_delay_s: float = 0.2
-    """Before the restart after a steady run; it doubles with each run that is not steady."""
+    """Delay before a restart after a steady run; it doubles with each run that is not steady."""
     max_delay_s: float = 30.0
     steady_s: float = 60.0
 
@@ -53,19 +53,18 @@ class Supervision:
         return min(1.0, self.step_timeout_s / 4)
 
     def delay_s(self, num_short_runs: int) -> float:
-        """How long to wait after so many runs in a row that were not steady."""
-        # The exponent has a cap of its own: a power without one overflows in the end.
+        """How long to wait after `num_short_runs` consecutive runs that were not steady."""
+        # The exponent is capped too, so that the power cannot overflow.
         return float(min(self.max_delay_s, self.first_delay_s * 2 ** min(num_short_runs, 32)))
 
 
 class LocalEngine(ConnectedEngine):
-    """Starts an engine process, starts it again when it dies or hangs, and is its client.
+    """Starts an engine process, restarts it when it dies or hangs, and is its client.
 
-    While no engine runs, `submit` raises EngineUnavailable and `is_ready` is false; streams that were open when it
-    died end with Finished(reason="error", code="engine_unavailable"). A request that was running at two deaths ends
-    at once with the code `request_excluded`. Other gateways may use the engine through `socket_path`, which lies in
-    `socket_directory` where that can hold a socket. What an engine prints goes to `lines`, or to
-    standard error as it is.
+    While no engine is running, `submit` raises EngineUnavailable and `is_ready` is false; streams that were open when
+    it died end with Finished(reason="error", code="engine_unavailable"). A request that was running at two deaths ends
+    immediately with the code `request_excluded`. Other gateways can use the engine through `socket_path`, which is in
+    `socket_directory` if that can hold a socket. The engine's output goes to `lines`, or unchanged to standard error.
     """
 
     def __init__(
@@ -95,17 +94,17 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def is_live(self) -> bool:
-        """False from when a step hangs until its process is gone, which is for good if it cannot be killed."""
+        """False from when a step hangs until its process is gone; forever if the process cannot be killed."""
         return not self._is_hung
 
     @property
     def trouble(self) -> str | None:
-        """Why it is not ready, in a line for operators: the last engine's end and its last words."""
+        """Why the engine is not ready, in a line for operators: how the last one ended and its last output."""
         return None if self.is_ready else self._trouble
 
     @property
     def socket_path(self) -> Path:
-        """Where the engine listens, for further gateways too; the same for all its runs."""
+        """Where the engine listens, also for other gateways; it stays the same across restarts."""
         return self._socket.path
 
     @property
@@ -114,12 +113,12 @@ class LocalEngine(ConnectedEngine):
         return None if self._process is None else self._process.pid
 
     async def spawn(self) -> None:
-        """Begin to start the engine and return; `start` waits for it. Lets the caller import while the engine loads."""
+        """Launch the engine without waiting, so that the caller can import while it loads; `start` waits for it."""
         if self._process is None:
             await self._launch()
 
     async def start(self) -> None:
-        """Wait until the engine can run sequences; raises EngineStartError with its reason when it cannot."""
+        """Wait until the engine can run sequences; raises EngineStartError with the reason if it cannot."""
         await self.spawn()
         try:
             await self._connect()
@@ -129,12 +128,12 @@ class LocalEngine(ConnectedEngine):
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     async def close(self) -> None:
-        """Stop supervising, end the process and remove its socket; takes a few seconds at most, whatever hangs."""
+        """Stop supervising, end the process and remove its socket; takes at most a few seconds, even if it hangs."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
-        # An engine that still loads would not notice that it should end; it holds nothing that could be lost.
+        # An engine that is still loading would not notice the request to end, and has nothing to lose.
         grace_s = END_GRACE_S if self.is_ready and not self._is_hung else 0.0
         self._disconnect(frozenset())
         process, self._process = self._process, None
@@ -148,7 +147,7 @@ class LocalEngine(ConnectedEngine):
         self._process = await EngineProcess.launch(self._command, config, self.socket_path, self._lines)
 
     async def _connect(self) -> None:
-        """Connect to the launched process once it listens."""
+        """Wait for the launched process to listen, and connect to it."""
         process = self._process
         assert process is not None
         timeout_s = self._supervision.start_timeout_s
@@ -172,12 +171,12 @@ class LocalEngine(ConnectedEngine):
         self._trouble = None
 
     def _disconnect(self, running: frozenset[str]) -> list[Add]:
-        """End every stream; what was open of the sequences that were running."""
+        """End every stream; return the unfinished sequences among `running`."""
         connection, self._connection = self._connection, None
         return [] if connection is None else connection.close(running)
 
     async def _supervise(self) -> None:
-        """Wait for the engine's death, end what ran on it, and start it again; forever."""
+        """Wait for the engine's death, end its streams, and restart it; forever."""
         num_short_runs = 0
         while True:
             assert self._process is not None
@@ -194,12 +193,12 @@ class LocalEngine(ConnectedEngine):
                 await self._connect()
                 log.info("engine restarted", pid=self.pid)
             except Exception as error:
-                # Whatever it was, the next round tries again; a process that cannot be reached is of no use.
+                # After any failure, the next round tries again. A process that cannot be reached is useless.
                 log.error("engine restart failed", reason=str(error))
                 self._process.kill()
 
     async def _until_death(self, process: EngineProcess) -> float:
-        """Wait until the process is gone, killing it when its loop hangs; the seconds that it was of use."""
+        """Wait until the process is gone, killing it if its loop hangs; return how many seconds it worked."""
         limits = self._supervision
         interval_s = limits.look_interval_s
         watchdog = Watchdog(limits.step_timeout_s, limits.start_timeout_s, max_gap_s=2 * interval_s)
@@ -224,7 +223,7 @@ class LocalEngine(ConnectedEngine):
         return self._clock() - started - watchdog.stalled_s
 
     def _abandon_process(self, process: EngineProcess) -> None:
-        """End the streams of an engine that is dead or as good as dead, and remember what it died of."""
+        """End the streams of a dead or hung engine, and record strikes against the requests that it was running."""
         if self.is_ready:
             self._ran_at_death = process.record.running()
             self._strikes.strike(self._disconnect(self._ran_at_death))

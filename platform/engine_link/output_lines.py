@@ -1,4 +1,4 @@
-"""What a process prints, as events of our own log: a line each, and a traceback whole."""
+"""Turns the output of a process into events of our own log: one per line, and one per traceback."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import structlog
 
 MAX_LINE_BYTES = 16_384
-"""A longer line becomes several events."""
+"""Longest line in one event, in bytes; a longer line becomes several events."""
 MAX_TRACEBACK_LINES = 400
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 class OutputLines:
-    """Give it what was printed, in any pieces; `end` when nothing more will come."""
+    """Takes output in chunks of any size. Call `end` after the last one."""
 
     def __init__(self, event: str, log: Any = None) -> None:
         self._event = event
@@ -33,7 +33,7 @@ class OutputLines:
             self._rest = self._rest[MAX_LINE_BYTES:]
 
     def end(self) -> None:
-        """Say what is left: a line without its end, a traceback that was cut off."""
+        """Log the remainder: an unterminated line or a truncated traceback."""
         rest, self._rest = self._rest, b""
         if rest:
             self._take_line(rest)
@@ -46,7 +46,7 @@ class OutputLines:
             self._traceback = [text]
         elif self._traceback:
             self._traceback.append(text)
-            # Its frames are indented; the first line that is not names the exception, and is the last.
+            # Its frames are indented. The first line that is not indented names the exception and is the last one.
             if not text.startswith(" ") or len(self._traceback) >= MAX_TRACEBACK_LINES:
                 self._say_traceback()
         elif text:

@@ -1,4 +1,4 @@
-"""What a child process prints: passed on at once, with its end kept to say why the process died."""
+"""A child process's output: forwarded immediately, with its tail kept to explain why the process died."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ READ_BYTES = 65536
 
 
 def to_standard_error(data: bytes) -> None:
-    """Where a child's output would go if nobody listened to it."""
+    """Forward output to our standard error, where an inherited stream would go."""
     try:
         os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, data)
     except OSError:
-        # Nobody reads our standard error any more; that must not end the engine.
+        # Our standard error is closed; that must not end the engine.
         return
 
 
@@ -37,15 +37,15 @@ class ProcessOutput:
         self._loop.add_reader(self._read_fd, self._read)
 
     def close_write_end(self) -> None:
-        """The child has its copy; with ours closed, its end is the pipe's."""
+        """Close our copy of the child's end, so that the pipe ends when the child does."""
         if self.write_fd >= 0:
             os.close(self.write_fd)
             self.write_fd = -1
 
     def last_line(self) -> str | None:
-        """The last line with anything in it, of what was printed until now."""
+        """The last non-blank line printed so far."""
         while self._read():
-            # More may be in the pipe than one read takes.
+            # The pipe can hold more than one read returns.
             continue
         lines = [line.strip() for line in self._kept.decode(errors="replace").splitlines()]
         return next((line[:MAX_LINE] for line in reversed(lines) if line), None)
@@ -59,7 +59,7 @@ class ProcessOutput:
             self._at_end()
 
     def _read(self) -> bool:
-        """Take what is there; False when there is nothing, now or ever."""
+        """Read what is available; False if there is nothing now or the pipe has ended."""
         if not self._is_open:
             return False
         try:
@@ -67,7 +67,7 @@ class ProcessOutput:
         except BlockingIOError:
             return False
         if not data:
-            # The end of a pipe stays readable: the loop would call for ever.
+            # A pipe at its end stays readable, so the loop would keep calling.
             self._loop.remove_reader(self._read_fd)
             return False
         self._kept = (self._kept + data)[-MAX_KEPT_BYTES:]

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to: a shipped fake for tests of everything in front of an engine."""
+"""An engine that emits scripted tokens: a shipped fake for tests of everything in front of an engine."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What one sequence does: emit `token_ids`, up to the request's max_tokens, pause there if it may, then end.
+    """What one sequence does: emit `token_ids`, up to the request's max_tokens, pause there if allowed, then end.
 
-    With fewer tokens than max_tokens it ends as if by an end-of-sequence token, which is committed but not emitted.
+    With fewer tokens than max_tokens, it ends as if by an end-of-sequence token, which is committed but not emitted.
     """
 
     token_ids: tuple[int, ...]
     delay_s: float = 0.0
-    """Before each token."""
+    """Delay before each output."""
     tokens_per_output: int = 1
     stall_after: int | None = None
     """Emit this many tokens and then nothing more until aborted."""
     ignores_abort: bool = False
-    """Never answer an abort, as an engine that hangs."""
+    """Never answer an abort, like an engine that hangs."""
     abort_delay_s: float = 0.0
-    """Answer an abort this much later, as an engine that is in a long step."""
+    """Answer an abort after this delay, like an engine in a long step."""
     error: str | None = None
     """End with this code after the tokens."""
     cached_tokens: int = 0
 
 
 def echo(add: Add) -> Script:
-    """Say the prompt, again and again, up to max_tokens."""
+    """Repeat the prompt up to max_tokens."""
     times = -(-add.max_tokens // len(add.prompt))
     return Script(token_ids=(add.prompt * times)[: add.max_tokens])
 
 
 class ScriptedEngine:
-    """An EngineClient without an engine. `adds`, `extensions` and `aborts` record what it was asked."""
+    """An EngineClient without an engine. `adds`, `extensions` and `aborts` record the calls made to it."""
 
     def __init__(self, script: Callable[[Add], Script] = echo, max_model_len: int = 1024) -> None:
         self.script = script
@@ -103,7 +103,7 @@ class ScriptedEngine:
             asyncio.get_running_loop().call_later(sequence.script.abort_delay_s, sequence.end, "abort")
 
     def die(self) -> None:
-        """End every stream as a dead engine's are ended, and be unavailable until `revive`."""
+        """End every stream as if the engine had died, and be unavailable until `revive`."""
         self._is_ready = False
         for sequence in self._running.values():
             sequence.end("engine_unavailable")
@@ -169,7 +169,7 @@ class ScriptedEngine:
         )
 
     def _tier(self, tier: str) -> TierContents:
-        """Every tier holds what the pool does."""
+        """Every tier holds the same adapters as the pool."""
         kept = tuple(
             KeptAdapter(digest=digest, num_bytes=pages * PAGE_BYTES, idle_s=0.0)
             for digest, pages in self.resident.items()
@@ -208,7 +208,7 @@ class ScriptedEngine:
 
 
 class _Sequence:
-    """One running sequence and how it is told to end."""
+    """One running sequence, and how it ends."""
 
     def __init__(self, add: Add, script: Script) -> None:
         self.add = add
@@ -225,7 +225,7 @@ class _Sequence:
         self._extended.set()
 
     async def extended_tokens(self) -> tuple[int, ...]:
-        """The next tokens once the limit is raised, where it is reached and the sequence may pause there."""
+        """If the sequence may pause at its limit and has reached it, wait for an extension; return the next tokens."""
         if self.num_committed < self._max_tokens or self.add.pause_s <= 0:
             return ()
         self._extended.clear()
@@ -238,7 +238,7 @@ class _Sequence:
         self._ended.set()
 
     async def ends_within(self, seconds: float | None) -> bool:
-        """Wait, but not beyond being told to end; whether it was."""
+        """Wait for `seconds` or until the sequence is told to end; return whether it was."""
         if seconds == 0.0:
             await asyncio.sleep(0)
             return self._ended.is_set()
@@ -275,7 +275,7 @@ class _Sequence:
 
 
 def _logprobs(add: Add, token_id: int) -> TokenLogprobs:
-    """The chosen token first, then ids from 0 up: a fixed shape that tests can write down."""
+    """The chosen token first, then ids from 0 up, so that tests can predict the result."""
     others = [other for other in range((add.sampling.num_logprobs or 0) + 1) if other != token_id]
     ranked = [token_id, *others][: add.sampling.num_logprobs or 0]
     return TokenLogprobs(

@@ -1,4 +1,4 @@
-"""Finds a loop that has stopped although its process lives."""
+"""Detects a loop that has stopped although its process is alive."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from loramux.engine.server.step_record import LoopProgress
 
 
 class Watchdog:
-    """Judges one run of an engine by looks at its progress.
+    """Watches one run of an engine by sampling its progress.
 
-    A loop that passes is well, whether it had work or not; one that is in a step may stay there for `step_timeout_s`,
-    and for `first_step_timeout_s` before the first step of its life is through, since kernels may have to be compiled
-    for it. A look counts at most `max_gap_s`, so that a supervisor that could not look, because the machine or the
-    container stood still, does not blame the engine for it.
+    A loop that keeps iterating is healthy, whether it has work or not. A step may take `step_timeout_s`, or
+    `first_step_timeout_s` until the first step has completed, since kernels may have to be compiled for it. Each sample
+    counts for at most `max_gap_s`, so that an engine is not blamed when the machine or container was suspended.
     """
 
     def __init__(self, step_timeout_s: float, first_step_timeout_s: float, max_gap_s: float) -> None:
@@ -22,7 +21,7 @@ class Watchdog:
         self.stalled_s = 0.0
 
     def look(self, progress: LoopProgress, since_last_look_s: float) -> bool:
-        """Whether the loop hangs."""
+        """Take a sample; return whether the loop hangs."""
         if progress.num_passes != self._num_passes:
             self._num_passes = progress.num_passes
             self.stalled_s = 0.0

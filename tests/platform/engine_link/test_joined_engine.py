@@ -129,7 +129,7 @@ def _another() -> Add:
     ("make", "said"),
     [
         pytest.param("nothing", "there is no engine", id="nothing there"),
-        pytest.param("file", "is no socket", id="a file"),
+        pytest.param("file", "is not a socket", id="a file"),
         pytest.param("stale", "is gone", id="a socket that nobody listens on"),
         pytest.param("silent", "does not answer", id="somebody else's socket"),
         pytest.param("long", "too long", id="a path that no socket has"),
