@@ -1,1 +1,1 @@
-"""A running request, from its submission to the engine to its settlement."""
+"""Running requests, from submission to the engine to settlement."""

@@ -1,4 +1,4 @@
-"""Loads of adapters ahead of requests, which count as those that requests cause."""
+"""Adapter loads ahead of requests, charged like the loads that requests cause."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from loramux.platform.engine_link.engine_client import EngineClient, EngineUnava
 from loramux.platform.generation.cold_loads import ColdLoads
 
 CHARGE_WAIT_S = 5.0
-"""How long a load waits for its charge."""
+"""How long a load waits for its charge, in seconds."""
 
 
 class AdapterLoads:
-    """Has the engine load adapters for the admin side, and lets `cold_loads` know, so that no request pays again."""
+    """Loads adapters for the admin API, and informs `cold_loads` so that no request is charged for the load again."""
 
     def __init__(
         self, engine: EngineClient, cold_loads: ColdLoads, commit: GroupCommit, health: DatabaseHealth
@@ -27,10 +27,10 @@ class AdapterLoads:
         self._health = health
 
     async def load(self, digest: str, charge: LoadCharge | None, timeout_s: float) -> AdapterState:
-        """Load an adapter; where the engine does not hold it, `charge` is counted first. None charges nobody.
+        """Load an adapter, first counting `charge` if the adapter is not resident. None charges nobody.
 
-        Raises QuotaExceeded and then loads nothing, EngineUnavailable, what is in TROUBLE, and TimeoutError where the
-        engine is still loading it after `timeout_s`.
+        Raises QuotaExceeded, and then loads nothing; EngineUnavailable; the exceptions in TROUBLE; and TimeoutError if
+        the engine is still loading the adapter after `timeout_s`.
         """
         if charge is not None:
             await self._admit(digest, charge)
@@ -43,7 +43,7 @@ class AdapterLoads:
         return answer
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        """Load an adapter and keep it, or let it go again: an operator's call, which charges nobody."""
+        """Pin or unpin an adapter. This is an operator's call, which charges nobody."""
         answer = await self._engine.pin(digest, is_pinned, timeout_s)
         if is_pinned:
             self._note(answer)
@@ -51,7 +51,7 @@ class AdapterLoads:
 
     async def _admit(self, digest: str, charge: LoadCharge) -> None:
         if not self._engine.is_ready:
-            # It cannot be asked, and then nothing is charged.
+            # Nothing is charged for a load that cannot be requested.
             raise EngineUnavailable("the engine is not running")
 
         async def count(is_cold: bool) -> None:

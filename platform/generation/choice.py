@@ -1,4 +1,4 @@
-"""One choice of one prompt: the engine's tokens become text, stop strings end it, and it knows what it costs."""
+"""One choice of one prompt: turns the engine's tokens into text, applies stop strings, and counts its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """News of one choice; `finish_reason` only on its last."""
+    """New output of one choice; only its last delta has a `finish_reason`."""
 
     index: int
     text: str
@@ -30,14 +30,14 @@ class Choice:
         self._min_tokens = add.sampling.min_tokens
         self.num_received = 0
         self.keep: int | None = None
-        """Tokens up to the one that completed a stop string."""
+        """Number of tokens up to and including the one that completed a stop string."""
         self.finished: Finished | None = None
         self._is_given_up = False
         self.is_done = False
-        """Its last delta was made: a stop string was found or the engine finished it well."""
+        """Whether the last delta was produced: a stop string was found or the engine finished successfully."""
 
     def feed(self, output: SequenceOutput) -> ChoiceDelta | None:
-        """What these tokens add; None when it is nothing yet. Tokens behind a stop string add nothing."""
+        """The text and log-probabilities that these tokens add, or None. Tokens after a stop string add nothing."""
         if self.is_done:
             return None
         text = ""
@@ -53,7 +53,7 @@ class Choice:
         return ChoiceDelta(self.index, text, output.logprobs, None)
 
     def finish(self, finished: Finished) -> ChoiceDelta | None:
-        """The last delta, with the text that was held; None when there was one, or when it did not end well."""
+        """The last delta, with the text held back so far; None if it was already produced or the choice failed."""
         self.finished = finished
         if self.is_done or finished.reason not in ("stop", "length"):
             return None
@@ -65,12 +65,12 @@ class Choice:
         return ChoiceDelta(self.index, text + self._stops.flush(), (), finished.reason)
 
     def give_up(self) -> None:
-        """The engine was asked to run it and never says how it ended: its prompt and what was received are paid for."""
+        """Record that the engine never reported the end; the prompt and the received tokens are charged."""
         self._is_given_up = True
 
     @property
     def has_run(self) -> bool:
-        """Whether the engine began it: one that failed or was cut before its first token may not have."""
+        """Whether the engine ran the choice. It may have failed or been aborted before it ran."""
         if self.num_received or self._is_given_up:
             return True
         finished = self.finished
@@ -80,14 +80,14 @@ class Choice:
 
     @property
     def prompt_tokens(self) -> int:
-        """What its prompt costs."""
+        """Prompt tokens to charge."""
         if not self.has_run:
             return 0
         return len(self.add.prompt) if self.finished is None else self.finished.prompt_tokens
 
     @property
     def completion_tokens(self) -> int:
-        """What it generated: the engine's word, or what was received where the engine can no longer say."""
+        """Generated tokens to charge: the engine's count, or the received tokens if the engine gave none."""
         finished = self.finished
         if finished is None:
             committed = self.num_received
@@ -102,7 +102,7 @@ class Choice:
         return 0 if self.finished is None else self.finished.cached_tokens
 
     def _shown(self, text: str) -> str:
-        # As in vLLM, stop strings only count once the least number of tokens is there.
+        # As in vLLM, stop strings only count after min_tokens tokens.
         if self.num_received <= self._min_tokens:
             return self._stops.flush() + text
         return self._stops.feed(text)

@@ -1,4 +1,4 @@
-"""Which adapters the engine need not load, as it reported last: what a request's cold load is told by."""
+"""Predicts whether a request causes a cold load, from the engine's last report of resident adapters."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from loramux.platform.quotas.metrics import COLD_LOADS_PER_MINUTE
 T = TypeVar("T")
 
 REPORT_INTERVAL_S = 1.0
-"""How often the engine is asked while requests name adapters."""
+"""How often the engine is asked while requests name adapters, in seconds."""
 
 REPORT_WAIT_S = 1.0
 
 STALE_S = 2 * REPORT_INTERVAL_S
-"""Nothing is called cold by a report that is older, as one is that was made before a while without requests."""
+"""Maximum age of a report that can call an adapter cold, in seconds. Reports age while no requests arrive."""
 
 LOAD_S = 60.0
-"""For so long an adapter that a request has the engine load may be missing in its reports."""
+"""How long an adapter that the engine is loading for a request may be missing from its reports, in seconds."""
 
 
 class ColdLoads:
-    """Tells cold loads by the digests in the engine's pool at its last report, and those that were loaded for us since.
+    """Predicts cold loads from the engine's last report of its pool and this gateway's own loads since then.
 
-    A report is at most `REPORT_INTERVAL_S` old while requests come: so long an adapter that was evicted is taken for
-    resident, and one that several gateways have loaded at the same time is a cold load of each. Nothing is refused by
-    such a report: see `admit`. Before the first one nothing is called cold.
+    While requests arrive, a report is at most `REPORT_INTERVAL_S` old. During that time an evicted adapter is taken for
+    resident, and an adapter that several gateways load concurrently is a cold load for each. No request is refused
+    because of an outdated report: see `admit`. Before the first report, no load is called cold.
     """
 
     def __init__(self, engine: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,9 +47,9 @@ class ColdLoads:
         self._last_asked_s = -math.inf
 
     async def admit(self, tenant_id: str, digest: str, hold: Callable[[bool], Awaitable[T]]) -> T:
-        """What `hold` returns for a request, or a load ahead of requests; it is told whether the engine must load.
+        """Call `hold` with whether the engine must load the adapter, for a request or a load ahead of requests.
 
-        Where a limit on cold loads refuses, the engine is asked again: another gateway may have had it loaded.
+        If a limit on cold loads refuses, the engine is asked again: another gateway may have loaded the adapter.
         """
         try:
             async with self.admitting(tenant_id, digest) as is_cold:
@@ -64,10 +64,10 @@ class ColdLoads:
 
     @asynccontextmanager
     async def admitting(self, tenant_id: str, digest: str) -> AsyncIterator[bool]:
-        """Whether a request for it, which is admitted inside, makes the engine load it.
+        """Yield whether the request admitted inside the context makes the engine load the adapter.
 
-        The tenant's others for the same one wait for a first that does, and then find it loaded; after an exception
-        they do not.
+        If it does, the tenant's other requests for the same adapter wait for it, and then count as warm unless an
+        exception was raised.
         """
         self._was_asked = True
         if self._resident is None or self._is_cold(digest):
@@ -83,16 +83,16 @@ class ColdLoads:
                 self._loading[digest] = self._clock()
 
     def note_loading(self, digest: str) -> None:
-        """The engine loads it, or has just done so: the next report may not know that yet."""
+        """Record that the engine is loading the adapter or has just loaded it; the next report may not show it yet."""
         self._was_asked = True
         self._loading[digest] = self._clock()
 
     def note_failed(self, digest: str) -> None:
-        """The engine could not load it: the next try is a load of its own."""
+        """Record that the engine could not load the adapter; the next attempt is a new load."""
         self._loading.pop(digest, None)
 
     async def refresh(self) -> None:
-        """Ask the engine; where it does not answer, things are left as they were."""
+        """Ask the engine for a report; if it does not answer, keep the last one."""
         self._was_asked = False
         self._last_asked_s = self._clock()
         try:
@@ -108,14 +108,14 @@ class ColdLoads:
         }
 
     async def follow(self) -> None:
-        """Keep up with the engine, for ever, while anybody asks."""
+        """Refresh the report forever, whenever requests have asked for it."""
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             if self._was_asked:
                 await self._renew(self._clock())
 
     async def _renew(self, since_s: float) -> None:
-        """Ask the engine unless it was asked after `since_s`: one question serves everybody who waits for it."""
+        """Ask the engine unless it was asked after `since_s`, so that one answer serves all waiting requests."""
         async with self._asking:
             if self._last_asked_s <= since_s:
                 await self.refresh()

@@ -1,4 +1,4 @@
-"""The codes of the engine's Finished as the caller's errors."""
+"""Maps the error codes of the engine's Finished to API errors."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ RETRY_S = 5.0
 
 
 def engine_failure(code: str | None, message: str | None) -> ApiError:
-    """Why a sequence ended with an error, as the caller is told."""
+    """The API error for a sequence that failed."""
     match code:
         case "prompt_too_long":
             return InvalidRequest(message or "the prompt is too long", param="prompt", code="context_length_exceeded")
         case "request_too_large" | "invalid_request":
             return InvalidRequest(message or "the engine cannot run this request", code=code)
         case "request_excluded":
-            return InvalidRequest(message or "the engine stopped twice while it ran this request", code=code)
+            return InvalidRequest(message or "the engine stopped twice while running this request", code=code)
         case "adapter_unavailable":
             return Unavailable("the adapter cannot be loaded now; try again", code=code, retry_after_s=RETRY_S)
         case "adapter_quarantined":
-            return InvalidRequest(message or "the adapter's values are not finite", code=code)
+            return InvalidRequest(message or "the adapter contains non-finite values", code=code)
         case "deadline_exceeded":
-            return DeadlineExceeded(message or "the request's time was up before it was through")
+            return DeadlineExceeded(message or "the request did not finish before its deadline")
         case "overloaded":
             return Unavailable("the engine is overloaded; try again", code=code, retry_after_s=RETRY_S)
         case "engine_unavailable":
             return Unavailable("the engine stopped; try again", code=code, retry_after_s=RETRY_S)
         case "not_finite":
-            return ApiError("the model produced values that are not finite", code=code)
+            return ApiError("the model produced non-finite values", code=code)
         case _:
             return ApiError(message or "the engine failed")

@@ -1,4 +1,4 @@
-"""One admitted request in the engine: submit, read, stop. It outlives its client's connection."""
+"""One admitted request in the engine: submit, read, stop. It outlives the client's connection."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from loramux.platform.telemetry.tracing import begin_span
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 FINISHED_WAIT_S = 1.0
-"""How long the engine may take to say what an aborted sequence cost while a client waits for the answer's end."""
+"""How long to wait for an aborted sequence's final report while a client is waiting, in seconds."""
 
 ABANDONED_WAIT_S = 60.0
-"""The same where nobody waits: longer than any step, since the engine reads an abort between steps."""
+"""The same limit if the client has left. It exceeds any step, since the engine reads aborts between steps."""
 
 EXTEND_AHEAD_TOKENS = 128
-"""So many tokens before the end of what was granted, more is asked for, so that the sequence need not pause."""
+"""More tokens are requested this many tokens before the grant runs out, so that the sequence need not pause."""
 
 Extend = Callable[[str, int], Awaitable[bool]]
-"""Holds so many more tokens for a request; False where it may have no more."""
+"""Reserves more tokens for a request; False if it may have no more."""
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the caller is told and charged."""
+    """The usage reported to the caller and charged."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -45,10 +45,10 @@ class Usage:
 
 
 class Generation:
-    """Runs in a task of its own, so that a client that leaves cannot cut the settlement short.
+    """Runs in its own task, so that a disconnecting client cannot interrupt the settlement.
 
-    `deltas` yields what the choices say until `end`, once the request is settled; `usage` is then known. `observe_gap`
-    is told the seconds between two tokens of a choice.
+    `deltas` yields the choices' output until `end` is called, once the request is settled and `usage` is known.
+    `observe_gap` receives the seconds between two tokens of a choice.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Generation:
 
     @property
     def num_pending(self) -> int:
-        """Deltas that the client has not taken yet; a bounded number, however slow it is."""
+        """Number of deltas that the client has not read yet; bounded, even for a slow client."""
         return len(self._events)
 
     @property
@@ -90,14 +90,14 @@ class Generation:
         return sum(choice.num_received for choice in self._choices)
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
-        """What the choices say, as it comes; raises ApiError when the request failed."""
+        """Yield the choices' output as it arrives; raises ApiError if the request fails."""
         while (event := await self._events.get()) is not None:
             yield event
         if self._failure is not None:
             raise self._failure
 
     def abandon_when(self, gone: Coroutine[Any, Any, None]) -> None:
-        """Abandon the request when `gone` returns, which it does when the client has left."""
+        """Abandon the request when `gone` returns, which means that the client has left."""
 
         async def watch() -> None:
             await gone
@@ -106,23 +106,23 @@ class Generation:
         self._watch = asyncio.create_task(watch())
 
     def abandon(self) -> None:
-        """The client is gone: end every sequence; what was committed is paid for."""
+        """End every sequence because the client has left; committed tokens are charged."""
         if self.status == "open" and not self._is_stopping.is_set():
             self.is_abandoned = True
             self._stop()
 
     def cancel(self) -> None:
-        """An administrator wants it ended: the client is told so, and what was committed is paid for."""
+        """End the request for an administrator; the client gets an error, and committed tokens are charged."""
         if self.status == "open" and not self._is_stopping.is_set():
             self._fail(RequestCancelled("an administrator cancelled this request"))
 
     async def run(self) -> Settlement:
-        """Read every choice to its end; what the request has used."""
+        """Read every choice to its end and return what the request used."""
         readers = [asyncio.create_task(self._read(choice)) for choice in self._choices]
         all_read = asyncio.create_task(asyncio.wait(readers))
         stopping = asyncio.create_task(self._is_stopping.wait())
         await asyncio.wait({all_read, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        # After an abort the engine's last word is worth waiting for, but not for ever.
+        # After an abort, wait for the engine's final report, but not forever.
         _, late = await asyncio.wait(readers, timeout=ABANDONED_WAIT_S if self.is_abandoned else FINISHED_WAIT_S)
         for task in (*late, all_read, stopping):
             task.cancel()
@@ -138,7 +138,7 @@ class Generation:
         return settlement
 
     def end(self, settlement: Settlement) -> None:
-        """The request is settled: nothing more comes of it."""
+        """Close the stream of deltas, because the request is settled."""
         self.status = settlement.status
         if self._watch is not None:
             self._watch.cancel()
@@ -151,10 +151,10 @@ class Generation:
             self._fail(engine_failure("engine_unavailable", None))
         except Exception:
             log.exception("reading a sequence failed", request_id=self.plan.request_id)
-            self._fail(ApiError("an internal error; it is in the server's log"))
+            self._fail(ApiError("internal error; see the server's log"))
 
     async def _follow(self, choice: Choice) -> None:
-        """Submit one choice and turn what the engine says of it into deltas."""
+        """Submit one choice and turn the engine's output into deltas."""
         if self._is_stopping.is_set():
             return
         last_s: float | None = None
@@ -167,7 +167,7 @@ class Generation:
             if self._observe_gap is not None:
                 now_s = time.monotonic()
                 if last_s is not None:
-                    # Tokens that waited for each other came together; each counts with its part of the time.
+                    # Tokens that arrive together share the elapsed time equally.
                     for _ in item.token_ids:
                         self._observe_gap((now_s - last_s) / len(item.token_ids))
                 last_s = now_s
@@ -177,13 +177,13 @@ class Generation:
                 continue
             self._events.put(delta)
             if choice.is_done:
-                # A stop string was found: the engine need not go on, and only its last word is missing.
+                # A stop string was found, so the engine need not continue; only its final report is missing.
                 self._engine.abort(choice.add.sequence_id, keep=choice.keep)
                 if all(other.is_done for other in self._choices):
                     self._is_stopping.set()
 
     def _ask_for_more(self, choice: Choice) -> None:
-        """Have the reservation and the sequences extended by a chunk before this choice has used up what it has."""
+        """Extend the reservation and the sequences by a chunk before this choice uses up its grant."""
         if (
             self._granted < self.plan.max_tokens
             and choice.num_received >= self._granted - EXTEND_AHEAD_TOKENS
@@ -193,10 +193,10 @@ class Generation:
             self._extending = asyncio.create_task(self._grow())
 
     async def _grow(self) -> None:
-        # Should the request settle first, the extension finds its reservation closed and holds nothing.
+        # If the request settles first, the extension finds its reservation closed and reserves nothing.
         wanted = min(self.plan.max_tokens, self._granted + CHUNK_TOKENS)
         if not await self._extend(self.plan.request_id, (wanted - self._granted) * self.plan.num_sequences):
-            # Not asked again: the sequences end where their tokens do.
+            # A refusal is final: the sequences end at their current limits.
             return
         self._granted = wanted
         self._extending = None
@@ -214,7 +214,7 @@ class Generation:
         self._fail(engine_failure(code, finished.message))
 
     def _fail(self, failure: ApiError) -> None:
-        """One choice failed, and with it the request."""
+        """Fail the whole request because one choice failed."""
         if self._failure is None:
             self._failure = failure
             self._stop()
@@ -228,7 +228,7 @@ class Generation:
     def _settlement(self) -> Settlement:
         choices = self._choices
         n = self.plan.num_choices
-        # A prompt is paid for once, however many choices continue it.
+        # A prompt is charged once, however many choices continue it.
         groups = [choices[start : start + n] for start in range(0, len(choices), n)]
         is_complete = all(choice.is_done for choice in choices)
         is_failed = self._failure is not None and not isinstance(self._failure, RequestCancelled)

@@ -1,4 +1,4 @@
-"""What a gateway does beside its requests: leases, recovery, sweeps, and the replay of settlements that wait."""
+"""A gateway's background work: leases, recovery, sweeps, and the replay of waiting settlements."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from loramux.platform.generation.settler import Settler
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 TEND_INTERVAL_S = 1.0
-"""How often a database in trouble is tried again, and what was spooled is looked for."""
+"""How often a failing database is tried again and spooled settlements are looked for, in seconds."""
 
 RECOVERY_GRACE_S = LEASE_US / 1_000_000
-"""After trouble, gateways first get a lease's time to say what runs and what was settled."""
+"""After database trouble, gateways have this long to checkpoint and settle before recovery resumes, in seconds."""
 
 CHECKPOINT_INTERVAL_S = 5.0
 
 SWEEP_INTERVAL_S = 3600.0
-"""How often counters of windows long past are looked for."""
+"""How often to look for counters of windows long past, in seconds."""
 
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ class Call(Protocol):
 
 
 class Maintenance:
-    """Keeps the leases of `running`, and cleans up behind gateways that died and databases that failed."""
+    """Keeps the leases of `running`, and cleans up after dead gateways and database failures."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Maintenance:
         self._call = call
 
     async def run(self) -> None:
-        """Checkpoint what runs, recover what a dead gateway left, roll up, and settle what was spooled, for ever."""
+        """Checkpoint running requests, recover those of dead gateways, roll up usage, and replay the spool; forever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_leases())
             group.create_task(self._tend_database())
@@ -78,25 +78,25 @@ class Maintenance:
                 await self._call(self._admission.roll_up)
                 if time.monotonic() >= sweep_s:
                     num_swept = await self._call(self._admission.sweep_counters)
-                    # Where there were some, there may be more.
+                    # If any were swept, there may be more.
                     sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
             except SQLAlchemyError as error:
                 log.warning("checkpoint failed; trying again", error=str(error))
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
     def _may_recover(self) -> bool:
-        """Not while gateways that are well may have been unable to say so."""
+        """Whether recovery is safe; it is not while healthy gateways may have been unable to renew their leases."""
         return not self._settler.has_waiting and self._health.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:
-        """Find out when a database that failed takes writes again, and then settle the settlements that wait."""
+        """Probe a failed database until it accepts writes again, then replay the waiting settlements."""
         while True:
             try:
                 await self._settler.spool_held()
                 if self._health.has_failed:
                     await self._call(self._admission.probe)
                     self._health.note_well()
-                    log.info("the database takes writes again")
+                    log.info("the database accepts writes again")
                 if self._settler.has_waiting and self._health.trouble is None:
                     await self._settler.replay()
             except (SQLAlchemyError, OSError) as error:
@@ -104,7 +104,7 @@ class Maintenance:
             await asyncio.sleep(TEND_INTERVAL_S)
 
     async def checkpoint(self) -> None:
-        """Write down how far every request is, extend its lease, and end those that are to be cancelled."""
+        """Record every request's progress, extend its lease, and end requests whose cancellation was requested."""
         checkpoints = [Checkpoint(request_id, tokens) for request_id, tokens in self._running.progress().items()]
         checkpoints += self._settler.checkpoints()
         if checkpoints:

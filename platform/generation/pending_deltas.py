@@ -1,4 +1,4 @@
-"""What a request's choices said and its client has not taken yet."""
+"""Output of a request's choices that the client has not read yet."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from loramux.engine.messages import TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 
 MAX_SEPARATE = 64
-"""Deltas that wait one by one; what a client takes even later comes in larger pieces."""
+"""Maximum number of deltas that wait separately; further deltas are joined into larger ones."""
 
 
 class PendingDeltas:
-    """A queue that never makes its writer wait and that a slow reader cannot make long.
+    """A queue that never blocks its writer and stays short even if its reader is slow.
 
-    Up to MAX_SEPARATE deltas wait as they came. Beyond that they join, choice by choice, so that what waits is no more
-    than MAX_SEPARATE deltas, one more a choice, and the plain text and log-probabilities that the request has paid for.
+    Up to MAX_SEPARATE deltas wait as they arrived. Further deltas are joined per choice, so the queue holds at most
+    MAX_SEPARATE deltas plus one per choice, with the text and log-probabilities that the request is charged for.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class PendingDeltas:
         return len(self._separate) + len(self._joined)
 
     def put(self, delta: ChoiceDelta) -> None:
-        # Behind joined deltas everything joins, so that each choice's text keeps its order.
+        # Once deltas are joined, later ones join them too, so that each choice's text stays in order.
         if self._joined or len(self._separate) >= MAX_SEPARATE:
             joined = self._joined.get(delta.index)
             if joined is None:
@@ -40,12 +40,12 @@ class PendingDeltas:
         self._changed.set()
 
     def close(self) -> None:
-        """Nothing more will be put."""
+        """End the queue; nothing more will be put."""
         self._is_closed = True
         self._changed.set()
 
     async def get(self) -> ChoiceDelta | None:
-        """The next delta; None once it is closed and all were taken."""
+        """The next delta; None once the queue is closed and empty."""
         while not self._separate:
             if self._joined:
                 self._separate.extend(joined.delta() for joined in self._joined.values())
@@ -59,7 +59,7 @@ class PendingDeltas:
 
 
 class JoinedDeltas:
-    """Several deltas of one choice, of which only the last may end it."""
+    """Consecutive deltas of one choice, joined. Only the last one can have a finish reason."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []

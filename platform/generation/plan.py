@@ -1,4 +1,4 @@
-"""What a request asks for, and the sequences that it becomes in the engine."""
+"""A checked request, and the engine sequences that it becomes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import Share
 
 CHUNK_TOKENS = 1024
-"""How many tokens a choice is granted at a time where its request does not say how many it wants."""
+"""Tokens granted to a choice at a time if the request sets no max_tokens."""
 
 PAUSE_S = 2.0
-"""How long a sequence waits at the end of what was granted; a refused one ends after it, with `length`."""
+"""How long a sequence waits for an extension when its grant runs out, in seconds; then it ends with `length`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Who asks for which model, and the tenant's place in the engine."""
+    """The caller, the requested model, and the tenant's share of the engine."""
 
     tenant_id: str
     api_key_id: str
@@ -29,9 +29,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a request asks for, checked and tokenised. `max_tokens` and `granted_tokens` are each choice's.
+    """A request, checked and tokenised. `max_tokens` and `granted_tokens` are per choice.
 
-    Only `granted_tokens` are reserved and run at first; what lies beyond is asked for when it is needed.
+    Only `granted_tokens` are reserved and run at first; the rest is requested when it is needed.
     """
 
     request_id: str
@@ -44,7 +44,7 @@ class Plan:
     sampling: SamplingParams
     stops: tuple[str, ...]
     tokens_at_once: int
-    """So many the engine may tell of together: 1 where the client, or a stop string, waits for each."""
+    """Maximum number of tokens reported together; 1 if the client or a stop string needs each one immediately."""
     base: str
     end_user: str | None
 
@@ -61,13 +61,13 @@ class Plan:
         return len(self.prompts) * self.num_choices
 
     def adds(self, traceparent: str | None = None) -> list[Add]:
-        """One sequence a choice, in the order of the choices' indices; their spans lie below `traceparent`."""
+        """One sequence per choice, in the order of the choices' indices; `traceparent` is the parent of their spans."""
         return [self._add(p, c, traceparent) for p in range(len(self.prompts)) for c in range(self.num_choices)]
 
     def _add(self, prompt_index: int, choice: int, traceparent: str | None) -> Add:
         sampling = self.sampling
         if sampling.seed is not None and choice:
-            # Choices of one prompt differ; the first is what n = 1 would give.
+            # Each choice of a prompt gets its own seed; the first matches n = 1.
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
         adapter, share = self.target.model.adapter, self.target.share
         return Add(

@@ -1,4 +1,4 @@
-"""The requests that hold a reservation, of every gateway on the database; any of them may be cancelled."""
+"""The requests with an open reservation, of every gateway on the database. Any of them can be cancelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loramux.migrations.paging import Page, keyset_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInFlight:
-    """One admitted request that is not settled; `completion_tokens` is as of its last checkpoint."""
+    """One admitted, unsettled request; `completion_tokens` is as of its last checkpoint."""
 
     id: str
     tenant_id: str
@@ -33,7 +33,7 @@ class RequestInFlight:
 
 
 class RequestsInFlight:
-    """Reads open reservations. Blocking; a gateway knows more of the requests that it runs itself."""
+    """Reads open reservations. Blocking. A gateway has more recent figures for its own requests."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -46,7 +46,7 @@ class RequestsInFlight:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[RequestInFlight]:
-        """One tenant's requests, or every tenant's; newest first. With `only`, of these adapters."""
+        """One tenant's requests, or every tenant's, newest first. With `only`, just requests for these adapters."""
         query = _select_open()
         if tenant_id is not None:
             query = query.where(schema.reservations.c.tenant_id == tenant_id)
@@ -62,9 +62,9 @@ class RequestsInFlight:
         return _request(row) if row is not None else None
 
     def cancel(self, request_id: str) -> RequestInFlight | None:
-        """Ask the gateway that runs the request to end it, which it reads with its next checkpoint.
+        """Ask the gateway that runs the request to end it; the gateway sees this at its next checkpoint.
 
-        None where there is no such request any more. The time of the first call stays.
+        None if the request no longer exists. Repeated calls keep the time of the first one.
         """
         table = schema.reservations
         with self._database.write() as connection:
@@ -97,7 +97,7 @@ def _select_open() -> Select[*tuple[Any, ...]]:
         table.c.cancel_requested_us,
     )
     versions = schema.adapter_versions
-    # A request of the base has no version.
+    # A request for the base has no version.
     named = table.join(schema.tenants).outerjoin(versions, versions.c.id == table.c.adapter_version_id)
     return select(*columns).select_from(named).where(table.c.state == "open")
 

@@ -1,4 +1,4 @@
-"""The requests that run in this gateway: reserved, started, cancelled, drained."""
+"""The requests of this gateway: reserve, start, cancel, drain."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 RESERVE_WAIT_S = 5.0
-"""How long a request waits for its reservation."""
+"""How long a request waits for its reservation, in seconds."""
 
 log = structlog.get_logger()
 
 
 class LiveRequests(Protocol):
-    """The requests that a gateway in this process runs; asked on its event loop."""
+    """The requests of the gateway in this process. Called on its event loop."""
 
     def progress(self) -> Mapping[str, int]:
         """Tokens received so far, by request."""
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at once; False where it is not run here."""
+        """End a request immediately; False if it is not running here."""
 
 
 class NoLiveRequests:
-    """For a process without a gateway."""
+    """The live requests of a process without a gateway: none."""
 
     def progress(self) -> Mapping[str, int]:
         return {}
@@ -48,7 +48,7 @@ class NoLiveRequests:
 
 
 class RunningRequests:
-    """Owns the task of every admitted request until it is settled. `Maintenance` must run beside the server."""
+    """Owns the task of every admitted request until it is settled. `Maintenance` must run alongside."""
 
     def __init__(
         self,
@@ -76,20 +76,20 @@ class RunningRequests:
         return len(self._tasks)
 
     async def reserve(self, plan: Plan) -> Reservation:
-        """Hold what the request may cost; raises QuotaExceeded, RequestTooLarge, and what is in TROUBLE."""
+        """Reserve the request's maximum cost; raises QuotaExceeded, RequestTooLarge, DatabaseTrouble, and TROUBLE."""
         self._check()
         adapter = plan.target.model.adapter
         if adapter is None:
             return await self._reserve(plan, loads_adapter=False)
         try:
-            # Whoever waits for its turn waits no longer than one that has it.
+            # The limit includes the wait for another request's cold load.
             async with asyncio.timeout(RESERVE_WAIT_S):
                 return await self._cold_loads.admit(plan.target.tenant_id, adapter.digest, partial(self._reserve, plan))
         except TimeoutError:
             raise DatabaseTrouble("the reservation takes too long") from None
 
     def _check(self) -> None:
-        """Raise DatabaseTrouble where a reservation could not be taken now, or its settlement could not be kept."""
+        """Raise DatabaseTrouble if a reservation cannot be made now or its settlement could not be stored."""
         self._health.check()
         trouble = self._settler.trouble
         if trouble is not None:
@@ -112,7 +112,7 @@ class RunningRequests:
             end_user=plan.end_user,
             loads_adapter=loads_adapter,
         )
-        # Shielded: a reservation that commits while its client leaves must still be settled by someone.
+        # Shielded: a reservation that commits while its client leaves must still be settled.
         reserving = self._commit.submit(request)
         try:
             reservation: Reservation = await asyncio.wait_for(asyncio.shield(reserving), RESERVE_WAIT_S)
@@ -123,13 +123,13 @@ class RunningRequests:
             reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
             raise DatabaseTrouble("the reservation takes too long") from None
         except TROUBLE:
-            # It may have been committed all the same, with only the answer lost.
+            # It may have been committed anyway, with only the answer lost.
             await self._settler.spool_unrun(plan.request_id)
             raise
         return reservation
 
     def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
-        """Begin the `life` of a reserved request, which must run and settle it, in a task of its own."""
+        """Start the `life` of a reserved request, which must run and settle it, in its own task."""
         gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
         generation = Generation(plan, self._engine, self._tokenizer, self._extend, self._clock, gaps.observe)
         task = asyncio.create_task(life(generation), name=plan.request_id)
@@ -143,7 +143,7 @@ class RunningRequests:
         return {generation.plan.request_id: generation.num_received for generation in self._tasks.values()}
 
     def cancel(self, request_id: str) -> bool:
-        """End a request for an administrator; what was committed is paid for. False where it is not run here."""
+        """End a request for an administrator; committed tokens are charged. False if it is not running here."""
         for generation in self._tasks.values():
             if generation.plan.request_id == request_id:
                 generation.cancel()
@@ -151,9 +151,9 @@ class RunningRequests:
         return False
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every request is settled or on the disk; False when some are not after `timeout_s`.
+        """Wait until every request is settled or its settlement is on disk; False if not all are after `timeout_s`.
 
-        `Maintenance` must run meanwhile: it settles what waits in memory.
+        `Maintenance` must keep running, since it settles what waits in memory.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -165,7 +165,7 @@ class RunningRequests:
         return not self._tasks
 
     async def _extend(self, request_id: str, tokens: int) -> bool:
-        """Hold more tokens for a request; False where it may have no more."""
+        """Reserve more tokens for a request; False if it may have no more."""
         try:
             return bool(await self._commit.submit(Extension(request_id=request_id, tokens=tokens)))
         except (SQLAlchemyError, CommitterClosed) as error:

@@ -1,4 +1,4 @@
-"""Settlements that the database could not take, on the local disk until it can."""
+"""Keeps settlements on the local disk until the database accepts them."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from loramux.platform.admission.records import Closing
 CURRENT, LEFT, REFUSED = "settlements.jsonl", "replaying.jsonl", "refused.jsonl"
 
 ALLOCATED_BYTES = 4 << 20
-"""Disk space that the spool takes before it needs it, and each time that it needs more; 18,000 settlements."""
+"""Disk space that the spool preallocates at a time, in bytes; enough for 18,000 settlements."""
 
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What a file system answers that allocates nothing beforehand."""
+"""Error numbers of file systems that cannot preallocate space."""
 
 log = structlog.get_logger()
 
 
 class SpoolFull(Exception):
-    """What waits has reached the most that may."""
+    """The spool has reached its limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpoolContents:
-    """The whole records that wait in the spool, and the number of damaged lines."""
+    """The intact records waiting in the spool, and the number of damaged lines."""
 
     closings: tuple[Closing, ...]
     num_damaged: int
 
 
 class SettlementSpool:
-    """A file in a directory of one process; its space is allocated beforehand, so a full disk does not stop it.
+    """A file in a directory of one process. Its space is preallocated, so a full disk does not stop it.
 
-    Each record is a line of its CRC-32 and JSON, written in place after the one before and fsynced; zeros fill the rest
-    of the file. Settling twice changes nothing, so records may be replayed as often as it takes. `begin_replay` reads
-    the records that wait and `end_replay` marks them as settled; once none waits, zeros are written over all of them.
-    None of this takes new space, except keeping a record that the database refused.
+    Each record is a line with its CRC-32 and JSON, written in place after the previous one and fsynced; zeros fill the
+    rest of the file. Settling twice changes nothing, so records can be replayed any number of times. `begin_replay`
+    reads the waiting records and `end_replay` marks them as settled; once none is waiting, all are overwritten with
+    zeros. None of this takes new space, except keeping a record that the database refused.
 
-    A file whose first byte is zero holds nothing, whatever follows. A torn last line, as a crash leaves it, was
-    acknowledged to nobody; a damaged line elsewhere is reported and kept. Lines in the file LEFT are replayed at the
-    next start and then removed: an earlier version left them, or an operator took them from the log.
+    A file whose first byte is zero is empty, whatever follows. A torn last line, left by a crash, was never
+    acknowledged; a damaged line elsewhere is reported and kept. Lines in the file LEFT are replayed at the next start
+    and then removed: an earlier version left them, or an operator took them from the log.
+
     Blocking.
     """
 
@@ -61,7 +62,7 @@ class SettlementSpool:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._allocated = 0
-        # The records in [0, _settled) are settled, those in [_settled, _end) wait; a replay has read up to _replayed.
+        # Records in [0, _settled) are settled, records in [_settled, _end) wait; a replay has read up to _replayed.
         self._settled = 0
         self._replayed = 0
         self._damaged: list[bytes] = []
@@ -75,33 +76,33 @@ class SettlementSpool:
                 self._allocate(file, 1)
         except OSError as error:
             # The next settlement tries again.
-            log.warning("the spool of settlements has no space allocated", error=str(error))
+            log.warning("no space could be allocated for the settlement spool", error=str(error))
 
     @property
     def num_bytes(self) -> int:
-        """How much waits; 0: nothing."""
+        """Bytes of records that are waiting; 0 if there are none."""
         return self._left_bytes + self._end - self._settled
 
     def append(self, closing: Closing) -> None:
-        """Keep a settlement; it is on the disk when this returns. Raises SpoolFull and OSError."""
+        """Store a settlement; it is on disk when this returns. Raises SpoolFull and OSError."""
         line = record_of(closing)
         with self._lock:
             if self._end + len(line) > self._max_bytes:
-                raise SpoolFull(f"the spool holds {self._end} bytes, its limit is {self._max_bytes}")
+                raise SpoolFull(f"the spool holds {self._end} bytes; its limit is {self._max_bytes}")
             with self._opened() as file:
                 self._allocate(file, self._end + len(line))
                 try:
                     _write_all(file, line, self._end)
                     os.fsync(file)
                 except OSError:
-                    # Half a line would swallow the next one.
+                    # A partial line would corrupt the next one.
                     with contextlib.suppress(OSError):
                         _write_all(file, bytes(len(line)), self._end)
                     raise
             self._end += len(line)
 
     def begin_replay(self) -> SpoolContents:
-        """The records that wait, to be settled now."""
+        """Read the waiting records, to be settled now."""
         with self._lock:
             left = (self._directory / LEFT).read_bytes() if self._left_bytes else b""
             self._replayed = self._end
@@ -111,9 +112,9 @@ class SettlementSpool:
         return SpoolContents(tuple(closing for _, closing in found if closing is not None), len(self._damaged))
 
     def end_replay(self, refused: Iterable[Closing] = ()) -> None:
-        """Mark what `begin_replay` read as settled, but keep aside what the database `refused` for good.
+        """Mark the records that `begin_replay` read as settled, and set aside the ones that the database `refused`.
 
-        Raises OSError where that cannot be kept, and then everything still waits.
+        Raises OSError if these cannot be written; then all records are still waiting.
         """
         with self._lock:
             kept = [*map(msgspec.json.encode, refused), *self._damaged]
@@ -133,12 +134,12 @@ class SettlementSpool:
                 self._empty()
 
     def _empty(self) -> None:
-        """Begin at the start of the file again. Where this fails, settled records may be replayed: no change."""
+        """Start again at the beginning of the file. If this fails, settled records may be replayed, without effect."""
         num_bytes, self._settled, self._end = self._end, 0, 0
         if num_bytes == 0:
             return
         with self._opened() as file:
-            # This one byte empties the file, wherever a crash stops the rest.
+            # This one byte empties the file, even if a crash interrupts the rest.
             self._clear(file, 0, 1)
             if num_bytes > ALLOCATED_BYTES:
                 os.ftruncate(file, ALLOCATED_BYTES)
@@ -146,7 +147,7 @@ class SettlementSpool:
             self._clear(file, 1, min(num_bytes, ALLOCATED_BYTES))
 
     def _allocate(self, file: int, num_bytes: int) -> None:
-        """Allocate at least `num_bytes` of the file on the disk; raises OSError."""
+        """Allocate disk space for at least the first `num_bytes` of the file; raises OSError."""
         if num_bytes <= self._allocated:
             return
         wanted = min(self._max_bytes, -(-num_bytes // ALLOCATED_BYTES) * ALLOCATED_BYTES)
@@ -155,7 +156,7 @@ class SettlementSpool:
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
-            log.warning("the file system allocates no space beforehand: a full disk will stop the spool", file=CURRENT)
+            log.warning("the file system cannot preallocate space: a full disk will stop the spool", file=CURRENT)
             wanted = self._max_bytes
         os.fsync(file)
         self._sync_directory()
@@ -191,7 +192,7 @@ class SettlementSpool:
 
 
 def record_of(closing: Closing) -> bytes:
-    """The line that the spool keeps of a settlement."""
+    """A settlement as a line of the spool."""
     body = msgspec.json.encode(closing)
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
@@ -204,19 +205,19 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
 
 
 def _end_of_records(data: bytes) -> int:
-    """Where the next record goes: after the last whole line that was written to its end."""
+    """The offset of the next record, after the last completely written line."""
     if data.startswith(b"\0"):
         return 0
     end = data.rstrip(b"\0").rfind(b"\n") + 1
     last = data.rfind(b"\n", 0, max(end - 1, 0)) + 1
     is_torn = b"\0" in data[last:end]
     if is_torn or data[end:].strip(b"\0"):
-        log.warning("a settlement was cut short by a crash before it was acknowledged", file=CURRENT)
+        log.warning("a crash truncated a settlement before it was acknowledged", file=CURRENT)
     return last if is_torn else end
 
 
 def _closing_of(line: bytes) -> Closing | None:
-    """The settlement of a line; None where the line is not as it was written."""
+    """The settlement in a line; None if the line is damaged."""
     checksum, _, body = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         return None

@@ -1,4 +1,4 @@
-"""Requests settled: in the database, or on the disk or in memory until the database takes them."""
+"""Settles requests in the database, or keeps settlements on disk or in memory until the database accepts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 SETTLE_WAIT_S = 2.0
-"""How long a settlement may be under way before it is spooled too."""
+"""How long a settlement may take in the database before it is also spooled, in seconds."""
 
 REPLAY_AT_ONCE = 256
 
@@ -27,11 +27,11 @@ log = structlog.get_logger()
 
 
 class Settler:
-    """Closes reservations, whatever becomes of the database.
+    """Closes reservations, even while the database is failing.
 
-    A settlement that the database does not take waits in the spool. One that the spool does not take either waits in
-    memory, until the database or the spool is well again. While one waits in memory no request is admitted, so what
-    waits there never exceeds the reservations that were open or under way when the trouble began.
+    A settlement that the database does not accept waits in the spool. If the spool does not accept it either, it waits
+    in memory until the database or the spool has recovered. While any settlement waits in memory, no request is
+    admitted, so their number never exceeds the reservations that were open or in progress when the trouble began.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Settler:
         self._metrics = metrics
         self._health = health
         self._spool = spool
-        # One thread of its own: the others may all wait for the database.
+        # The spool has its own thread, since all others may be waiting for the database.
         self._spooling = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._unrun: set[asyncio.Future[None]] = set()
         self._held: dict[str, Closing] = {}
@@ -50,7 +50,7 @@ class Settler:
         self._is_closed = False
 
     async def settle(self, request_id: str, settlement: Settlement) -> None:
-        """Settle in the database, or keep the settlement on the disk or in memory; settling twice changes nothing."""
+        """Settle in the database, or keep the settlement on disk or in memory. Settling twice changes nothing."""
         closing = Closing(request_id=request_id, settlement=settlement)
         is_kept = False
         try:
@@ -62,7 +62,7 @@ class Settler:
                 self._hold(closing)
 
     def settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
-        """Give back what `reserving`, which is done, may hold for a request that nobody waits for any more."""
+        """Release the reservation, if any, that the finished future `reserving` made for an abandoned request."""
         error = None if reserving.cancelled() else reserving.exception()
         if reserving.cancelled() or not (error is None or isinstance(error, TROUBLE)):
             return
@@ -72,7 +72,7 @@ class Settler:
         settling.add_done_callback(self._unrun.discard)
 
     async def spool_unrun(self, request_id: str) -> None:
-        """Have a request's reservation given back later, should there be one: only its answer may have been lost."""
+        """Spool the release of a request's reservation, which may exist although its answer was lost."""
         closing = Closing(request_id=request_id, settlement=NEVER_RAN)
         is_kept = False
         try:
@@ -83,12 +83,12 @@ class Settler:
 
     @property
     def num_held(self) -> int:
-        """Settlements that wait in memory."""
+        """Number of settlements waiting in memory."""
         return len(self._held)
 
     @property
     def has_waiting(self) -> bool:
-        """Whether settlements wait on the disk or in memory."""
+        """Whether settlements are waiting on disk or in memory."""
         return bool(self._held) or (self._spool is not None and self._spool.num_bytes > 0)
 
     @property
@@ -96,10 +96,10 @@ class Settler:
         """Why no request can be admitted now, in a line for operators."""
         if not self._held:
             return None
-        return f"{len(self._held)} settlements wait in memory: neither the database nor the spool takes them"
+        return f"{len(self._held)} settlements wait in memory: neither the database nor the spool accepts them"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The tokens of the settlements in memory, which also extend their leases if the database takes only those."""
+        """Checkpoints of the settlements in memory, which extend their leases even if only checkpoints are accepted."""
         return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:
@@ -107,16 +107,16 @@ class Settler:
         await self._none_is_held.wait()
 
     async def spool_held(self) -> None:
-        """Move settlements from memory to the spool until it takes no more."""
+        """Move settlements from memory to the spool until it is full."""
         for closing in tuple(self._held.values()):
             if not await self._spool_one(closing):
                 return
             self._release(closing)
 
     async def replay(self) -> None:
-        """Settle the settlements in memory and on the disk; once the database is in trouble the rest goes on waiting.
+        """Settle the settlements in memory and on disk; if the database fails, the remaining ones keep waiting.
 
-        Raises OSError where the disk fails, which holds up only the settlements there.
+        Raises OSError if the disk fails, which delays only the settlements there.
         """
         held = tuple(self._held.values())
         refused = await self._settle_all(held)
@@ -136,14 +136,14 @@ class Settler:
         self._note_settled(contents.closings, refused)
 
     def close(self) -> None:
-        """End the thread of the spool, and log in full every settlement that still waits in memory."""
+        """End the spool's thread, and log every settlement still in memory in full."""
         self._is_closed = True
         self._spooling.shutdown()
         for closing in tuple(self._held.values()):
             self._give_up(closing)
 
     async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
-        """Log and return the settlements that the database refuses for good; None where it is in trouble."""
+        """Log and return the settlements that the database permanently refuses; None if the database is failing."""
         refused = []
         for start in range(0, len(closings), REPLAY_AT_ONCE):
             some = closings[start : start + REPLAY_AT_ONCE]
@@ -151,7 +151,7 @@ class Settler:
             for closing, outcome in zip(some, outcomes, strict=True):
                 if isinstance(outcome, (*TROUBLE, CommitterClosed)):
                     return None
-                # Nothing was reserved where only the answer seemed lost.
+                # A request that never ran may have no reservation, so its refusal is not an error.
                 if isinstance(outcome, BaseException) and closing.settlement.has_run:
                     log.error("a settlement was refused", error=repr(outcome), **_in_full(closing))
                     refused.append(closing)
@@ -160,33 +160,33 @@ class Settler:
     def _note_settled(self, closings: Sequence[Closing], refused: Sequence[Closing]) -> None:
         self._metrics.settle_failures.inc(len(refused))
         if closings:
-            log.info("waiting settlements are in the ledger", count=len(closings), refused=len(refused))
+            log.info("waiting settlements were written to the ledger", count=len(closings), refused=len(refused))
 
     async def _settle_now(self, closing: Closing) -> bool:
-        """Whether the database took it, or had it already."""
+        """Settle in the database; return whether it accepted the settlement or already had it."""
         if self._health.trouble is not None:
             return False
         settling = self._commit.submit(closing)
         try:
-            # Shielded: what takes too long is spooled as well, and the second of the two changes nothing.
+            # Shielded: a slow settlement is spooled as well, and the second of the two has no effect.
             await asyncio.wait_for(asyncio.shield(settling), SETTLE_WAIT_S)
         except TimeoutError:
             settling.add_done_callback(_look_away)
             return False
         except Exception as error:
-            # The settlement is known and must not be lost; a replay finds out whether the database refuses it.
+            # The settlement must not be lost; a replay will show whether the database refuses it.
             log.warning("settling failed", request_id=closing.request_id, error=str(error))
             return False
         return True
 
     async def _spool_one(self, closing: Closing) -> bool:
-        """Put a settlement on the disk; False where that failed as well."""
+        """Store a settlement on disk; False if that fails or there is no spool."""
         if self._spool is None:
             return False
         try:
             await asyncio.get_running_loop().run_in_executor(self._spooling, self._spool.append, closing)
         except (SpoolFull, OSError) as error:
-            log.error("THE SPOOL OF SETTLEMENTS TAKES NO MORE", request_id=closing.request_id, error=str(error))
+            log.error("THE SETTLEMENT SPOOL ACCEPTS NO MORE RECORDS", request_id=closing.request_id, error=str(error))
             return False
         return True
 
@@ -211,17 +211,17 @@ class Settler:
     def _give_up(self, closing: Closing) -> None:
         self._metrics.settle_failures.inc()
         log.error(
-            "the gateway stops before this is settled: put the record into DATA_DIR/spool/replaying.jsonl",
+            "the gateway stopped before this was settled: add the record to DATA_DIR/spool/replaying.jsonl",
             **_in_full(closing),
         )
 
 
 def _in_full(closing: Closing) -> dict[str, str]:
-    """What the log says of a settlement that somebody has to look after."""
+    """Log fields for a settlement that an operator has to deal with."""
     return {"request_id": closing.request_id, "record": record_of(closing).decode().rstrip()}
 
 
 def _look_away(done: asyncio.Future[Any]) -> None:
-    """Nobody waits for it any more; its exception, if any, is not to be reported as forgotten."""
+    """Retrieve the exception of an abandoned future, so that asyncio does not report it as unhandled."""
     if not done.cancelled():
         done.exception()
