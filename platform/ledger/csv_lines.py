@@ -1,4 +1,4 @@
-"""Rows as CSV (RFC 4180) that a spreadsheet cannot mistake for formulas, and as JSON a line."""
+"""Rows as CSV (RFC 4180) that spreadsheets cannot mistake for formulas, and as newline-delimited JSON."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import msgspec
 
-# A cell that begins with one of these may be run as a formula by Excel or LibreOffice (OWASP, CSV injection).
+# Excel and LibreOffice may evaluate a cell that begins with one of these as a formula (OWASP, CSV injection).
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_line(cells: Sequence[str | int | None]) -> str:
-    """One line of what may be hostile text."""
+    """One line of CSV from cells that may contain hostile text."""
     buffer = io.StringIO()
     csv.writer(buffer).writerow([_cell(cell) for cell in cells])
     return buffer.getvalue()
 
 
 def csv_lines(documents: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Iterator[str]:
-    """The lines of flat documents that have these fields."""
+    """The given fields of flat documents, one line per document."""
     for document in documents:
         yield csv_line([document[name] for name in columns])
 

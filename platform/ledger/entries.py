@@ -1,4 +1,4 @@
-"""What settlements write into the ledger: events, adjustments, and the word to the rollups that they are there."""
+"""The ledger entries that settlements write: events, adjustments, and batches that mark them for the rollups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loramux.platform.ledger.settlement import Settlement
 
 
 class RequestRow(msgspec.Struct, frozen=True, gc=False):
-    """What the ledger wants to know of a request, by the names of the columns of `reservations`."""
+    """The fields of a request that the ledger needs. They have the names of columns of `reservations`."""
 
     id: str
     tenant_id: str
@@ -77,7 +77,7 @@ _BATCHES = BulkStatement.insert(schema.usage_batches, _BatchRow)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What the entries of one transaction have in common."""
+    """The data shared by the entries of one transaction."""
 
     id: int
     at_us: int
@@ -90,10 +90,10 @@ class _Batch:
 
 
 class LedgerEntries:
-    """The ledger's part of one transaction, gathered in memory and written at its end.
+    """The ledger's part of one transaction, collected in memory and written at its end.
 
-    A request costs what the price in force at its admission says, however long it runs. The batch that is written
-    beside the entries is how `UsageRollups` finds them: it is there exactly when they are.
+    A request is charged at the price in force at its admission, however long it runs. A batch row, written in the same
+    transaction, lets `UsageRollups` find the entries.
     """
 
     def __init__(self, connection: Connection, prices: PriceReader) -> None:
@@ -103,15 +103,15 @@ class LedgerEntries:
         self._corrections: list[tuple[RequestRow, Settlement, Settlement]] = []
 
     def charge(self, request: RequestRow, settlement: Settlement) -> None:
-        """Enter a request."""
+        """Add an event for a settled request."""
         self._events.append((request, settlement))
 
     def correct(self, request: RequestRow, charged: Settlement, truth: Settlement) -> None:
-        """Enter by how much a request cost more, or less, than it was charged."""
+        """Add an adjustment by the difference between a request's actual usage and what it was charged."""
         self._corrections.append((request, charged, truth))
 
     def writes(self, now_us: int) -> list[Write]:
-        """What writes all of it, as finished now."""
+        """The writes for all entries, with `now_us` as their finishing time."""
         if not self._events and not self._corrections:
             return []
         entered = [entry[0] for entry in self._events] + [entry[0] for entry in self._corrections]

@@ -1,8 +1,8 @@
-"""What the rollups keep apart, and over which spans: a report reads the coarsest sums that still answer it exactly.
+"""The columns and time spans that rollups group by. A report reads the coarsest sums that answer it exactly.
 
-A series of sums is named by what its requests have in common. The finest grain keeps everything but the end user, and
-has as many rows as a quiet tenant has requests; so the sums that are asked of all tenants at once, or over months, are
-kept a second time without what such questions do not ask.
+A series is identified by the column values that its requests share. The finest grain keeps every column except the end
+user, and has as many rows as a quiet tenant has requests. Sums for queries over all tenants, or over months, are
+therefore stored a second time without the columns that such queries do not use.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ HOUR_US = 60 * MINUTE_US
 QUARTER_DAY_US = 6 * HOUR_US
 DAY_US = 24 * HOUR_US
 WEEK_US = 7 * DAY_US
-"""Since 1970, hence from Thursday to Thursday: parts of a longer range, never a bucket of their own."""
+"""Weeks since 1970, hence from Thursday to Thursday. They answer parts of longer ranges and are never buckets."""
 
 DOUBLED_US = tuple(DAY_US << doublings for doublings in range(5))
-"""One, two, four, eight and sixteen days, whole ones since 1970."""
+"""One, two, four, eight and sixteen days, aligned to 1970."""
 
 AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grain:
-    """Sums that keep these columns of a series apart, and have "" in the others; `number` is what the rows say."""
+    """Sums grouped by the columns in `keeps`, with "" in the others. `number` identifies the grain in the rows."""
 
     number: int
     keeps: frozenset[str]
@@ -39,23 +39,23 @@ def _grain(number: int, keeps: Collection[str], *spans_us: int) -> Grain:
 
 
 GRAINS = (
-    # Of everybody, minutes too: they are few, and parts of the days of every timezone.
+    # Sums over all tenants have minutes too: they are few, and every timezone's days consist of whole minutes.
     _grain(0, ("base", "endpoint", "status"), MINUTE_US, HOUR_US, DAY_US),
     _grain(1, ("tenant_id", "base", "endpoint", "status"), HOUR_US, DAY_US, WEEK_US),
     _grain(2, ("tenant_id", "api_key_id"), HOUR_US, DAY_US, WEEK_US),
-    # The most rows a span of all that are asked of everybody, so that a month is to be of few spans: days are doubled.
+    # Of the grains queried over all tenants, this has the most rows per span. Doubled days let a month use few spans.
     _grain(3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), HOUR_US, QUARTER_DAY_US, *DOUBLED_US),
     _grain(4, ("tenant_id", "end_user"), DAY_US),
     _grain(5, set(SERIES) - {"end_user"}, HOUR_US, DAY_US),
 )
-"""The coarsest first. Whoever changes them must roll up the ledger anew, as a step of the schema."""
+"""The coarsest grain first. A change requires a schema migration that rolls up the whole ledger again."""
 
 
 def grains_for(columns: Collection[str]) -> dict[int, Grain]:
-    """The grains that answer for sums by these columns, by the length of their spans.
+    """The grains that can answer sums by these columns, by the length of their spans.
 
-    The coarsest does, and finer ones only for shorter spans than it has: a longer one of theirs has more rows than
-    several short ones of its own.
+    The coarsest grain is preferred. Finer ones serve only spans shorter than any of its own, because a long span of a
+    finer grain has more rows than several short spans of the coarser one.
     """
     found: dict[int, Grain] = {}
     for grain in GRAINS:

@@ -1,4 +1,4 @@
-"""The prices in the database: announced ahead, in force from their date on, and never changed after it."""
+"""The prices in the database. Each is announced in advance and never changes once it is in force."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.ledger.prices import GENERAL_SCOPES, MAX_PRICE_NANOS, Price, PriceBook
 
 NOTICE_US = 2_000_000
-"""So long before it takes effect a price must be known, and can no longer be taken back."""
+"""How long before taking effect a price must be announced and can no longer be withdrawn, in microseconds."""
 
 MAX_AHEAD_US = 10 * 366 * 86_400_000_000
 MAX_PRICES = 10_000
@@ -27,7 +27,7 @@ _ADAPTER = re.compile(r"ada_[0-9a-f]{32}")
 
 
 class PriceInForce(Conflict):
-    """The price holds already, or is about to, and what was charged by it must stay explicable."""
+    """The price is in force or about to be; it must stay on record to explain charges."""
 
     code = "price_in_force"
 
@@ -39,7 +39,7 @@ class PriceExists(Conflict):
 
 
 class PriceList:
-    """The prices of the platform and of single tenants. A scope without a price costs nothing."""
+    """The prices of the platform and of individual tenants. Usage without a price is free."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -55,10 +55,9 @@ class PriceList:
         currency: str = "USD",
         effective_us: int | None = None,
     ) -> Price:
-        """Announce a price; by default it takes effect as soon as every gateway can know it, `NOTICE_US` from now.
+        """Announce a price. By default it takes effect `NOTICE_US` from now, when every gateway knows it.
 
-        `cached_nanos` defaults to the price of the prompt. Raises InvalidRequest that names the field, NotFound, and
-        PriceExists.
+        `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field, NotFound, and PriceExists.
         """
         cached_nanos = prompt_nanos if cached_nanos is None else cached_nanos
         _check(scope, prompt_nanos, cached_nanos, completion_nanos, currency)
@@ -70,17 +69,17 @@ class PriceList:
             if not now_us + NOTICE_US <= effective_us <= now_us + MAX_AHEAD_US:
                 raise InvalidRequest(
                     f"a price takes effect between {NOTICE_US // 1_000_000} s and 10 years from now: "
-                    "what is past stays as it was",
+                    "past usage keeps its price",
                     param="effective_at",
                 )
             others = select(prices.c.currency).limit(1)
             if (known := connection.execute(others).scalar()) not in (None, currency):
-                raise InvalidRequest(f"the prices here are in {known}, and amounts must add up", param="currency")
+                raise InvalidRequest(f"all prices must be in one currency, which is {known}", param="currency")
             if connection.execute(select(func.count()).select_from(prices)).scalar_one() >= MAX_PRICES:
-                raise InvalidRequest(f"there are {MAX_PRICES} prices already", param="scope", code="too_many_prices")
+                raise InvalidRequest(f"there are already {MAX_PRICES} prices", param="scope", code="too_many_prices")
             same = _same_owner(tenant_id) & (prices.c.scope == scope) & (prices.c.effective_us == effective_us)
             if connection.execute(select(prices.c.id).where(same)).first() is not None:
-                raise PriceExists("a price of this scope takes effect at that time already", param="effective_at")
+                raise PriceExists("another price of this scope takes effect at the same time", param="effective_at")
             price = Price(
                 id=new_id("prc"),
                 tenant_id=tenant_id,
@@ -104,9 +103,9 @@ class PriceList:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[Price]:
-        """Prices, those announced last first: with a tenant, its own and the list's; else all.
+        """Prices, most recently announced first: a tenant's own and the list prices, or all if `tenant_id` is None.
 
-        With `only`, of single adapters only these.
+        With `only`, prices of single adapters are included just for these.
         """
         prices = schema.prices
         query = select(prices)
@@ -124,7 +123,7 @@ class PriceList:
         return None if row is None else _price(row)
 
     def withdraw(self, price_id: str) -> None:
-        """Take back a price that is still to come; raises NotFound and PriceInForce."""
+        """Withdraw a future price; raises NotFound and PriceInForce."""
         prices = schema.prices
         with self._database.write() as connection:
             now_us = self._lock(connection)
@@ -132,27 +131,27 @@ class PriceList:
             if row is None:
                 raise NotFound("there is no such price", code="price_not_found")
             if row.effective_us < now_us + NOTICE_US:
-                raise PriceInForce("the price is in force or about to be; announce another one that follows it")
+                raise PriceInForce("the price is in force or about to be: announce a new price that replaces it")
             connection.execute(delete(prices).where(prices.c.id == price_id))
             before = _shown(_price(row))
             audit(connection, now_us, "price.withdraw", price_id, tenant_id=row.tenant_id, before=before)
 
     def currency(self) -> str | None:
-        """What amounts are in; None while nothing has a price."""
+        """The currency of all amounts; None while there are no prices."""
         with self._database.read() as connection:
             return connection.execute(select(schema.prices.c.currency).limit(1)).scalar()
 
     def _lock(self, connection: Connection) -> int:
-        """Keep out other changes and readings until this one is done; the time, read after that."""
+        """Lock out other changes and reads until the transaction ends; return the time, read under the lock."""
         if not self._database.is_sqlite:
             connection.execute(text("LOCK TABLE prices IN SHARE ROW EXCLUSIVE MODE"))
         return self._database.now_us(connection)
 
 
 class PriceReader:
-    """Keeps the price book between transactions, and reads it anew where it no longer says what holds now.
+    """Caches the price book between transactions, and reloads it when it has expired.
 
-    One a process; safe from several threads, since a book is replaced as a whole.
+    One per process. Thread-safe, since a book is replaced as a whole.
     """
 
     def __init__(self, database: Database) -> None:
@@ -160,16 +159,16 @@ class PriceReader:
         self._book = PriceBook((), 0)
 
     def book(self, connection: Connection, now_us: int) -> PriceBook:
-        """A book that knows every price until `now_us`, read in the caller's transaction where that is needed."""
-        # A book that knows more than twice the notice was read before the clock went back.
+        """A book that is valid at `now_us`, reloaded in the caller's transaction if necessary."""
+        # A book that is valid for more than twice the notice was read before the clock was set back.
         if not now_us < self._book.known_until_us <= now_us + 2 * NOTICE_US:
             self._book = self._read(connection)
         return self._book
 
     def _read(self, connection: Connection) -> PriceBook:
         if not self._database.is_sqlite:
-            # Waits for a change that is under way and holds off the next: who changes prices after this reads the
-            # time after it, and may then touch nothing that takes effect sooner than NOTICE_US from here.
+            # Waits for a change in progress and blocks the next one. A later change reads the time after this point,
+            # so it cannot affect prices that take effect sooner than NOTICE_US from here.
             connection.execute(text("LOCK TABLE prices IN SHARE MODE"))
         read_us = self._database.now_us(connection)
         rows = connection.execute(select(schema.prices)).all()
@@ -178,15 +177,15 @@ class PriceReader:
 
 def _check(scope: str, prompt_nanos: int, cached_nanos: int, completion_nanos: int, currency: str) -> None:
     if scope not in GENERAL_SCOPES and not _ADAPTER.fullmatch(scope):
-        raise InvalidRequest("a scope is all, base, adapters or an adapter's identifier", param="scope")
+        raise InvalidRequest("a scope must be all, base, adapters or an adapter's identifier", param="scope")
     named = {"prompt": prompt_nanos, "cached": cached_nanos, "completion": completion_nanos}
     for name, nanos in named.items():
         if not 0 <= nanos <= MAX_PRICE_NANOS:
-            raise InvalidRequest(f"a price lies in 0 to {MAX_PRICE_NANOS} nanos a million tokens", param=name)
+            raise InvalidRequest(f"a price must be from 0 to {MAX_PRICE_NANOS} nanos per million tokens", param=name)
     if cached_nanos > prompt_nanos:
-        raise InvalidRequest("cached tokens may not cost more than others of the prompt", param="cached")
+        raise InvalidRequest("cached tokens must not cost more than other prompt tokens", param="cached")
     if not _CURRENCY.fullmatch(currency):
-        raise InvalidRequest("a currency has three capital letters, such as USD", param="currency")
+        raise InvalidRequest("a currency must be three capital letters, such as USD", param="currency")
 
 
 def _check_owner(connection: Connection, tenant_id: str | None, scope: str) -> None:
@@ -206,7 +205,7 @@ def _same_owner(tenant_id: str | None) -> Any:
 
 
 def _shown(price: Price) -> dict[str, Any]:
-    """For the audit log."""
+    """The fields recorded in the audit log."""
     return {name: value for name, value in _values(price).items() if name not in ("id", "tenant_id", "created_us")}
 
 

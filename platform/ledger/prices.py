@@ -1,9 +1,9 @@
-"""What tokens cost, without a database: prices, which of them holds when, and the cost of a request.
+"""Token prices without a database: which price is in force when, and the cost of a request.
 
-Everything is a whole number of nanos, billionths of the currency's unit. Prices are for a million tokens, as people
-quote them, so that also the cheapest are whole. The cost of a request is rounded up to a whole nano, once: it is then
-an integer that sums exactly, it never falls when tokens are added, and what is held for parts of a request always
-covers the whole of it.
+All amounts are whole numbers of nanos, billionths of the currency's unit. Prices are per million tokens, as is usual,
+so that even the cheapest are whole numbers. The cost of a request is rounded up once, to a whole nano. Costs are
+therefore integers that sum exactly, a cost never falls when tokens are added, and the amounts reserved for parts of a
+request always cover the whole.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 MILLION = 1_000_000
 MAX_PRICE_NANOS = 10_000 * 1_000_000_000
-"""10,000 of the currency for a million tokens: the cost of 10^14 tokens still fits a 64-bit column."""
+"""Highest price: 10,000 currency units per million tokens. The cost of 10^14 tokens still fits a 64-bit column."""
 
 GENERAL_SCOPES = ALL, BASE, ADAPTERS = ("all", "base", "adapters")
-"""Those that name no single adapter."""
+"""The scopes other than a single adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Nanos for a million tokens of each kind, from `effective_us` until the next price of the same owner and scope.
+    """Nanos per million tokens of each kind, from `effective_us` until the next price of the same owner and scope.
 
-    `tenant_id` None is the list price. `scope` is `all`, `base`, `adapters` or one adapter's identifier.
+    `tenant_id` is None for a list price. `scope` is `all`, `base`, `adapters` or one adapter's identifier.
     """
 
     id: str
@@ -33,14 +33,14 @@ class Price:
     currency: str
     prompt_nanos: int
     cached_nanos: int
-    """For those tokens of the prompt that the prefix cache held; never more than `prompt_nanos`."""
+    """For prompt tokens found in the prefix cache; never more than `prompt_nanos`."""
     completion_nanos: int
     effective_us: int
     created_us: int
 
 
 def cost_of(price: Price | None, prompt: int, cached: int, completion: int) -> int:
-    """Nanos for a request with so many tokens, `cached` of which are part of `prompt`; 0 where there is no price."""
+    """The cost of a request in nanos; `cached` tokens are part of `prompt`. 0 if there is no price."""
     if price is None:
         return 0
     total = (prompt - cached) * price.prompt_nanos + cached * price.cached_nanos + completion * price.completion_nanos
@@ -48,10 +48,10 @@ def cost_of(price: Price | None, prompt: int, cached: int, completion: int) -> i
 
 
 class PriceBook:
-    """All prices as they were read, and until when that reading is the truth.
+    """A snapshot of all prices, valid until `known_until_us`.
 
-    A price is announced before it takes effect and never changes after that, so that what holds at any time before
-    `known_until_us` can no longer change.
+    Prices are announced before they take effect and never change afterwards, so the price at any time before
+    `known_until_us` is final.
     """
 
     def __init__(self, prices: Iterable[Price], known_until_us: int) -> None:
@@ -65,10 +65,10 @@ class PriceBook:
         return not self._by_scope
 
     def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int) -> Price | None:
-        """What a tenant pays for an adapter, or for the base where `adapter_id` is None, at a time.
+        """The price that a tenant pays for an adapter, or for the base if `adapter_id` is None, at a given time.
 
-        The tenant's own prices come before the list, and within each the adapter's before those for the kind of
-        model before those for all. None: it costs nothing.
+        The tenant's own prices take precedence over list prices. Within each, the adapter's price comes first, then
+        the price for adapters or the base, then the price for all. None if there is no price.
         """
         if not self._by_scope:
             return None

@@ -1,4 +1,4 @@
-"""What a report over the ledger is asked."""
+"""A query for a report over the ledger."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from loramux.platform.periods import is_timezone
 MAX_BUCKETS = 10_000
 MAX_LOCAL_DAYS = 800
 LAST_LOCAL_US = 221_845_392_000_000_000
-"""The first of January 9000: calendars end soon after."""
+"""1 January 9000, in microseconds; Python's calendar ends soon after."""
 MAX_SINGLE_US = 31 * DAY_US
-"""The longest range of a report that only single requests can answer."""
+"""Longest range of a report that has to read single requests, in microseconds."""
 MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
-"""The same over all tenants: the last 24 hours, from a whole one on."""
+"""The same limit over all tenants: the last 24 hours, extended to start on a whole hour."""
 
 MAX_SUMMED = 1_000_000
-"""Rows of the ledger and its rollups that one report adds up."""
+"""Maximum number of rows of the ledger and its rollups that one report sums."""
 MAX_SUMMED_BY_END_USER = 100_000
-"""The same where the groups are as many as a tenant's clients have names for."""
+"""The same limit for reports by end user, whose number only the tenant's clients control."""
 
 _SHORT_NAMES = {"tenant_id": "tenant", "api_key_id": "key", "adapter_id": "adapter", "adapter_version_id": "version"}
 GROUPED_BY = {_SHORT_NAMES.get(column, column): column for column in SERIES}
-"""The columns of the ledger by the names of groups."""
+"""The ledger's columns, by group name."""
 GROUPS = tuple(GROUPED_BY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
-    """Sums of what finished in `[start_us, end_us)`, by bucket and groups; raises InvalidRequest with the field.
+    """Sums of requests that finished in `[start_us, end_us)`, by bucket and group.
 
-    `tenant_id` None is all tenants; `adapter_ids` None is all adapters and the base. `bucket` is `1m`, `1h`, `1d` or
-    None for the whole range; buckets are cut to the range, and days begin at the midnights of `timezone`.
+    `tenant_id` None means all tenants; `adapter_ids` None means all adapters and the base. `bucket` is `1m`, `1h`, `1d`
+    or None for the whole range. Buckets are cut to the range, and days begin at midnight in `timezone`. Raises
+    InvalidRequest with the field.
     """
 
     tenant_id: str | None
@@ -48,33 +49,33 @@ class UsageQuery:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start_us < 2**62:
-            raise InvalidRequest("start is not a time after 1970", param="start")
+            raise InvalidRequest("start must be a time after 1970", param="start")
         if not self.start_us < self.end_us < 2**62:
-            raise InvalidRequest("end must lie after start", param="end")
+            raise InvalidRequest("end must be after start", param="end")
         if self.bucket is not None and self.bucket not in BUCKET_US:
-            raise InvalidRequest(f"buckets are {', '.join(BUCKET_US)}", param="bucket")
+            raise InvalidRequest(f"bucket must be one of {', '.join(BUCKET_US)}", param="bucket")
         if set(self.group_by) - set(GROUPS) or len(set(self.group_by)) != len(self.group_by):
-            raise InvalidRequest(f"groups are {', '.join(GROUPS)}, each at most once", param="group_by")
+            raise InvalidRequest(f"group_by takes {', '.join(GROUPS)}, each at most once", param="group_by")
         if not is_timezone(self.timezone):
-            raise InvalidRequest("there is no such timezone: use a name such as Europe/Berlin", param="timezone")
+            raise InvalidRequest("unknown timezone: use an IANA name such as Europe/Berlin", param="timezone")
         self._check_size()
 
     def _check_size(self) -> None:
         if self.has_local_days and self.end_us > LAST_LOCAL_US:
-            raise InvalidRequest("days of a timezone are known until the year 9000", param="end")
+            raise InvalidRequest("days of a timezone are supported until the year 9000", param="end")
         length_us = self.end_us - self.start_us
         if self.bucket is not None and length_us // BUCKET_US[self.bucket] > MAX_BUCKETS:
-            raise InvalidRequest(f"the range holds more than {MAX_BUCKETS} buckets of {self.bucket}", param="bucket")
+            raise InvalidRequest(f"the range has more than {MAX_BUCKETS} buckets of {self.bucket}", param="bucket")
         if self.has_local_days and length_us // DAY_US > MAX_LOCAL_DAYS:
-            raise InvalidRequest(f"a report by days of a timezone spans {MAX_LOCAL_DAYS} of them", param="start")
+            raise InvalidRequest(f"a report by days of a timezone can span {MAX_LOCAL_DAYS} days", param="start")
         is_by_minute = self.bucket == "1m" and MINUTE_US not in self.grains()
         if not is_by_minute and "end_user" not in self.group_by:
             return
         what = "by end user" if "end_user" in self.group_by else "by minute"
         if length_us > MAX_SINGLE_US:
-            raise InvalidRequest(f"a report {what} spans {MAX_SINGLE_US // DAY_US} days at most", param="start")
+            raise InvalidRequest(f"a report {what} can span at most {MAX_SINGLE_US // DAY_US} days", param="start")
         if self.tenant_id is None and length_us > MAX_SINGLE_OF_ALL_US:
-            raise InvalidRequest(f"a report {what} over more than 25 hours is for one tenant", param="tenant")
+            raise InvalidRequest(f"a report {what} over more than 25 hours needs a tenant", param="tenant")
 
     @property
     def has_local_days(self) -> bool:
@@ -85,7 +86,7 @@ class UsageQuery:
         return MAX_SUMMED_BY_END_USER if "end_user" in self.group_by else MAX_SUMMED
 
     def grains(self) -> dict[int, Grain]:
-        """What rollups answer it, by the length of their spans."""
+        """The rollup grains that answer the query, by the length of their spans."""
         of_tenant = () if self.tenant_id is None else ("tenant_id",)
         of_adapters = () if self.adapter_ids is None else ("adapter_id",)
         return grains_for([*of_tenant, *of_adapters, *(GROUPED_BY[name] for name in self.group_by)])

@@ -1,4 +1,4 @@
-"""How a report's range is cut: whole spans that the rollups hold, and the rest that single events must answer.
+"""Cuts a report's range into whole spans that rollups answer and remainders that single events answer.
 
 All ranges are half-open, `[start_us, end_us)`.
 """
@@ -18,14 +18,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The parts of a range, without overlap and without a gap: what spans of each length answer, and what events do."""
+    """A partition of a range: the parts answered by spans of each length, and the parts answered by events."""
 
     spans: Mapping[int, tuple[Range, ...]]
     events: tuple[Range, ...]
 
     @property
     def rolled_up(self) -> tuple[Range, ...]:
-        """What spans of any length answer; neighbours are one range."""
+        """The parts answered by spans of any length, with adjacent ranges merged."""
         merged: list[Range] = []
         for start_us, end_us in sorted(part for parts in self.spans.values() for part in parts):
             if merged and merged[-1][1] == start_us:
@@ -36,7 +36,7 @@ class Cut:
 
 
 def cut(ranges: Sequence[Range], spans_us: Collection[int]) -> Cut:
-    """Cut ranges into whole spans of these lengths, as long ones as there are."""
+    """Cut ranges into whole spans of these lengths, preferring the longest."""
     spans: dict[int, tuple[Range, ...]] = {}
     left = list(ranges)
     for span_us in sorted(spans_us, reverse=True):
@@ -48,7 +48,7 @@ def cut(ranges: Sequence[Range], spans_us: Collection[int]) -> Cut:
 
 
 def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:
-    """Where the buckets of a range begin that is cut at a timezone's midnights, as day budgets are."""
+    """The starts of a range's buckets, cut at a timezone's midnights as day budgets are."""
     starts = [start_us]
     while (midnight_us := window_at(Period.DAY, timezone, starts[-1]).end_us) < end_us:
         starts.append(midnight_us)
@@ -56,7 +56,7 @@ def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:
 
 
 def _whole(start_us: int, end_us: int, span_us: int) -> tuple[Range, Range, Range]:
-    """The part before the first whole span, the whole ones, and the part behind them; each may be empty."""
+    """The part before the first whole span, the whole spans, and the part after them; each can be empty."""
     first, last = -(-start_us // span_us) * span_us, end_us // span_us * span_us
     if first >= last:
         return (start_us, end_us), (end_us, end_us), (end_us, end_us)

@@ -1,4 +1,4 @@
-"""Reports over the ledger: sums by bucket and group, or those of the largest groups alone."""
+"""Reports over the ledger: sums by bucket and group, or the largest groups only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ MAX_ROWS = 50_000
 MAX_TOP = 1000
 
 _UNCACHED = {"compiled_cache": None}
-"""SQLAlchemy would keep each compiled report: tens of thousands of objects, since hardly two have the same ranges.
-
-Every full garbage collection goes through them, while every request waits.
+"""Keeps SQLAlchemy from caching compiled reports. Their ranges differ, so the cache would fill with tens of thousands
+of objects, and every full garbage collection would traverse them while all requests wait.
 """
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Sums over `[start_us, end_us)`; a field that was not grouped by is None. `tenant` is the slug."""
+    """Sums over `[start_us, end_us)`; fields that are not grouped by are None. `tenant` is the slug."""
 
     start_us: int
     end_us: int
@@ -49,7 +48,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LargestRows:
-    """The `rows` that were asked for of `num_groups`, and the sum of all of these, which is of no group."""
+    """The requested `rows`, the number of all groups, and the `total` over all of them."""
 
     rows: tuple[UsageRow, ...]
     num_groups: int
@@ -57,12 +56,13 @@ class LargestRows:
 
 
 def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
-    """The rows, oldest bucket first, then by the groups' values. Raises InvalidRequest for too many of them, and
-    for more to add up than a report may; ReadTooLong.
+    """The rows, oldest bucket first, then by group values.
 
-    Whole spans are answered by the rollups and by what waits to be added to them; the cut ends by events. It is one
-    statement, so that a fold that commits meanwhile is seen wholly or not at all. An adjustment counts when it
-    was written, with its request's groups and no request of its own.
+    Whole spans are answered by rollups and by entries waiting to be rolled up; the ends of the range by single events.
+    A single statement reads all of them, so a concurrent fold is seen entirely or not at all. An adjustment counts at
+    the time it was written, in its request's groups, and not as another request.
+
+    Raises InvalidRequest if the report has too many rows or sums too many, and ReadTooLong.
     """
     days = local_days(query.start_us, query.end_us, query.timezone) if query.has_local_days else []
     with database.read(LONGEST_READ_S) as connection:
@@ -70,7 +70,7 @@ def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
         rows = connection.execute(select_all(query, days).limit(MAX_ROWS + 1), execution_options=_UNCACHED).all()
     if len(rows) > MAX_ROWS:
         raise InvalidRequest(
-            f"the report has more than {MAX_ROWS} rows: take fewer groups, longer buckets or a shorter range",
+            f"the report has more than {MAX_ROWS} rows: use fewer groups, longer buckets or a shorter range",
             param="group_by",
         )
     ends = dict(zip(days, [*days[1:], query.end_us], strict=False))
@@ -78,37 +78,37 @@ def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
 
 
 def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
-    """Those of the groups that used most tokens, the largest first, and what all of them make together.
+    """The groups that used the most tokens, largest first, and the total over all groups.
 
-    The query has no bucket. Raises InvalidRequest, with the field, and ReadTooLong.
+    The query must not have a bucket. Raises InvalidRequest, with the field, and ReadTooLong.
     """
     if query.bucket is not None:
-        raise InvalidRequest("the largest groups are those of the whole range: leave bucket away", param="top")
+        raise InvalidRequest("the largest groups are computed over the whole range: omit bucket", param="top")
     if not 1 <= top <= MAX_TOP:
         raise InvalidRequest(f"top is a number from 1 to {MAX_TOP}", param="top")
     with database.read(LONGEST_READ_S) as connection:
         _check_summed(connection, query, ())
         rows = connection.execute(select_largest(query, top), execution_options=_UNCACHED).all()
-    # Behind each row are how many groups there are, and their sums.
+    # Each row ends with the number of groups and their sums.
     num_groups, *sums = rows[0][-1 - len(AMOUNTS) :] if rows else [0] * (1 + len(AMOUNTS))
     total = UsageRow(start_us=query.start_us, end_us=query.end_us, **dict(zip(AMOUNTS, sums, strict=True)))
     return LargestRows(tuple(_rows([row[: -1 - len(AMOUNTS)] for row in rows], query, {})), num_groups, total)
 
 
 def _check_summed(connection: Connection, query: UsageQuery, days: Sequence[int]) -> None:
-    """Refuse what would read too many rows before it reads them; counting them takes a fiftieth of the time."""
+    """Refuse a report over too many rows before reading them; counting takes a fiftieth of the time."""
     limit = query.max_summed
     counted = select_num_summed(query, days, limit + 1)
     if connection.execute(counted, execution_options=_UNCACHED).scalar_one() > limit:
         raise InvalidRequest(
-            f"the report would add up more than {limit} rows of the ledger: take a shorter range, or fewer groups",
+            f"the report would sum more than {limit} rows of the ledger: use a shorter range or fewer groups",
             param="start",
             code="report_too_large",
         )
 
 
 def _rows(rows: Sequence[Sequence[Any]], query: UsageQuery, ends: Mapping[int, int]) -> Iterator[UsageRow]:
-    """Rows of the bucket, the groups and the amounts, in this order; there are thousands of them."""
+    """Convert rows whose columns are the bucket, the groups and the amounts. There can be thousands."""
     start_us, end_us = query.start_us, query.end_us
     num_buckets, groups = int(query.bucket is not None), query.group_by
     optional = OPTIONAL.intersection(groups)

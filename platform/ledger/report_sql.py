@@ -1,4 +1,4 @@
-"""The one statement that answers a query to the ledger."""
+"""Builds the single SQL statement that answers a query on the ledger."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from loramux.platform.ledger.ranges import BUCKET_US, Cut, Range, cut
 Condition = ColumnElement[bool] | ColumnElement[Any] | TextClause
 
 OPTIONAL = {"adapter", "version", "end_user"}
-"""Groups of which a request may have none, for which "" stands."""
+"""Groups for which a request may have no value, stored as ""."""
 
 _events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
 _series, _rollups, _tenants = schema.usage_series, schema.usage_rollups, schema.tenants
 
 
 def select_all(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
-    """The bucket, the groups and the sums, in this order of columns and rows; `days` begin at midnights if local."""
+    """Select the bucket, the groups and the sums, in that order. `days` are the bucket starts if days are local."""
     grouped = _grouped(query, days)
     names = [*(("bucket_us",) if query.bucket else ()), *query.group_by]
     if "tenant" not in names:
@@ -49,7 +49,7 @@ def select_all(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
 
 
 def select_num_summed(query: UsageQuery, days: Sequence[int], at_most: int) -> Select[Any]:
-    """How many rows the query is answered from, counted up to `at_most`: found by indexes alone."""
+    """Count the rows that the query sums, up to `at_most`, using only indexes."""
     grains = query.grains()
     parts = _cut(query, days, grains)
     one: ColumnElement[int] = literal_column("1", BigInteger).label("one")
@@ -59,23 +59,23 @@ def select_num_summed(query: UsageQuery, days: Sequence[int], at_most: int) -> S
 
 
 def select_largest(query: UsageQuery, top: int) -> Select[Any]:
-    """The groups, the sums, and behind them in each row the number of all groups and the sums of these."""
+    """Select the largest groups and their sums, followed in each row by the number and the sums of all groups."""
     grouped = _grouped(query, ()).subquery("every_group")
     keys = [grouped.c[name] for name in query.group_by]
     sums = [cast(func.sum(grouped.c[name]).over(), BigInteger).label(f"all_{name}") for name in AMOUNTS]
-    # Equal ones in an order that stays.
+    # Ties are ordered by key, so that the order is stable.
     first = select(grouped, func.count().over().label("num_groups"), *sums).order_by(_tokens(grouped), *keys).limit(top)
     few = first.subquery("few")
     return _named(few, query).order_by(_tokens(few), *(few.c[name] for name in query.group_by))
 
 
 def _tokens(grouped: Subquery) -> ColumnElement[Any]:
-    """The order of the largest."""
+    """The sort key: most tokens first."""
     return (grouped.c.prompt_tokens + grouped.c.completion_tokens).desc()
 
 
 def _named(grouped: Subquery, query: UsageQuery) -> Select[Any]:
-    """Rows with the slug in place of a tenant's identifier, which is all that millions of rows need before."""
+    """Replace tenant ids by slugs, after grouping, so that millions of rows need not be joined."""
     if "tenant" not in query.group_by:
         return select(grouped)
     shown = [_tenants.c.slug.label("tenant") if column.name == "tenant" else column for column in grouped.c]
@@ -83,7 +83,7 @@ def _named(grouped: Subquery, query: UsageQuery) -> Select[Any]:
 
 
 def _grouped(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
-    """The bucket, the groups and their sums, in no order."""
+    """Select the bucket, the groups and their sums, unordered."""
     grains = query.grains()
     parts = _cut(query, days, grains)
     facts = union_all(
@@ -91,7 +91,7 @@ def _grouped(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
         *_event_facts(query, parts, days),
     ).subquery("facts")
     keys = [facts.c[name] for name in (("bucket_us",) if query.bucket else ()) + query.group_by]
-    # PostgreSQL's sums are decimals, which take the driver a while; these are integers that fit.
+    # PostgreSQL's sums are decimals, which are slow to decode; these values fit into integers.
     sums = [cast(func.coalesce(func.sum(facts.c[name]), 0), BigInteger).label(name) for name in AMOUNTS]
     return select(*keys, *sums).group_by(*keys)
 
@@ -101,7 +101,7 @@ def _cut(query: UsageQuery, days: Sequence[int], spans_us: Collection[int]) -> C
     if not days:
         longest_us = query.end_us if query.bucket is None else BUCKET_US[query.bucket]
         return cut([whole], [span_us for span_us in spans_us if span_us <= longest_us])
-    # Only where midnights lie on whole hours does a rolled-up hour belong to one day.
+    # A rolled-up hour belongs to a single day only if midnights fall on whole hours.
     if HOUR_US in spans_us and all(day % HOUR_US == 0 for day in days[1:]):
         return cut([whole], [span_us for span_us in spans_us if span_us <= HOUR_US])
     return cut(list(zip(days, [*days[1:], query.end_us], strict=True)), [us for us in spans_us if us < DAY_US])
@@ -109,7 +109,7 @@ def _cut(query: UsageQuery, days: Sequence[int], spans_us: Collection[int]) -> C
 
 def _rollup_facts(query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]) -> list[Select[Any]]:
     table = _rollups.c
-    # Summed up by series first, so that what they are is looked up once for each.
+    # Sum by series first, so that each series is looked up only once.
     is_by_series = bool(set(query.group_by) - {"tenant"})
     arms = []
     for conditions in _rollup_arms(query, parts, grains, days):
@@ -125,7 +125,7 @@ def _rollup_facts(query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], da
         return []
     rows = union_all(*arms).subquery("spans")
     names = [column.name for column in rows.c if column.name not in AMOUNTS]
-    # Integers again: PostgreSQL's sums are decimals, which take longer to add up once more.
+    # Cast to integers again: PostgreSQL's sums are decimals, which are slower to sum a second time.
     amounts = [cast(func.sum(rows.c[name]), BigInteger).label(name) for name in AMOUNTS]
     sums = select(*(rows.c[name] for name in names), *amounts)
     by_key = sums.group_by(*(rows.c[name] for name in names)).subquery("sums") if names else sums.subquery("sums")
@@ -139,7 +139,7 @@ def _rollup_facts(query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], da
 
 
 def _series_of_adapters(query: UsageQuery) -> Select[tuple[int]]:
-    """The series of the adapters that the query is about, of every grain that keeps adapters apart."""
+    """The series of the query's adapters, in every grain that groups by adapter."""
     assert query.adapter_ids is not None
     of_adapters = select(_series.c.id).where(_series.c.adapter_id.in_(query.adapter_ids))
     return of_adapters if query.tenant_id is None else of_adapters.where(_series.c.tenant_id == query.tenant_id)
@@ -148,15 +148,15 @@ def _series_of_adapters(query: UsageQuery) -> Select[tuple[int]]:
 def _rollup_arms(
     query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
 ) -> Iterator[list[Condition]]:
-    """What is read of the rollups: a part of the statement for each range, which SQLite finds by an index."""
+    """Conditions for reading the rollups: one arm of the statement per range, so that SQLite uses an index."""
     table = _rollups.c
     for span_us, ranges in parts.spans.items():
-        # A timezone has too many ranges for a part each.
+        # A timezone's days are too many ranges for one arm each.
         for some in (ranges,) if days else ((one,) for one in ranges):
             conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
             conditions.append(_within(table.start_us, some))
             if query.tenant_id is not None:
-                # The sums of all tenants, which are many, make SQLite think that a tenant's are.
+                # The many rows for all tenants would make SQLite overestimate the rows of one tenant.
                 conditions.append(unlikely(table.tenant_id == query.tenant_id))
             if query.adapter_ids is not None:
                 conditions.append(table.series_id.in_(_series_of_adapters(query)))
@@ -164,7 +164,7 @@ def _rollup_arms(
 
 
 def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[int], list[Condition]]]:
-    """Single events and adjustments: all of the cut ends, and of the rest those that wait for the rollups."""
+    """Conditions for reading events and adjustments: all at the range's ends, elsewhere those not yet rolled up."""
     rolled_up = parts.rolled_up
     for table, time in ((_events, _events.c.finished_us), (_adjustments, _adjustments.c.created_us)):
         of_tenant: list[Condition] = []
@@ -172,7 +172,7 @@ def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[i
             of_tenant.append(table.c.tenant_id == query.tenant_id)
         yield table, time, [*of_tenant, _within(time, parts.events, query.tenant_id)]
         if rolled_up:
-            # The few times of batches that wait are what an index is asked for, never the long range itself.
+            # The index is searched for the few times of waiting batches, never for the long range itself.
             waiting = select(_batches.c.at_us).where(_within(_batches.c.at_us, rolled_up))
             yield table, time, [*of_tenant, time.in_(waiting), table.c.batch_id.in_(select(_batches.c.id))]
 
@@ -198,20 +198,21 @@ def _event_facts(query: UsageQuery, parts: Cut, days: Sequence[int]) -> list[Sel
 def _within(
     column: Column[int], ranges: Sequence[Range], tenant_id: str | None = None
 ) -> ColumnElement[bool] | TextClause:
-    """Whether a time lies in one of the ranges, and if a tenant is given is its own."""
+    """The condition that a time is in one of the ranges, and that the row is the tenant's if one is given."""
     if not ranges:
         return false()
-    # A timezone of half hours has two ranges a day: as text, since SQLAlchemy takes seconds over thousands of parts.
+    # A timezone offset by half an hour has two ranges per day. SQLAlchemy takes seconds for thousands of expressions,
+    # so the condition is text.
     name, is_of_tenant = f"{column.table.name}.{column.name}", ""
     if tenant_id is not None:
-        # In every range, so that SQLite takes the index of both for each.
+        # Repeated in every range, so that SQLite uses the combined index for each.
         is_of_tenant = f" AND {column.table.name}.tenant_id = :tenant_of_range"
     anyone = _any_of([f"({name} >= {start_us} AND {name} < {end_us}{is_of_tenant})" for start_us, end_us in ranges])
     return text(anyone).bindparams(**({} if tenant_id is None else {"tenant_of_range": tenant_id}))
 
 
 def _any_of(conditions: Sequence[str]) -> str:
-    """One of them holds: a tree of them, of which SQLite takes no more than a thousand in depth."""
+    """The disjunction of the conditions, as a balanced tree, since SQLite limits expression depth to a thousand."""
     if len(conditions) == 1:
         return conditions[0]
     middle = len(conditions) // 2
@@ -219,18 +220,18 @@ def _any_of(conditions: Sequence[str]) -> str:
 
 
 def _bucket(column: Column[int], bucket: str, days: Sequence[int]) -> ColumnElement[int]:
-    """The start of the bucket that a time lies in: of a fixed length, or the last of `days` before it."""
+    """The start of the bucket that contains a time: of fixed length, or the last of `days` not after it."""
     if not days:
         return column - column % BUCKET_US[bucket]
     name = f"{column.table.name}.{column.name}"
     if len(days) == 1:
-        # Not a constant alone, by which PostgreSQL would not group.
+        # PostgreSQL would not group by a bare constant.
         return literal_column(f"({name} - {name} + {days[0]})", BigInteger)
     return literal_column(_last_before(name, days), BigInteger)
 
 
 def _last_before(name: str, days: Sequence[int]) -> str:
-    """A tree of comparisons, so that a row needs as many as its depth."""
+    """A balanced tree of comparisons, so that each row needs only logarithmically many."""
     if len(days) == 1:
         return str(days[0])
     middle = len(days) // 2

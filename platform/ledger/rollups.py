@@ -1,4 +1,4 @@
-"""Sums of the ledger by minutes, hours, days and weeks, added up behind the settlements."""
+"""Sums of the ledger by minutes, hours, days and weeks, updated in the background."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from loramux.platform.ledger.grains import AMOUNTS, GRAINS, MINUTE_US, Grain
 from loramux.platform.ledger.series import TENANT, SeriesKey, SeriesNumbers
 
 EVERYBODY = ""
-"""The tenant of the series that sum all tenants."""
+"""The tenant id of series that sum all tenants."""
 
 MAX_BATCHES = 64
-"""How many transactions of settlements one fold takes: SQLite's only writer waits for it."""
+"""Maximum number of settling transactions per fold, during which SQLite's only writer has to wait."""
 
 
 class _Fact(NamedTuple):
-    """An entry of the ledger: when, of which series, and how much."""
+    """An entry of the ledger: its time, series and amounts."""
 
     at_us: int
     series: SeriesKey
@@ -42,7 +42,7 @@ class _Fact(NamedTuple):
 
 
 class _RollupRow(NamedTuple):
-    """A row of `usage_rollups`, or what is added to it; the amounts are AMOUNTS."""
+    """A row of `usage_rollups`, or an increment to one. The amounts are AMOUNTS."""
 
     grain: int
     span_us: int
@@ -57,19 +57,19 @@ class _RollupRow(NamedTuple):
 
 
 Sums = dict[tuple[int, SeriesKey], list[int]]
-"""Amounts by the start of a span and by series."""
+"""Amounts by span start and series."""
 
 _events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
 _rollups = schema.usage_rollups
 
 
 class UsageRollups:
-    """Adds what was settled to the rollups, once.
+    """Adds every settlement to the rollups exactly once.
 
-    Settlements write one row into `usage_batches` in their own transaction, and touch no rollup: one hot tenant's
-    requests of many gateways never wait for each other's sums. A fold takes such rows away and adds their events and
-    adjustments in one transaction of its own. So an entry of the ledger is either in the rollups or in a batch that
-    waits, in every state that a reader can see and after every crash, whatever the clocks of gateways say.
+    A settling transaction writes one row into `usage_batches` and touches no rollup, so gateways that serve the same
+    busy tenant never contend for its sums. A fold deletes such rows and adds their events and adjustments to the
+    rollups in one transaction of its own. Readers therefore always see each ledger entry either in the rollups or in a
+    waiting batch, also after a crash and regardless of the gateways' clocks.
     """
 
     def __init__(self, database: Database) -> None:
@@ -77,15 +77,15 @@ class UsageRollups:
         self._numbers = SeriesNumbers()
 
     def fold(self, max_batches: int = MAX_BATCHES) -> int:
-        """Add some of what waits, the oldest first; how many batches those were. Several gateways may call it."""
+        """Add waiting batches, oldest first; return how many. Several gateways can call it concurrently."""
         waiting = select(_batches.c.id, _batches.c.at_us).order_by(_batches.c.at_us, _batches.c.id).limit(max_batches)
         with self._database.read() as connection:
             if connection.execute(select(_batches.c.id).limit(1)).first() is None:
-                # An idle gateway takes no writer's lock.
+                # An idle gateway takes no write lock.
                 return 0
         numbers: Mapping[SeriesKey, int] = {}
         with self._database.write() as connection:
-            # Another gateway's fold keeps those that it holds; none waits for the other.
+            # Batches locked by another gateway's fold are skipped, so that folds never wait for each other.
             rows = connection.execute(waiting.with_for_update(skip_locked=True)).all()
             if rows:
                 ids = [row.id for row in rows]
@@ -95,14 +95,14 @@ class UsageRollups:
         return len(rows)
 
     def fold_all(self) -> int:
-        """Fold until nothing waits; how many batches there were."""
+        """Fold until no batch is waiting; return how many were folded."""
         total = 0
         while folded := self.fold():
             total += folded
         return total
 
     def _add(self, connection: Connection, sums: Sums) -> Mapping[SeriesKey, int]:
-        """Add sums to the rows of every grain and span; the numbers of the series that were added to."""
+        """Add sums to the rows of every grain and span; return the numbers of their series."""
         by_grain = {grain: _by_spans(sums, grain) for grain in GRAINS}
         keys = {key for by_span in by_grain.values() for _, key in by_span[min(by_span)]}
         numbers = self._numbers.find(connection, keys)
@@ -112,7 +112,7 @@ class UsageRollups:
             for span_us, spans in by_span.items()
             for (start_us, key), amounts in spans.items()
         ]
-        # In one order everywhere, so that two folds never wait for each other in a circle.
+        # Rows are written in the same order everywhere, so that two folds never deadlock.
         if rows:
             _upsert(connection, sorted(rows))
         return numbers
@@ -125,7 +125,7 @@ def _read(connection: Connection, batch_ids: Sequence[int], times_us: Iterable[i
 
 
 def _select_facts(batch_ids: Sequence[int], times_us: Iterable[int]) -> CompoundSelect[Any]:
-    # The times are what an index finds; the batch is what decides.
+    # The times let the database use an index; the batch ids decide.
     times = sorted(times_us)
     events = select(_events.c.finished_us, *_series_columns(), literal(1), *(_events.c[name] for name in AMOUNTS[1:]))
     events = events.where(_events.c.finished_us.in_(times), _events.c.batch_id.in_(batch_ids))
@@ -141,7 +141,7 @@ def _series_columns() -> list[ColumnElement[Any]]:
 
 
 def _sums(facts: Iterable[_Fact]) -> Sums:
-    """Facts by minute and by all that tells them apart."""
+    """Sum facts by minute and full series."""
     sums: Sums = {}
     for fact in facts:
         _add_to(sums, (fact.at_us - fact.at_us % MINUTE_US, fact.series), fact.amounts)
@@ -149,7 +149,7 @@ def _sums(facts: Iterable[_Fact]) -> Sums:
 
 
 def _by_spans(sums: Sums, grain: Grain) -> dict[int, Sums]:
-    """What is added to each span of a grain."""
+    """The sums to add to each span length of a grain."""
     is_kept = [name in grain.keeps for name in SERIES]
     finest: Sums = {}
     for (at_us, key), amounts in sums.items():
@@ -160,7 +160,7 @@ def _by_spans(sums: Sums, grain: Grain) -> dict[int, Sums]:
         longer: Sums = {}
         for (at_us, key), amounts in finest.items():
             _add_to(longer, (at_us - at_us % span_us, key), amounts)
-        # Each span is made of whole ones of the span before.
+        # Each span length is a multiple of the previous one.
         found[span_us] = finest = longer
     return found
 
@@ -175,11 +175,11 @@ def _add_to(sums: Sums, place: tuple[int, SeriesKey], amounts: Sequence[int]) ->
 
 
 def _upsert(connection: Connection, rows: Sequence[_RollupRow]) -> None:
-    """Make rollups, or add to those that are there."""
+    """Insert rollup rows, or add to existing ones."""
     names = _RollupRow._fields
     added = upsert(connection, _rollups)
     if connection.dialect.name == "postgresql":
-        # All rows are one statement's, of which the server has a plan, however many there are.
+        # Arrays make it one statement with a reusable plan, for any number of rows.
         arrays = [func.unnest(cast(bindparam(name), ARRAY(_rollups.c[name].type))) for name in names]
         added = added.from_select(list(names), select(*arrays))
     statement = added.on_conflict_do_update(

@@ -1,4 +1,4 @@
-"""The numbers by which rollups name their series."""
+"""The numbers that identify series in the rollups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loramux.migrations.upserts import upsert
 SeriesKey = tuple[str, ...]
 """A value for each column of SERIES."""
 TENANT = SERIES.index("tenant_id")
-"""Where a series' tenant is in its key."""
+"""Index of the tenant in a series key."""
 
 MAX_REMEMBERED = 20_000
 
@@ -21,20 +21,20 @@ _series = schema.usage_series
 
 
 class SeriesNumbers:
-    """Remembers the numbers of series that were added to lately. A series is never taken away or changed."""
+    """Caches the numbers of recently used series. A series is never deleted or changed."""
 
     def __init__(self) -> None:
         self._known: dict[SeriesKey, int] = {}
 
     def find(self, connection: Connection, keys: Collection[SeriesKey]) -> dict[SeriesKey, int]:
-        """The numbers of series, which are made where they are not yet there."""
+        """The numbers of series, creating the series that do not exist yet."""
         known = self._known
         found = {key: known[key] for key in keys if key in known}
-        # In one order everywhere, so that two folds never wait for each other in a circle.
+        # Rows are written in the same order everywhere, so that two folds never deadlock.
         missing = sorted(key for key in keys if key not in found)
         if missing:
             made = upsert(connection, _series)
-            # What is there already is returned only if it is written; nothing of it changes.
+            # RETURNING covers an existing row only if it is updated; the update changes nothing.
             returning = made.on_conflict_do_update(
                 index_elements=list(SERIES), set_={"tenant_id": made.excluded.tenant_id}
             ).returning(_series.c.id, *(_series.c[name] for name in SERIES))
@@ -43,7 +43,7 @@ class SeriesNumbers:
         return found
 
     def remember(self, numbers: Mapping[SeriesKey, int]) -> None:
-        """Keep what `find` said, once its transaction has committed."""
+        """Cache what `find` returned, once its transaction has committed."""
         if len(self._known) + len(numbers) > MAX_REMEMBERED:
             self._known.clear()
         if len(numbers) <= MAX_REMEMBERED:

@@ -1,4 +1,4 @@
-"""What one request used in the end, which is what it is charged."""
+"""The final, billable usage of one request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from loramux.platform.ledger.prices import Price, cost_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
-    """The truth of one request. `status` is `completed`, `aborted`, `failed` or `recovered`.
+    """The actual usage of one request. `status` is `completed`, `aborted`, `failed` or `recovered`.
 
-    `has_run` is False for a request that the engine never ran: it costs nothing and its request is given back.
+    `has_run` is False if the engine never ran the request: it then costs nothing and does not count against request
+    limits.
     """
 
     status: str
@@ -21,13 +22,13 @@ class Settlement:
     first_token_us: int | None = None
     has_run: bool = True
     has_begun: bool = True
-    """Whether the engine was asked for it at all; a cold load is given back where it was not."""
+    """Whether the request was submitted to the engine at all; if not, its cold load is not counted either."""
 
     @property
     def tokens(self) -> int:
-        """What it is charged."""
+        """Tokens charged."""
         return self.prompt_tokens + self.completion_tokens
 
     def cost_nanos(self, price: Price | None) -> int:
-        """What it costs."""
+        """The cost in nanos."""
         return cost_of(price, self.prompt_tokens, self.cached_tokens, self.completion_tokens)
