@@ -1,4 +1,4 @@
-"""How a generation is told to an OpenAI client: whole, or in chunks."""
+"""The bodies in which a generation is sent to an OpenAI client: whole, or in chunks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 
 LOWEST_LOGPROB = -9999.0
-"""What OpenAI says for a token that cannot happen; JSON has no infinity."""
+"""OpenAI's value for an impossible token, since JSON has no infinity."""
 
 Document = dict[str, Any]
 
 
 class Answer(Protocol):
-    """The bodies of one endpoint. One object a request: chunks depend on those before."""
+    """Builds the bodies of one endpoint. One object per request, since chunks depend on earlier ones."""
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
-        """What a stream sends for a delta."""
+        """The chunks that a stream sends for a delta."""
 
     def usage_chunk(self, usage: Usage) -> Document:
         """The last chunk of a stream whose client asked for usage."""
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
-        """The body of an answer that is not streamed."""
+        """The body of a non-streamed answer."""
 
 
 def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
-    """One delta a choice that holds all of its news, by index."""
+    """Merge deltas into one per choice, ordered by index."""
     groups: dict[int, list[ChoiceDelta]] = {}
     for delta in deltas:
         groups.setdefault(delta.index, []).append(delta)

@@ -18,21 +18,21 @@ from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoi
 ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/models": "models"}
 
 OPENAI_DOCUMENT = ListenerDocument(
-    description="""The OpenAI-compatible side of loramux.
+    description="""The OpenAI-compatible API of loramux.
 
 Send `Authorization: Bearer KEY`. The `model` field names the base or an adapter: `[tenant/]adapter[@version | :alias]`.
-Fields that OpenAI knows and this server does not support are refused by name, never ignored where they would change
-the answer. With `stream: true` the answer is a stream of server-sent events that ends with `data: [DONE]`; one that
-breaks off ends with an error and without it. Every error has the one envelope,
-`{"error": {"message", "type", "param", "code"}}`, and every response an `x-request-id`.""",
+OpenAI fields that this server does not support are refused by name; none is ignored if it would change the answer.
+With `stream: true`, the answer is a stream of server-sent events that ends with `data: [DONE]`; a stream that fails
+ends with an error instead. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and
+every response has an `x-request-id`.""",
     public=frozenset({"/health/live", "/health/ready"}),
-    readers="Any key reads it.",
+    readers="Any key can read it.",
 )
 
 
 def create_openai_app(services: GatewayServices) -> FastAPI:
-    """The app; `services.maintenance.run()` must run beside it."""
-    # Nothing is public but health, the documentation pages neither.
+    """Create the app. `services.maintenance.run()` must run alongside it."""
+    # Only health is public; FastAPI's documentation pages are off.
     app = FastAPI(
         title="loramux",
         version=version("loramux"),

@@ -1,4 +1,4 @@
-"""Who calls a route of the gateway: a dependency that every route but health names."""
+"""Authenticates callers of the gateway: a dependency of every route except health."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ async def _authenticate(request: Request, services: Services) -> Principal:
     kind, _, presented = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not presented.strip():
         raise Unauthenticated("give an API key: Authorization: Bearer sk-lmx-...", code="missing_api_key")
-    # Most keys were seen a moment ago, for which no thread is needed.
+    # Most keys are cached, and looking them up needs no thread.
     principal = services.api_keys.recent(presented.strip())
     if principal is None:
         principal = await services.call(services.api_keys.authenticate, presented.strip())
     if principal is None:
-        # OpenAI's own first words: litellm knows a refused key from a malformed request by them alone.
+        # It starts like OpenAI's own message, by which alone litellm recognises a refused key.
         raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
     return principal
 

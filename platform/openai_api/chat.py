@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: a conversation becomes one prompt. `request_life.py` does the rest."""
+"""`POST /v1/chat/completions`: turns a conversation into one prompt. `request_life.py` does the rest."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CHAT = Endpoint(name="chat", body=ChatRequest, tokenise=_tokenise, shape=_shape)
 
 
 def _message(message: ChatMessage) -> dict[str, str]:
-    # OpenAI's newer name for the system role; templates know the older one.
+    # "developer" is OpenAI's newer name for the system role; chat templates use the older one.
     role = "system" if message.role == "developer" else message.role
     shown = {"role": role, "content": message.content}
     return {**shown, "name": message.name} if message.name is not None else shown

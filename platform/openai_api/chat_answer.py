@@ -14,7 +14,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """One chat completion; `model` is the name that the client used."""
+    """Builds the bodies of one chat completion; `model` is the name that the client used."""
 
     id: str
     model: str

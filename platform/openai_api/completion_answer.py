@@ -14,7 +14,10 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionAnswer:
-    """One text completion; `model` is the name that the client used, `echoes` the text before each choice's own."""
+    """Builds the bodies of one text completion. `model` is the name that the client used.
+
+    `echoes` has the prompt text to repeat before each choice.
+    """
 
     id: str
     model: str
@@ -25,7 +28,7 @@ class CompletionAnswer:
     echoes: Sequence[str] = ()
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
-    """Characters of each choice whose log-probabilities have been told."""
+    """Number of characters of each choice whose log-probabilities have been sent."""
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
         chunk = {**self._head(), "choices": [self._choice(delta)]}
@@ -50,7 +53,7 @@ class CompletionAnswer:
         }
 
     def _echo(self, index: int) -> str:
-        """What a choice's first piece begins with."""
+        """The prompt to put before a choice's first chunk; empty afterwards."""
         if not self.echoes or index in self._begun:
             return ""
         self._begun.add(index)
@@ -84,5 +87,5 @@ class CompletionAnswer:
         try:
             return spelled.decode()
         except UnicodeDecodeError:
-            # Parts of a character would all look alike as U+FFFD; OpenAI writes them so.
+            # Parts of a character would all be shown as U+FFFD, so they are spelled as OpenAI does.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

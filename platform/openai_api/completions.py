@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: one or several prompts, each a text or token ids. `request_life.py` does the rest."""
+"""`POST /v1/completions`: takes one or more prompts, as text or token ids. `request_life.py` does the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ router = APIRouter()
     responses={**answers(CompletionDocument), **errors(*GENERATION_ERRORS)},
 )
 async def create_completion(request: Request, caller: Caller, services: Services) -> Response:
-    """Continue one or several prompts, each a text or token ids, whole or as a stream of server-sent events."""
+    """Continue one or more prompts, given as text or token ids, whole or as a stream of server-sent events."""
     return await serve(request, services, caller, COMPLETIONS)
 
 
@@ -57,9 +57,9 @@ COMPLETIONS = Endpoint(name="completions", body=CompletionRequest, tokenise=_tok
 
 
 def _known(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """A prompt of token ids; raises InvalidRequest for an id that the vocabulary does not have."""
+    """Return a prompt of token ids; raises InvalidRequest for an id that is not in the vocabulary."""
     if not all(token < vocab_size for token in prompt):
-        raise InvalidRequest(f"token ids lie in 0 to {vocab_size - 1}", param="prompt")
+        raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
     return prompt
 
 

@@ -1,4 +1,4 @@
-"""What tells the endpoints of generation apart: how a body becomes prompts, and how the answer is shaped."""
+"""The differences between generation endpoints: how a body becomes prompts, and the form of the answer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from loramux.platform.openai_api.services import GatewayServices
 B = TypeVar("B", bound=GenerationRequest)
 
 Prompts = tuple[tuple[int, ...], ...]
-"""Token ids, prompt by prompt."""
+"""The token ids of each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[B]):
-    """A request whose body was read and checked; `num_bytes` is the body's length."""
+    """A request with its checked body; `num_bytes` is the body's length."""
 
     request_id: str
     body: B
@@ -27,12 +27,12 @@ class Received(Generic[B]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(Generic[B]):
-    """One endpoint. `schemas.py` has the rest of what it accepts, in the type of its body."""
+    """One endpoint. The type of its body, in `schemas.py`, defines the fields that it accepts."""
 
     name: str
-    """In the ledger and the metrics."""
+    """The endpoint's name in the ledger and the metrics."""
     body: type[B]
     tokenise: Callable[[GatewayServices, B], Prompts]
-    """The prompts of a body; takes long for a long one. Raises InvalidRequest."""
+    """Tokenises the prompts of a body; slow for long ones. Raises InvalidRequest."""
     shape: Callable[[GatewayServices, Received[B]], Awaitable[Answer]]
-    """The bodies of the answer, before any of it is known."""
+    """Prepares the builder of the answer's bodies before generation starts."""

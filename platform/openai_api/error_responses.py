@@ -1,4 +1,4 @@
-"""The one place where an exception becomes a response, and where every response gets its `x-request-id`."""
+"""The only place that turns exceptions into responses and gives every response its `x-request-id`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def quota_unavailable(_: Exception | None = None) -> ApiError:
 
 def _read_too_long(_: Exception) -> ApiError:
     return Unavailable(
-        "the database took too long over this: ask for a shorter range or less of it, or try again later",
+        "the database took too long: ask for a shorter range or fewer rows, or try again later",
         code="read_timeout",
         retry_after_s=DATABASE_RETRY_S,
     )
@@ -60,9 +60,9 @@ TRANSLATIONS: Mapping[type[Exception], Translation] = {
 
 
 def install_error_handling(app: FastAPI, translations: Mapping[type[Exception], Translation] | None = None) -> None:
-    """Give an app the envelope for every error and `x-request-id` on every response.
+    """Make an app answer every error with the envelope and add `x-request-id` to every response.
 
-    `translations` turn further exceptions, and their subclasses, into an ApiError.
+    `translations` turn other exceptions, and their subclasses, into an ApiError.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -90,7 +90,7 @@ def request_id_of(request: Request) -> str:
 
 
 class RequestIds:
-    """Outermost: names each request, tells the caller, and answers what no handler caught with a plain 500."""
+    """Outermost middleware: gives each request its id, and answers exceptions that no handler caught with a 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -99,7 +99,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Always our own: an identifier that a client chose could collide in the ledger.
+        # The id is always ours: one chosen by a client could collide in the ledger.
         request_id = new_id("req")
         scope.setdefault("state", {})["request_id"] = request_id
         has_started = False
@@ -111,7 +111,7 @@ class RequestIds:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        # Whatever is logged on behalf of this request says so.
+        # Every log line written for this request carries its id.
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_named)
@@ -119,7 +119,7 @@ class RequestIds:
                 log.exception("request failed", path=scope["path"])
                 if has_started:
                     raise
-                failure = error_response(ApiError("an internal error; it is in the server's log"))
+                failure = error_response(ApiError("internal error; see the server's log"))
                 await failure(scope, receive, send_named)
 
 
@@ -140,7 +140,7 @@ def _of_status(error: HTTPException) -> ApiError:
     if error.status_code == 404:
         return NotFound("there is nothing at this path")
     if error.status_code == 405:
-        return MethodNotAllowed("this path has no such method", headers=error.headers)
+        return MethodNotAllowed("this path does not support the method", headers=error.headers)
     if error.status_code < 500:
         return InvalidRequest(str(error.detail))
     return ApiError(str(error.detail))

@@ -26,26 +26,27 @@ def health_router(
     *,
     tells_why: bool = False,
 ) -> APIRouter:
-    """Routes that say whether this process lives, and whether a request sent now would be served.
+    """Routes that report whether this process is live, and whether it is ready to serve requests.
 
-    Live: the engine made a step, or none was needed. An engine that is being restarted needs nobody else's help; one
-    that hangs and cannot be killed does. Ready: the engine runs, the database answers, and the gateway knows of no
-    `trouble` with it, such as that it takes no writes. `tells_why` adds the reasons to `ready`, for operators.
+    Live means that the engine makes steps or has none to make. A restarting engine recovers by itself, but one that
+    hangs and cannot be killed makes the process not live. Ready means that the engine is running, the database answers,
+    and the gateway knows of no `trouble` with it, such as rejected writes. `tells_why` adds the reasons to `ready`, for
+    operators.
     """
     router = APIRouter()
     ping = _Ping(database)
 
-    unwell: Responses = {503: {"model": HealthDocument, "description": "Not so."}}
+    unwell: Responses = {503: {"model": HealthDocument, "description": "Not live or not ready."}}
 
     @router.get("/health/live", tags=["health"], response_model=HealthDocument, responses=unwell)
     async def live() -> Response:
-        """Whether this process lives: restart it where it does not."""
+        """Check whether this process is live. If it is not, restart it."""
         is_live = engine.is_live
         return json_response({"status": "live" if is_live else "not live"}, 200 if is_live else 503)
 
     @router.get("/health/ready", tags=["health"], response_model=HealthDocument, responses=unwell)
     async def ready() -> Response:
-        """Whether a request sent now would be served."""
+        """Check whether a request sent now would be served."""
         known = trouble()
         checks = {"engine": engine.is_ready, "database": known is None and await ping.is_answered()}
         is_ready = all(checks.values())
@@ -59,9 +60,9 @@ def health_router(
 
 
 class _Ping:
-    """Asks the database whether it answers; one question at a time, so that a silent one holds only one thread.
+    """Pings the database, one ping at a time, so that an unresponsive database occupies only one thread.
 
-    The thread is none of those that serve calls, so that no flood of these makes a server look unwell.
+    That thread is not from the pool that serves calls, so a flood of calls does not make the server look unhealthy.
     """
 
     def __init__(self, database: Database) -> None:
@@ -71,7 +72,7 @@ class _Ping:
     async def is_answered(self) -> bool:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(asyncio.to_thread(_ping, self._database))
-        # Its failure is told to whoever waits; where nobody does any more, nobody misses it.
+        # Waiting callers see a failure. If none is waiting, it is retrieved here so that asyncio does not report it.
         self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         try:
             await asyncio.wait_for(asyncio.shield(self._asking), DATABASE_WAIT_S)

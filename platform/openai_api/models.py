@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `/v1/models/{id}`: what the caller may name in a request."""
+"""`GET /v1/models` and `/v1/models/{id}`: the models that the caller may name in a request."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ router = APIRouter()
 
 @router.get("/v1/models", tags=["models"], response_model=ModelList)
 async def list_models(caller: Caller, services: Services) -> Response:
-    """List what the caller may name in a request: the base, and adapters by their bare names."""
+    """List the models that the caller may name in a request: the base, and adapters by their bare names."""
     models = await services.call(services.resolver.list_models, caller)
     data = [_body(services, model, _bare_name(model)) for model in models]
     return json_response({"object": "list", "data": data})
 
 
-# A model's name may hold a slash.
+# A model's name can contain a slash.
 @router.get("/v1/models/{name:path}", tags=["models"], response_model=ModelDocument)
 async def retrieve_model(name: str, caller: Caller, services: Services) -> Response:
-    """One model, by any name that a request may give it; `root` says which version that is."""
+    """Retrieve one model by any name that a request can use; `root` is the version that it resolves to."""
     model = await services.call(services.resolver.resolve, caller, name)
     return json_response(_body(services, model, name))
 
@@ -52,5 +52,5 @@ def _body(services: GatewayServices, model: ResolvedModel, name: str) -> dict[st
 
 
 def _created_s(adapter: AdapterRef) -> int:
-    """When the version was made: its identifier is a UUIDv7, which begins with milliseconds."""
+    """When the version was created, from its identifier: a UUIDv7, which begins with milliseconds."""
     return int(adapter.version_id.partition("_")[2][:12], 16) // 1000

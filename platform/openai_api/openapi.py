@@ -1,10 +1,11 @@
-"""The OpenAPI document of a listener: what FastAPI finds in the routes, and what every route has in common.
+"""The OpenAPI document of a listener: FastAPI's description of the routes, plus what all routes share.
+
 
     @router.post("", status_code=201, openapi_extra=takes(NewThing), responses=errors(409))
     async def create_thing(request: Request, services: Services, caller: Writer) -> ThingDocument:
-        '''Make a thing: the first sentence is the summary.'''
+        '''Create a thing. The first sentence is the summary.'''
 
-Bodies are read by the handlers themselves, once the caller is known, so that `takes` has to say what they are.
+Handlers read bodies themselves, after authenticating the caller, so `takes` has to describe them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Json: TypeAlias = dict[str, Any]
 Responses: TypeAlias = dict[int | str, Json]
 
 GENERATION_ERRORS = (404, 429, 503, 504)
-"""Of a request that runs, beside those of its shape."""
+"""Statuses of generation requests, in addition to those that `describe` derives."""
 METHODS = ("get", "put", "post", "delete", "patch")
 _COMPONENTS = "#/components/schemas/"
 _ENVELOPE: Json = {
@@ -34,10 +35,10 @@ _ENVELOPE: Json = {
             "required": ["message", "type", "param", "code"],
             "additionalProperties": False,
             "properties": {
-                "message": {"type": "string", "description": "A sentence for people."},
+                "message": {"type": "string", "description": "A human-readable sentence."},
                 "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field at fault."},
-                "code": {"type": "string", "description": "What programs go by."},
+                "param": {"type": ["string", "null"], "description": "The offending field."},
+                "code": {"type": "string", "description": "A stable, machine-readable code."},
             },
         }
     },
@@ -46,20 +47,20 @@ _IDEMPOTENCY_KEY: Json = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "The same call with the same key is answered as the first one was, for 24 hours, and done once.",
+    "description": "For 24 hours, a repeated call with the same key is not executed again but gets the first answer.",
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 
 
 def takes(model: type[BaseModel]) -> Json:
-    """For `openapi_extra`: the JSON body that the handler reads."""
+    """For `openapi_extra`: a JSON body that the handler reads."""
     schema = model.model_json_schema(ref_template=_COMPONENTS + "{model}")
     is_optional = not schema.get("required")
     return {"requestBody": {"required": not is_optional, "content": {"application/json": {"schema": schema}}}}
 
 
 def takes_bytes() -> Json:
-    """The same for a body of raw bytes."""
+    """For `openapi_extra`: a body of raw bytes."""
     schema = {"type": "string", "format": "binary"}
     return {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": schema}}}}
 
@@ -70,25 +71,25 @@ def answers_bytes() -> Responses:
 
 
 def answers(document: type) -> Responses:
-    """The same of a generation: whole as JSON, or as a stream of events."""
+    """For `responses`: a generation, whole as JSON or as a stream of events."""
     stream: Json = {"schema": {"type": "string"}, "example": 'data: {"object": "chat.completion.chunk"}\n\n'}
     return {200: {"model": document, "content": {"text/event-stream": stream}}}
 
 
 def answers_rows(document: type | None = None) -> Responses:
-    """The same of a report: rows of CSV or of newline-delimited JSON, and where there is one a JSON document."""
+    """For `responses`: a report as CSV, as newline-delimited JSON, or as a JSON document if one is given."""
     rows: Json = {"schema": {"type": "string"}, "example": "start_us,end_us,tenant,requests\n"}
     answer: Json = {"content": {"text/csv": rows, "application/x-ndjson": rows}}
     return {200: answer if document is None else {**answer, "model": document}}
 
 
 def errors(*statuses: int) -> Responses:
-    """For `responses`: errors that a route has beyond those that `describe` finds by its shape."""
+    """For `responses`: errors in addition to those that `describe` derives from the route."""
     return {status: {"description": ERROR_EXAMPLES[status][0]} for status in statuses}
 
 
 def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idempotent: bool = False) -> Json:
-    """The document. Paths in `public` need no key; with `is_idempotent`, every other POST takes an Idempotency-Key."""
+    """The document. Paths in `public` need no key; with `is_idempotent`, all other POSTs accept an Idempotency-Key."""
     document: Json = app.openapi()
     document["info"]["description"] = description
     components = document.setdefault("components", {})
@@ -105,7 +106,7 @@ def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idemp
         parameters = operation.get("parameters", [])
         has_precondition = any(one["name"] == "If-Match" for one in parameters)
         for one in parameters:
-            # Spelled so, it is the dependency of `etags.py`, which insists on it.
+            # With this spelling, it comes from a dependency in `etags.py` that requires it.
             one["required"] = one["required"] or one["name"] == "If-Match"
         repeats = is_idempotent and method == "post" and not is_public
         if repeats:
@@ -117,7 +118,7 @@ def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idemp
 
 
 def operations(document: Json) -> Iterator[tuple[str, Json, str]]:
-    """Path, operation and method of everything in a document."""
+    """Path, operation and method of every operation in a document."""
     for path, item in document["paths"].items():
         for method in METHODS:
             if method in item:
@@ -132,7 +133,7 @@ def _name(operation: Json) -> None:
 
 
 def _hoist_body(operation: Json, schemas: Json) -> None:
-    """A body's models are components, like those of the answers."""
+    """Move a body's models to the components, where FastAPI puts those of the answers."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         schema = content["schema"]
         if "title" not in schema:
@@ -143,9 +144,9 @@ def _hoist_body(operation: Json, schemas: Json) -> None:
 
 
 def _common_errors(operation: Json, is_public: bool, repeats: bool, has_precondition: bool) -> set[int]:
-    """What an operation can answer by its shape."""
+    """The error statuses of an operation, including those that follow from its parameters and body."""
     found = {int(status) for status in operation["responses"] if status.isdigit() and int(status) >= 400}
-    # FastAPI's own; ours is a 400.
+    # FastAPI adds 422 for invalid input; we answer 400.
     found.discard(422)
     parameters = operation.get("parameters", [])
     has_body = "requestBody" in operation
@@ -171,7 +172,7 @@ def _describe_answers(operation: Json, statuses: set[int], schemas: Json) -> Non
         meaning, error = ERROR_EXAMPLES[status]
         kept = answers.get(str(status), {})
         if "content" in kept and kept.get("content", {}).get("application/json", {}).get("schema"):
-            # Some answers with a status of errors have a body of their own, as health has.
+            # Some answers with an error status have their own body, such as health.
             continue
         content = {"schema": {"$ref": _COMPONENTS + "Error"}, "example": {"error": error}}
         answers[str(status)] = {"description": meaning, "content": {"application/json": content}}
@@ -186,7 +187,7 @@ def _describe_answers(operation: Json, statuses: set[int], schemas: Json) -> Non
 
 
 def _add_examples(document: Json, schemas: Json) -> None:
-    """Every body and every answer has an example that its schema allows."""
+    """Give every body, answer and parameter an example that conforms to its schema."""
     for _, operation, _ in operations(document):
         for part in (operation.get("requestBody", {}), *operation["responses"].values()):
             for content in part.get("content", {}).values():

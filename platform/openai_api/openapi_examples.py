@@ -1,4 +1,4 @@
-"""Examples for OpenAPI documents: realistic values by the names of the fields, so that one table serves all routes."""
+"""Examples for OpenAPI documents: realistic values by field name, so that one table serves all routes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
         "The call is malformed.",
         _error("limit: Input should be less than or equal to 100", "invalid_value", "limit"),
     ),
-    401: ("No key, or one that opens nothing.", _error("the key is unknown, expired or revoked", "invalid_api_key")),
+    401: ("The key is missing or not valid.", _error("the key is unknown, expired or revoked", "invalid_api_key")),
     403: ("The key's scopes do not allow this.", _error("this needs another scope", "insufficient_scope")),
     404: (
-        "It does not exist, or not for the caller.",
+        "It does not exist, or the caller has no access to it.",
         _error("there is no such adapter", "adapter_not_found"),
     ),
     409: ("The state does not allow it.", _error("the tenant already has such an adapter", "adapter_exists", "name")),
-    412: ("It was changed since the caller read it.", _error("read it again", "precondition_failed", "If-Match")),
-    413: ("The body is too large.", _error("the body may have at most 65536 bytes", "payload_too_large")),
-    422: ("The Idempotency-Key was used for another call.", _error("used for another", "idempotency_key_reused")),
+    412: ("It has changed since the caller read it.", _error("read it again", "precondition_failed", "If-Match")),
+    413: ("The body is too large.", _error("the body must not exceed 65536 bytes", "payload_too_large")),
+    422: ("The Idempotency-Key was used for another call.", _error("key already used", "idempotency_key_reused")),
     428: ("If-Match is missing.", _error("give the ETag that you read", "precondition_required", "If-Match")),
-    429: ("A quota is used up.", _error("tokens per minute", "rate_limit_exceeded", None, "rate_limit_error")),
-    500: ("A fault of the server.", _error("an internal error", "internal_error", None, "server_error")),
-    503: ("Not possible now.", _error("the engine is restarting", "engine_unavailable", None, "server_error")),
-    504: ("The request's time was up.", _error("not through in time", "deadline_exceeded", None, "server_error")),
+    429: ("A quota is exhausted.", _error("tokens per minute", "rate_limit_exceeded", None, "rate_limit_error")),
+    500: ("An internal error.", _error("an internal error", "internal_error", None, "server_error")),
+    503: ("Temporarily unavailable.", _error("the engine is restarting", "engine_unavailable", None, "server_error")),
+    504: ("The deadline was exceeded.", _error("not finished in time", "deadline_exceeded", None, "server_error")),
 }
 
 _PREFIXES: Mapping[str, str] = {
@@ -99,7 +99,7 @@ _BY_NAME: Mapping[str, Any] = {
 
 
 def example_of(schema: Mapping[str, Any], schemas: Mapping[str, Any], name: str = "", depth: int = 0) -> Any:
-    """A value that the schema allows; optional fields are left out."""
+    """A value that conforms to the schema, without optional fields."""
     if "$ref" in schema:
         return example_of(schemas[schema["$ref"].rpartition("/")[2]], schemas, name, depth + 1)
     for given in ("example", "const", "default"):

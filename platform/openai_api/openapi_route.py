@@ -1,4 +1,4 @@
-"""`/openapi.json` of a listener, for whoever has a key to it."""
+"""Serves a listener's `/openapi.json` to authenticated callers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from loramux.platform.openai_api.openapi import describe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerDocument:
-    """What the OpenAPI document of a listener says beyond its routes."""
+    """A listener's OpenAPI document: the parts that do not come from its routes."""
 
     description: str
     public: frozenset[str]
     """Paths that need no key."""
     readers: str
-    """Who reads the document, in a sentence."""
+    """A sentence that says who can read the document."""
     is_idempotent: bool = False
-    """Whether a POST takes an Idempotency-Key."""
+    """Whether POST accepts an Idempotency-Key."""
 
     def of(self, app: FastAPI) -> dict[str, Any]:
         """The document of the listener's app."""
         return describe(app, description=self.description, public=self.public, is_idempotent=self.is_idempotent)
 
     def router(self, caller: Depends) -> APIRouter:
-        """The route that serves the document to whom the dependency `caller` lets in."""
+        """The route that serves the document to callers whom the dependency `caller` admits."""
         router = APIRouter()
 
         @router.get(

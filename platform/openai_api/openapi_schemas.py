@@ -1,4 +1,4 @@
-"""The shapes of the OpenAI listener's answers, for its OpenAPI document; `chat_answer.py` and others build them."""
+"""Schemas of the OpenAI listener's answers, for its OpenAPI document. `chat_answer.py` and others build the answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 
 class HealthDocument(TypedDict):
-    """`engine`, `database` and `reason` are of `ready`; the last tells operators why it is not."""
+    """`ready` adds `engine`, `database` and `reason`, which tells operators why the server is not ready."""
 
     status: str
     engine: NotRequired[bool]
@@ -17,7 +17,7 @@ class HealthDocument(TypedDict):
 
 
 class ModelDocument(TypedDict):
-    """A model that the caller may name. `root` is the version that it means now."""
+    """A model that the caller may name. `root` is the version that it currently resolves to."""
 
     id: str
     object: Literal["model"]
@@ -29,20 +29,20 @@ class ModelDocument(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All that the caller may name."""
+    """All models that the caller may name."""
 
     object: Literal["list"]
     data: list[ModelDocument]
 
 
 class PromptTokensDetails(TypedDict):
-    """Of the prompt, what was in the prefix cache."""
+    """The prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class UsageDocument(TypedDict):
-    """What the request is charged."""
+    """The tokens charged for the request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -60,7 +60,7 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionDocument(TypedDict):
-    """What `/v1/completions` answers whole."""
+    """A non-streamed answer of `/v1/completions`."""
 
     id: str
     object: Literal["text_completion"]
@@ -71,7 +71,7 @@ class CompletionDocument(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str
@@ -79,7 +79,7 @@ class AnswerMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One answer."""
+    """One choice of a chat completion."""
 
     index: int
     message: AnswerMessage
@@ -88,7 +88,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatDocument(TypedDict):
-    """What `/v1/chat/completions` answers whole."""
+    """A non-streamed answer of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"]

@@ -1,4 +1,4 @@
-"""From tokenised prompts to a plan: every limit on one request is applied here."""
+"""Turns tokenised prompts into a plan, applying every limit on a single request."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 
 TOKENS_AT_ONCE = 16
-"""Tokens of an answer that is sent whole which the engine tells of together: it spares a gateway most of its work."""
+"""Tokens that the engine reports together for a non-streamed answer, which saves a gateway most of its work."""
 
 
 def check_untokenised(services: GatewayServices, body: GenerationRequest) -> None:
-    """Raise InvalidRequest for what needs no tokens to be refused, before any work is done for the prompts."""
+    """Raise InvalidRequest for errors that can be found before the prompts are tokenised."""
     if body.num_prompts * body.num_choices > services.settings.max_choices:
-        raise InvalidRequest(f"prompts times n may be at most {services.settings.max_choices}", param="n")
+        raise InvalidRequest(f"prompts times n must not exceed {services.settings.max_choices}", param="n")
     body.check_vocabulary(services.model.vocab_size)
 
 
 def make_plan(
     services: GatewayServices, endpoint: Endpoint[B], received: Received[B], target: Target, prompts: Prompts
 ) -> Plan:
-    """What a request asks for, within every limit. Raises InvalidRequest."""
+    """The plan for a request. Raises InvalidRequest if the request exceeds a limit."""
     body = received.body
     sampling, stops = body.sampling(), tuple(body.stop or ())
     max_tokens = _max_tokens(services.max_model_len, body, prompts)
-    # The engine holds each choice as a sequence with a prompt of its own.
+    # In the engine, each choice is a sequence with its own copy of the prompt.
     most = services.settings.max_request_tokens
     if body.num_choices * sum(len(prompt) + max_tokens for prompt in prompts) > most:
-        raise InvalidRequest(f"n times the tokens of all prompts and max_tokens may be at most {most}", param="n")
+        raise InvalidRequest(f"n times (tokens + max_tokens) of all prompts must not exceed {most}", param="n")
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens exceeds max_tokens, which is {max_tokens}", param="min_tokens")
     is_asked = body.token_limit is not None
@@ -51,7 +51,7 @@ def make_plan(
 
 
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> int:
-    """Tokens that each choice may have; raises InvalidRequest when they and the longest prompt do not fit."""
+    """The token limit of each choice; raises InvalidRequest if it and the longest prompt do not fit the context."""
     if not all(prompts):
         raise InvalidRequest("the prompt is empty", param=body.PROMPT)
     asked, longest = body.token_limit, max(len(prompt) for prompt in prompts)

@@ -1,4 +1,4 @@
-"""A request's body: capped before it is read, strict JSON, checked against a model."""
+"""Reads a request's body: limited in size and time, strict JSON, validated against a model."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from loramux.platform.errors import InvalidRequest, PayloadTooLarge
 M = TypeVar("M", bound=BaseModel)
 
 BODY_TIMEOUT_S = 60.0
-"""How long a client may take to send a body, however steadily."""
+"""How long a client may take to send a whole body, in seconds."""
 BODY_STALL_S = 10.0
-"""How long a client may send nothing of it."""
+"""How long a client may pause while sending a body, in seconds."""
 MAX_PARSED_AT_ONCE = 64 * 1024
-"""Bytes that are parsed in less than a millisecond; a longer body would hold up every other request."""
+"""Largest body parsed on the event loop, in bytes, which takes less than a millisecond; longer ones would block it."""
 
 _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body; raises PayloadTooLarge as soon as it is known to be too long, and InvalidRequest."""
-    too_large = PayloadTooLarge(f"the body may have at most {max_bytes} bytes")
+    too_large = PayloadTooLarge(f"the body must not exceed {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
-    # The digits are counted first: a number of thousands of digits need not be parsed to be too large.
+    # The digits are counted first, so that a number with thousands of digits is not parsed.
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise too_large
     chunks, size = [], 0
@@ -45,7 +45,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 scope.deadline = min(anyio.current_time() + BODY_STALL_S, end_s)
     except TimeoutError:
         raise InvalidRequest(
-            f"the body took longer than {BODY_TIMEOUT_S:g} s, or stopped for {BODY_STALL_S:g} s", code="body_timeout"
+            f"the body took more than {BODY_TIMEOUT_S:g} s, or stalled for {BODY_STALL_S:g} s", code="body_timeout"
         ) from None
     except ClientDisconnect:
         raise InvalidRequest("the body ended early", code="incomplete_body") from None
@@ -55,14 +55,14 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def parse_body_on(
     compute: Callable[[Callable[[bytes, type[M]], M], bytes, type[M]], Awaitable[M]], body: bytes, model: type[M]
 ) -> M:
-    """`parse_body`, through `compute`, which runs a function on a thread, where it would take long."""
+    """Call `parse_body`, for a long body through `compute`, which runs it on a thread."""
     if len(body) <= MAX_PARSED_AT_ONCE:
         return parse_body(body, model)
     return await compute(parse_body, body, model)
 
 
 def parse_body(body: bytes, model: type[M]) -> M:
-    """Raises InvalidRequest with the offending field's name."""
+    """Parse and validate a body; raises InvalidRequest with the offending field's name."""
     try:
         document = parse_strict_json(body)
         _check_characters(body, document)
@@ -77,13 +77,13 @@ def parse_body(body: bytes, model: type[M]) -> M:
 
 
 def _check_characters(body: bytes, document: Any) -> None:
-    """Raises InvalidJson for half of a surrogate pair: JSON can spell it, but it is no character of any text."""
+    """Raise InvalidJson for an unpaired surrogate, which JSON can spell although it is not a character."""
     if b"\\ud" not in body.lower():
         return
     try:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidJson("a text holds half of a surrogate pair") from None
+        raise InvalidJson("a string contains an unpaired surrogate") from None
 
 
 def _refusal(error: ErrorDetails) -> InvalidRequest:
@@ -100,7 +100,7 @@ def _refusal(error: ErrorDetails) -> InvalidRequest:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`; a name that a client invented is cut."""
+    """Format `("messages", 0, "role")` as `messages[0].role`, truncating long names."""
     path = ""
     for part in location:
         if isinstance(part, int):

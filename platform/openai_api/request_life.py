@@ -1,4 +1,4 @@
-"""A request's life, from its key to its settlement: the steps of both endpoints, in their order."""
+"""A request's life, from its key to its settlement: the steps of both endpoints, in order."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from loramux.platform.telemetry.tracing import describe, traced
 from loramux.platform.tokenizer.model_tokenizer import MAX_TOKENISED_AT_ONCE
 
 CLIENT_CLOSED = 499
-"""What the metrics say of a request whose client left; nobody receives it."""
+"""The status in metrics of a request whose client left; it is never sent."""
 
 
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
-    """Answer a request of `endpoint`; raises ApiError when it fails before its first token.
+    """Answer a request to `endpoint`; raises ApiError if it fails before its first token.
 
-    The first step is done: every route names `authentication.Caller`, so that none can forget to authenticate.
+    The caller is already authenticated: every route takes an `authentication.Caller`, so none can forget this step.
     """
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body)
@@ -54,17 +54,17 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
 
 
 async def run_and_settle(services: GatewayServices, generation: Generation) -> None:
-    """The task of an admitted request, which outlives its connection: it is settled whatever becomes of its client."""
+    """The task of an admitted request. It outlives the connection, so that every request is settled."""
     settlement = await generation.run()
     try:
         await settle(services, generation.plan, settlement)
     finally:
-        # Whatever happened, who waits for the end must not wait for ever.
+        # Even if settling fails, readers of the deltas must not wait forever.
         generation.end(settlement)
 
 
 async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Received[B]:
-    """The body, capped and checked; raises InvalidRequest and PayloadTooLarge."""
+    """Read and check the body; raises InvalidRequest and PayloadTooLarge."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent, endpoint.body)
     body.check()
@@ -72,7 +72,7 @@ async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B
 
 
 async def resolve(services: GatewayServices, caller: Principal, body: GenerationRequest) -> Target:
-    """The version of the model; the request's `user` keeps one of an alias that names several.
+    """Resolve the model to a version. If an alias stands for several, each `user` always gets the same one.
 
     Raises ModelNotFound and PermissionDenied.
     """
@@ -84,7 +84,7 @@ async def resolve(services: GatewayServices, caller: Principal, body: Generation
         return Target(caller.tenant_id, caller.key_id, model, recent or services.tenants.share(caller.tenant_id))
 
     with traced("resolve"):
-        # The base is found without the database, and so is a share that was read a moment ago: no thread is needed.
+        # The base and a cached share are found without the database, so no thread is needed.
         if recent is not None and body.model == services.resolver.served_name:
             return find()
         return await services.call(find)
@@ -100,7 +100,7 @@ async def tokenise(services: GatewayServices, endpoint: Endpoint[B], received: R
 
 
 async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest) -> dict[str, str]:
-    """Hold what the request may cost; the headers that tell its caller so. Raises QuotaExceeded and RequestTooLarge."""
+    """Reserve quota and return the headers that report it. Raises QuotaExceeded and RequestTooLarge."""
     model, tenant_id = plan.target.model, plan.target.tenant_id
     describe(model=model.name, tenant_id=tenant_id, prompt_tokens=plan.prompt_tokens, stream=bool(body.stream))
     if not services.engine.is_ready:
@@ -125,7 +125,7 @@ async def answer(
     headers: dict[str, str],
     started_s: float,
 ) -> Response:
-    """The answer, whole or as a stream: its status waits for the first token, so that earlier failures are errors."""
+    """The answer, whole or streamed. It starts after the first token, so that earlier failures get an error status."""
     deltas = generation.deltas()
     first = await anext(deltas, None)
     if first is not None:
@@ -139,7 +139,7 @@ async def answer(
 
 
 async def settle(services: GatewayServices, plan: Plan, settlement: Settlement) -> None:
-    """Charge what was used, and give the rest of the reservation back."""
+    """Charge the actual usage and release the rest of the reservation."""
     with traced("settle"):
         await services.settler.settle(plan.request_id, settlement)
 
@@ -151,7 +151,7 @@ async def _events(
     shape: Answer,
     include_usage: bool,
 ) -> AsyncIterator[bytes]:
-    """Last chunk, settlement, usage, `[DONE]`; a failure ends the stream with its envelope and no `[DONE]`."""
+    """The events of a stream: chunks, then, once settled, usage and `[DONE]`. A failure sends its envelope instead."""
     yield _chunks(shape, first)
     try:
         async for delta in deltas:

@@ -1,8 +1,8 @@
-"""The bodies of OpenAI calls: strict types, no unknown fields, and nothing accepted that is not done.
+"""The bodies of OpenAI calls: strict types, no unknown fields, and no unsupported options.
 
-A field that cannot change the answer is accepted and ignored. One that would change it, but is not supported, may
-only hold the value that asks for nothing. The number of errors that one body can cause is bounded: lists fail at their
-first bad item, and at most one unknown field is looked at.
+A field that cannot change the answer is accepted and ignored. An unsupported field that would change it is accepted
+only with a value that has no effect. The number of errors per body is bounded: lists fail at their first invalid item,
+and at most one unknown field is reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_one_unknown_field(cls, document: Any) -> Any:
-        # Each unknown field is an error of its own to pydantic; the first is enough to refuse the body.
+        # pydantic reports each unknown field as a separate error; the first is enough to refuse the body.
         fields = cls.model_fields
         if not isinstance(document, dict) or len(document) <= len(fields):
             return document
@@ -52,12 +52,12 @@ def _usable_stops(stops: list[str] | None) -> list[str] | None:
     if stops is not None and len(stops) > MAX_STOP_STRINGS:
         raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops or ()):
-        raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters")
+        raise ValueError(f"a stop string must have 1 to {MAX_STOP_CHARACTERS} characters")
     return stops
 
 
 def _few_entries(value: Any) -> Any:
-    # Counted before the values are looked at: a dict does not fail at its first bad one.
+    # Count entries before validating them, since dict validation does not stop at the first invalid value.
     if isinstance(value, dict) and len(value) > MAX_METADATA:
         raise ValueError(f"at most {MAX_METADATA} entries are allowed")
     return value
@@ -67,16 +67,16 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
 def _usable_bias(value: Any) -> Any:
-    """Token ids as JSON spells keys, each in one way only, so that no token is named twice."""
+    """Check that keys are token ids in canonical form, so that no token is named twice."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASED_TOKENS:
         raise ValueError(f"at most {MAX_BIASED_TOKENS} entries are allowed")
     for key, bias in value.items():
         if not _TOKEN_ID.fullmatch(key):
-            raise ValueError("keys are token ids, written as whole numbers")
+            raise ValueError("keys must be token ids, written as whole numbers")
         if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise ValueError(f"values are numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+            raise ValueError(f"values must be numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
     return value
 
 
@@ -86,14 +86,14 @@ class StreamOptions(_Strict):
 
 
 class GenerationRequest(_Strict):
-    """What chat and completions have in common."""
+    """The fields shared by chat and completions."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are not supported, and the values with which they ask for nothing."""
+    """Unsupported fields, and the values with which they have no effect."""
     PROMPT: ClassVar[str]
-    """The field that holds what is to be continued."""
+    """The name of the field with the prompt."""
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
-    """How many tokens a body without a limit asks for; None is all that the context leaves."""
+    """The token limit of a body that sets none; None for all that the context allows."""
 
     model: str = Field(max_length=MAX_MODEL_NAME)
     n: int | None = Field(None, ge=1, le=128)
@@ -131,12 +131,12 @@ class GenerationRequest(_Strict):
 
     @property
     def token_limit(self) -> int | None:
-        """How many tokens each choice may have, if the body says so."""
+        """The body's token limit for each choice; None if it sets none."""
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives to tell of each token; None is not even its own log-probability."""
+        """Number of alternatives to report per token; None for no log-probabilities at all."""
         return None
 
     @property
@@ -144,7 +144,7 @@ class GenerationRequest(_Strict):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Raises InvalidRequest for what is well-formed but cannot be done."""
+        """Raise InvalidRequest for a well-formed but unsupported body."""
         for name, neutral in self.NEUTRAL.items():
             if getattr(self, name) not in neutral:
                 raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
@@ -152,17 +152,17 @@ class GenerationRequest(_Strict):
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequest for a token id that the vocabulary does not have."""
+        """Raise InvalidRequest for a token id that is not in the vocabulary."""
         for param, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", map(int, self.logit_bias or ()))):
             if not all(0 <= token < vocab_size for token in ids or ()):
-                raise InvalidRequest(f"token ids lie in 0 to {vocab_size - 1}", param=param)
+                raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=param)
 
     def sampling(self) -> SamplingParams:
         bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
         return SamplingParams(
             temperature=_or(self.temperature, 1.0),
             top_p=_or(self.top_p, 1.0),
-            # vLLM and Hugging Face write "every token" as -1 or 0.
+            # In vLLM and Hugging Face, -1 or 0 means every token.
             top_k=max(0, _or(self.top_k, 0)),
             min_p=_or(self.min_p, 0.0),
             repetition_penalty=_or(self.repetition_penalty, 1.0),
@@ -182,11 +182,11 @@ def _or(value: T | None, default: T) -> T:
 
 
 def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """One or several prompts, each a text or token ids."""
+    """Normalise one or more prompts, given as text or token ids."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
-        raise ValueError("a prompt is a text, a list of texts, token ids, or a list of token ids")
+        raise ValueError("a prompt is a string, a list of strings, token ids, or a list of lists of token ids")
     if not value:
         raise ValueError("the prompt is empty")
     if _is_ids(value):
@@ -197,7 +197,7 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
         return tuple(value)
     if all(isinstance(item, list) and item and _is_ids(item) for item in value):
         return tuple(tuple(item) for item in value)
-    raise ValueError("a list of prompts holds only texts, or only non-empty lists of token ids")
+    raise ValueError("a list of prompts must contain only strings, or only non-empty lists of token ids")
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -230,7 +230,7 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         GenerationRequest.check(self)
-        # 1 is what OpenAI's clients send without being asked; n, too, leaves nothing to choose between.
+        # OpenAI's clients send 1 by default. With best_of = n, there is nothing to choose between.
         if self.best_of not in (None, 1, self.num_choices):
             raise InvalidRequest(
                 "best_of is not supported: ask for n choices", param="best_of", code="unsupported_parameter"
@@ -242,7 +242,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def _content(value: Any) -> Any:
-    """The parts of a message as one text."""
+    """Join the parts of a message into one string."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -250,13 +250,13 @@ def _content(value: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError('only parts {"type": "text", "text": ...} are supported')
         if set(part) != {"type", "text"}:
-            raise ValueError("a text part has no other fields than type and text")
+            raise ValueError("a text part has no fields other than type and text")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 class ChatMessage(_Strict):
-    """One message. The fields that are only null are those of our own answers, which clients send back."""
+    """One message. The null-only fields appear in our own answers, which clients send back."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content)]

@@ -1,4 +1,4 @@
-"""What the gateway works with; composed once, at the start."""
+"""The gateway's services, composed once at startup."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from loramux.platform.threads import call_on
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 CALL_WAIT_S = 5.0
-"""How long a request waits for an answer of the database."""
+"""How long a request waits for the database, in seconds."""
 
 CLOSE_WAIT_S = 5.0
-"""How long the last commits may take."""
+"""How long the last commits may take at shutdown, in seconds."""
 
 NUM_COMPUTE_THREADS = 2
-"""For parsing and tokenising: what they wait for is a core, so that more threads would only take turns."""
+"""Threads for parsing and tokenising. These are CPU-bound, so more threads would only take turns."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,22 +55,23 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Caps on one request, each checked before work is done for it."""
+    """Limits on one request, each checked before any work is done for it."""
 
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
-    """Prompts times n."""
+    """Highest number of prompts times n."""
     logs_answers: bool = False
-    """Whether each answer is a line of the log."""
+    """Whether to log each answer."""
     max_request_tokens: int = 1024 * 1024
-    """What the engine may have to hold: of every prompt, n times itself and max_tokens."""
+    """Maximum number of tokens of all sequences of a request: n times (tokens + max_tokens) of all prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayServices:
-    """The services behind the OpenAI routes. Blocking ones go through `call`; `maintenance.run` must run beside.
+    """The services behind the OpenAI routes. `maintenance.run` must run alongside.
 
-    What only computes goes through `compute`, on threads of its own: SQL, health and settlements never wait behind it.
+    Blocking calls go through `call`. CPU-bound work goes through `compute`, on separate threads, so that SQL, health
+    checks and settlements never wait behind it.
     """
 
     database: Database
@@ -110,9 +111,9 @@ class GatewayServices:
         spool: SettlementSpool | None = None,
         tracing: Tracing | None = None,
     ) -> GatewayServices:
-        """Put a gateway together. `executor` runs what blocks; the threads that compute end with `close`.
+        """Assemble a gateway. `executor` runs blocking calls; the compute threads end with `close`.
 
-        Without a `spool`, what cannot be settled waits in memory alone.
+        Without a `spool`, settlements that the database rejects wait only in memory.
         """
         metrics = metrics if metrics is not None else GatewayMetrics()
         admission = Admission(database, metrics.overdrawn.inc)
@@ -154,7 +155,7 @@ class GatewayServices:
         )
 
     def close(self) -> None:
-        """End the threads: what waits to be committed is; what computes is finished, what waits for it is not begun."""
+        """End the threads: waiting commits are completed, running computations finish, and queued ones are dropped."""
         self.cache_invalidation.close()
         self.commit.close(CLOSE_WAIT_S)
         self.settler.close()
@@ -163,7 +164,7 @@ class GatewayServices:
             self.tracing.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask the database something on a thread; raises DatabaseTrouble where it does not answer."""
+        """Run a blocking database call on a thread; raises DatabaseTrouble if the database does not answer."""
         self.database_health.check()
         try:
             return await asyncio.wait_for(call_on(self.executor, function, *args, **kwargs), CALL_WAIT_S)
@@ -171,16 +172,16 @@ class GatewayServices:
             raise DatabaseTrouble("the database does not answer") from None
 
     async def compute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a function that needs only a core, and that for long, on a thread."""
+        """Run a long CPU-bound function on a thread."""
         return await call_on(self.compute_executor, function, *args, **kwargs)
 
     def trouble(self) -> str | None:
-        """Why a request sent now would be refused although the engine is ready; for operators."""
+        """Why requests are refused although the engine is ready, for operators."""
         troubles = [one for one in (self.database_health.trouble, self.settler.trouble) if one is not None]
         return "; ".join(troubles) or None
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the running engine takes; its pool may hold less than the model could."""
+        """The longest sequence that the running engine accepts; its pool may hold less than the model supports."""
         info = self.engine.info
         return self.model.max_model_len if info is None else min(self.model.max_model_len, info.max_model_len)

@@ -13,12 +13,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(document: Any) -> bytes:
-    # JSON escapes line ends, so one data line holds the whole document.
+    # JSON escapes newlines, so one data line holds the whole document.
     return b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends events as they come. Who produces them must watch for the client's disconnect."""
+    """Sends events as they arrive. Their producer must watch for the client's disconnect."""
 
     media_type = "text/event-stream"
 
@@ -26,7 +26,7 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self._events = events
-        # Proxies that buffer would turn a stream into one late answer.
+        # A buffering proxy would turn a stream into one late answer.
         self.init_headers({**headers, "cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Begins a trace for each request and ends it with the last byte of the answer."""
+"""Starts a trace for each request and ends it with the last byte of the answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loramux.platform.telemetry.tracing import CURRENT, Tracing
 
 
 class TraceMiddleware:
-    """Traces the calls of `paths`; it is put into an app only where traces are on."""
+    """Traces calls to `paths`. Installed only if tracing is enabled."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing, paths: frozenset[str]) -> None:
         self._app = app
@@ -21,7 +21,7 @@ class TraceMiddleware:
         if scope["type"] != "http" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
-        # One of a few known paths; a method is whatever a client sends.
+        # The path is one of a few known ones, but the method can be anything that a client sends.
         name = f"POST {scope['path']}" if scope["method"] == "POST" else scope["path"]
         trace = self._tracing.begin(name, Headers(scope=scope))
         trace.root.set("loramux.request_id", scope["state"]["request_id"])
