@@ -1,1 +1,1 @@
-"""Quota policies, their counters, and how a request is judged by them."""
+"""Quota policies, their counters, and the check of requests against them."""

@@ -1,4 +1,4 @@
-"""The counters that one transaction works with: locked in one order, kept in memory, written once."""
+"""The counters of one transaction: locked in one order, kept in memory, written once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AMOUNTS = tuple(_counters.c[name] for name in Counter._fields)
 
 
 class _KeyRow(msgspec.Struct, frozen=True, gc=False):
-    """The columns of a CounterKey, in its order."""
+    """The columns of a CounterKey, in the same order."""
 
     policy_id: str
     subject_id: str
@@ -42,7 +42,7 @@ class _KeyRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class _CounterRow(_KeyRow, frozen=True, gc=False):
-    """The same and those of its Counter."""
+    """The columns of a CounterKey and its Counter."""
 
     level: int
     reserved: int
@@ -56,18 +56,18 @@ _WRITE = BulkStatement.update(_counters, _CounterRow, _KEY, _AMOUNTS)
 
 @functools.cache
 def _locking(is_locking: bool) -> Select[*tuple[Any, ...]]:
-    """On PostgreSQL: the counters of the keys that are the document's rows."""
+    """Select the counters whose keys are the rows of a JSON document; for PostgreSQL."""
     keys = rows_of(_KEY)
     counters = select(*_KEY, *_AMOUNTS).join(keys, and_(*(column == keys.c[column.name] for column in _KEY)))
     return counters.order_by(*_KEY).with_for_update(of=_counters) if is_locking else counters
 
 
 class CounterRows:
-    """How far everything is counted.
+    """Counters by key.
 
-    Whoever changes a counter locks it first, all that it wants in the order of their keys, so that no two wait for
-    each other in a circle. What was read under the locks is therefore still true when it is written. `is_locking`
-    False reads for a look only.
+    A transaction locks all counters that it will change before it changes any, in the order of their keys, so that two
+    transactions never deadlock and values read under the locks stay current until they are written. With `is_locking`
+    False, counters are only read.
     """
 
     def __init__(self, connection: Connection, is_locking: bool = True) -> None:
@@ -77,7 +77,7 @@ class CounterRows:
         self._changed: set[CounterKey] = set()
 
     def read(self, keys: Collection[CounterKey]) -> None:
-        """Read, and lock, those of these counters that there are."""
+        """Read and lock the counters that exist."""
         if not keys:
             return
         if self._connection.dialect.name == POSTGRESQL:
@@ -89,7 +89,7 @@ class CounterRows:
             self._take(self._connection.execute(rows).all())
 
     def read_at(self, keys: Collection[CounterKey], database: Database) -> Moment:
-        """Lock these and then read the time, in a statement of its own that sees what has committed by now."""
+        """Lock the counters, then read the time in a separate statement, which sees everything committed so far."""
         if self._connection.dialect.name != POSTGRESQL:
             self.read(keys)
             return database.moment(self._connection)
@@ -101,7 +101,7 @@ class CounterRows:
         return database.moment_of(moment.fetchall()[0])
 
     def _ask(self, run: Run, keys: Collection[CounterKey]) -> psycopg.Cursor[Any]:
-        """Ask for these counters in a round trip; `_take` takes the rows that come back."""
+        """Send the query for these counters; `_take` stores the rows that it returns."""
         text = text_of(_locking(self._is_locking), self._connection.dialect)
         return run(text, {ROWS: document([_KeyRow(*key) for key in keys])})
 
@@ -110,11 +110,11 @@ class CounterRows:
             self.counters[CounterKey(policy_id, subject_id, window_start_us)] = Counter(*amounts)
 
     def make(self, bindings: Iterable[Binding]) -> None:
-        """Make those of these counters that are missing, for policies that there are; before any is locked."""
+        """Create the missing counters of existing policies. Call it before any counter is locked."""
         wanted = {binding.key: binding for binding in bindings}
         ids = sorted({key.policy_id for key in wanted})
         query = select(_policies.c.id).where(among(self._connection.dialect.name, _policies.c.id, ids))
-        # Held, so that nobody deletes a policy whose counter is being made.
+        # The lock keeps a policy from being deleted while its counter is created.
         held = query.order_by(_policies.c.id).with_for_update(read=True, key_share=True)
         there = set(self._connection.execute(held).scalars())
         rows = [
@@ -124,7 +124,7 @@ class CounterRows:
         ]
         if rows:
             dialect = postgresql if self._connection.dialect.name == POSTGRESQL else sqlite
-            # Another gateway may make the same ones: in one order, so that none waits for another in a circle.
+            # Other gateways may insert the same rows: all use the same order, so that they never deadlock.
             self._connection.execute(dialect.insert(_counters).on_conflict_do_nothing(), rows)
 
     def change(self, key: CounterKey, counter: Counter) -> None:
@@ -132,9 +132,9 @@ class CounterRows:
         self._changed.add(key)
 
     def writes(self) -> Write:
-        """What writes that which was changed."""
+        """The writes for all changed counters."""
         return _WRITE, [_CounterRow(*key, *self.counters[key]) for key in self._changed]
 
     def write(self) -> None:
-        """Write what was changed."""
+        """Write the changed counters."""
         write_together(self._connection, [self.writes()])

@@ -1,4 +1,4 @@
-"""The judgement of admission, without a database: what binds, what a request holds, and what its caller is told."""
+"""Admission decisions without a database: which policy refuses, what a request holds, and the response headers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from loramux.platform.quotas.rules import Binding, Demand
 
 _HEADER_KINDS = {REQUESTS_PER_MINUTE: "requests", TOKENS_PER_MINUTE: "tokens"}
 POLICY_HEADER = "x-loramux-quota-policy"
-"""Names the policy that refused, unless it is another tenant's."""
+"""Header that names the refusing policy, unless it is another tenant's."""
 EXCEEDED_HEADER = "x-loramux-quota-exceeded"
-"""Names the metrics whose soft limits a request went beyond."""
+"""Header that names the metrics whose soft limits a request exceeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """How much of one rate is left. `kind` is `requests` or `tokens`, as in the response headers."""
+    """The remainder of one rate. `kind` is `requests` or `tokens`, as in the response headers."""
 
     kind: str
     limit: int
@@ -30,7 +30,7 @@ class RateLimit:
 
 
 class QuotaExceeded(RateLimited):
-    """A policy does not admit the request now: a budget that is spent, or a rate."""
+    """A policy does not admit the request now, because a budget is spent or a limit is reached."""
 
     def __init__(self, binding: Binding, wait_us: int, limits: tuple[RateLimit, ...] = ()) -> None:
         policy = binding.policy
@@ -39,7 +39,7 @@ class QuotaExceeded(RateLimited):
         super().__init__(
             f"the {policy.scope}'s limit{amount} for {policy.metric} is reached",
             param=policy.metric,
-            # A limit of zero does not pass with time.
+            # Waiting does not help against a limit of zero.
             code=None if is_rate and policy.limit else "insufficient_quota",
             retry_after_s=wait_us / 1_000_000,
             headers={**rate_limit_headers(limits), **_policy_header(binding)},
@@ -49,7 +49,7 @@ class QuotaExceeded(RateLimited):
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request costs more than a policy ever admits at once; waiting does not help."""
+    """The request costs more than a policy ever admits in one request; waiting does not help."""
 
     code = "request_too_large"
 
@@ -69,7 +69,7 @@ class RequestTooLarge(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a reservation holds of one counter; of whose, `Binding.of` says by the reservation's tenant."""
+    """The amount that a reservation holds of one counter. `Binding.of` derives the subject from its tenant."""
 
     policy_id: str
     window_start_us: int
@@ -78,7 +78,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The counters after the request was admitted, what it holds of each, what is left, and which it went beyond."""
+    """An admission: the changed counters, the request's charges, the remaining rates, and the exceeded policies."""
 
     counters: dict[CounterKey, Counter]
     charges: tuple[Charge, ...]
@@ -88,21 +88,21 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one policy says of a request."""
+    """One policy's verdict on a request."""
 
     binding: Binding
     counter: Counter
-    """As it stands before the request."""
+    """The counter before the request."""
     cost: int
     never_admits: bool
     wait_us: int
-    """0 where it admits."""
+    """0 if the policy admits the request."""
 
 
 def verdicts(
     bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
 ) -> list[Verdict]:
-    """What each policy says, whatever its mode."""
+    """The verdict of each policy, regardless of its mode."""
     found = []
     for binding in bindings:
         cost = demand.of(binding.metric)
@@ -113,7 +113,7 @@ def verdicts(
 
 
 def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTooLarge | None:
-    """Why a request is not admitted: a cost that is never admitted, else the longest wait; None where it is."""
+    """The refusal of a request: for a cost that is never admitted, else for the longest wait; None if admitted."""
     against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
     for verdict in against:
         if verdict.never_admits:
@@ -154,15 +154,15 @@ def extend(
     demand: Demand,
     now_us: int,
 ) -> tuple[dict[CounterKey, Counter], tuple[Charge, ...]] | None:
-    """The counters and what the request holds of them after it got so much more; None where a hard policy refuses.
+    """Extend a running request by `demand`; return the changed counters and its charges, or None if refused.
 
-    `held` are its charges with the policies that they are of; None for one that was lifted meanwhile.
+    `held` pairs each charge with its binding, which is None if the limit has since been removed.
     """
     changed: dict[CounterKey, Counter] = {}
     charges = []
     for charge, binding in held:
         counter = None if binding is None else counters.get(binding.key)
-        # What is no longer limited, or not by tokens, has nothing against more tokens.
+        # A removed limit, or one that does not depend on tokens, always allows more tokens.
         if binding is None or counter is None or not binding.is_extended:
             charges.append(charge)
             continue
@@ -182,7 +182,7 @@ def extend(
 
 
 def _policy_header(binding: Binding) -> dict[str, str]:
-    """The policy that refused; another tenant's is not named."""
+    """The header that names the refusing policy; empty if it is another tenant's."""
     return {} if binding.is_anothers else {POLICY_HEADER: binding.policy.id}
 
 
@@ -196,13 +196,13 @@ def rate_limit_headers(limits: Sequence[RateLimit]) -> dict[str, str]:
 
 
 def exceeded_headers(exceeded: Sequence[QuotaPolicy]) -> dict[str, str]:
-    """What a caller is told of soft limits; of shadow policies it learns nothing."""
+    """The header for exceeded soft limits. Shadow policies are not revealed to callers."""
     metrics = sorted({policy.metric for policy in exceeded if policy.mode == SOFT})
     return {EXCEEDED_HEADER: ", ".join(metrics)} if metrics else {}
 
 
 def _limits(standing: Sequence[tuple[Binding, Counter]], now_us: int) -> tuple[RateLimit, ...]:
-    """What is left of requests and tokens a minute; of several limits the one with least left."""
+    """The remaining requests and tokens per minute; for several limits, the one with the least remaining."""
     tightest: dict[str, RateLimit] = {}
     for binding, counter in standing:
         kind = _HEADER_KINDS.get(binding.policy.metric)

@@ -1,4 +1,4 @@
-"""What can be limited: every metric with its kind, its unit, and the window of a budget."""
+"""The metrics that policies can limit, each with its kind, its unit, and the window of a budget."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from enum import StrEnum
 from loramux.platform.periods import Period
 
 MAX_RATE = 100_000_000_000
-"""The highest limit or burst of a rate: in the units of its bucket it still fits a 64-bit column."""
+"""Highest limit or burst of a rate: in its bucket's units, it still fits a 64-bit column."""
 
 MAX_AMOUNT = 10**18
-"""The highest limit of anything else, a thousand million dollars in nanos: sums of two still fit a 64-bit column."""
+"""Highest limit of any other metric, a billion dollars in nanos. The sum of two still fits a 64-bit column."""
 
 
 class Kind(StrEnum):
@@ -21,29 +21,29 @@ class Kind(StrEnum):
     RATE = "rate"
     """A bucket that refills."""
     CONCURRENCY = "concurrency"
-    """What is held now."""
+    """The amount held now."""
     BUDGET = "budget"
-    """What is used in a day or a month of the tenant's timezone."""
+    """The amount used in a day or a month of the tenant's timezone."""
     STOCK = "stock"
-    """What there is: counted where it is kept, when more is added."""
+    """The amount stored, counted in its own tables whenever more is added."""
 
 
 class Unit(StrEnum):
-    """What a metric counts."""
+    """The unit of a metric."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
     NANOS = "nanos"
-    """A thousand-millionth of the currency of the prices."""
+    """Billionths of the currency of the prices."""
     ADAPTERS = "adapters"
     BYTES = "bytes"
     LOADS = "loads"
-    """Of an adapter that the engine does not hold."""
+    """Loads of adapters that the engine does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One thing that a policy can limit."""
+    """A metric that a policy can limit."""
 
     name: str
     kind: Kind
@@ -56,7 +56,7 @@ class Metric:
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """Whose policies may limit it: what is kept belongs to a tenant, whichever key brought it."""
+        """The scopes whose policies can limit the metric. Stock belongs to a tenant, not to the key that added it."""
         return ("platform", "tenant") if self.kind is Kind.STOCK else ("platform", "tenant", "key", "adapter")
 
 
@@ -88,4 +88,4 @@ METRICS: Mapping[str, Metric] = {
 }
 
 BUDGET_PAIRS = ((TOKENS_PER_DAY, TOKENS_PER_MONTH), (COST_PER_DAY, COST_PER_MONTH))
-"""A day and the month that contains it."""
+"""Pairs of the daily and the monthly budget of a unit."""

@@ -1,4 +1,4 @@
-"""What holds for a tenant, key or adapter, how far it is used, and whether a request would be admitted."""
+"""The limits of a tenant, key or adapter, their usage, and whether a request would be admitted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from loramux.platform.quotas.stock import stock_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaCaller:
-    """Who would make requests: a tenant, and where they matter which key and adapter."""
+    """A hypothetical caller: a tenant, optionally with a key and an adapter."""
 
     tenant_id: str
     key_id: str | None = None
@@ -32,41 +32,41 @@ class QuotaCaller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveLimit:
-    """One policy that holds for a caller, and where it stands; amounts are in the metric's unit."""
+    """One policy that applies to a caller, and its current usage. Amounts are in the metric's unit."""
 
     policy: QuotaPolicy
     is_inherited: bool
-    """Whether it is the platform's."""
+    """Whether the policy is the platform's."""
     used: int
-    """Of a budget's window; of a bucket what has not come back yet; of a stock all there is."""
+    """Used in a budget's window, not yet refilled in a bucket, or stored."""
     reserved: int
-    """By requests that run; of a stock by uploads that are open."""
+    """Reserved by running requests or, for a stock, by open uploads."""
     remaining: int
     num_exceeded: int
-    """How often a soft or shadow policy admitted what a hard one would have refused: in this window, or ever."""
+    """How often a soft or shadow policy admitted a request beyond its limit, in this window or ever."""
     window: Window | None
-    """Of a budget."""
+    """The window of a budget, else None."""
     reset_us: int | None
-    """When all of it is free again if nothing more is used; None where time frees nothing."""
+    """When the whole limit is free again if nothing more is used; None if time does not free it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admissibility:
-    """Whether a request would be admitted now, and what each policy says of it."""
+    """Whether a request would be admitted now, and each policy's verdict on it."""
 
     refusal: QuotaExceeded | RequestTooLarge | None
     verdicts: tuple[Verdict, ...]
 
 
 class QuotaOverview:
-    """Looks at quotas and their counters; changes and locks nothing."""
+    """Reads quotas and their counters without changing or locking anything."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._prices = PriceReader(database)
 
     def effective(self, caller: QuotaCaller) -> tuple[EffectiveLimit, ...]:
-        """What holds for the caller, by metric, the tenant's before its key's and adapter's."""
+        """The caller's limits, by metric; the tenant's come before the key's and the adapter's."""
         with self._database.read() as connection:
             cache, counters, bindings, now_us = self._read(connection, caller, None)
             standing = [(binding, binding.current(counters.get(binding.key), now_us)) for binding in bindings]
@@ -85,10 +85,10 @@ class QuotaOverview:
         completion_tokens: int,
         trial: QuotaPolicy | None = None,
     ) -> Admissibility:
-        """Whether such a request would be admitted now; with `trial`, if that policy were set.
+        """Whether such a request would be admitted now; with `trial`, as if that policy were set.
 
-        A trial, from `QuotaPolicies.propose`, counts on from where the policy that it would change stands; a new one
-        has counted nothing.
+        A trial, from `QuotaPolicies.propose`, continues from the counter of the policy that it would change; a new
+        policy starts from zero.
         """
         with self._database.read() as connection:
             cache, counters, bindings, now_us = self._read(connection, caller, trial)
@@ -110,7 +110,7 @@ class QuotaOverview:
         cache.read(connection, subjects, (caller.tenant_id,))
         if trial is not None:
             cache.put(trial)
-            # It may be the first that has a day or a month.
+            # It may be the first policy with a daily or monthly window, for which timezones are needed.
             cache.read(connection, (), {caller.tenant_id, trial.tenant_id or caller.tenant_id})
         bindings = cache.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, moment.now_us)
         rows = CounterRows(connection, is_locking=False)

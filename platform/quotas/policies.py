@@ -1,16 +1,16 @@
-"""Quota policies: what the platform's tenants, keys and adapters may use, one policy a subject and metric.
+"""Quota policies: limits on the usage of tenants, keys and adapters, one policy per subject and metric.
 
 A policy limits one metric of one subject: the platform, a tenant, a key or an adapter. A tenant without a hard or soft
-policy of its own inherits the platform's, with a count of its own. All policies that hold for a request must admit it.
+policy of its own inherits the platform's, with its own counter. Every policy that applies to a request must admit it.
 
-- A budget counts what is reserved from the moment it is set, in windows of the timezone of its subject's tenant. A
-  changed timezone begins new windows at once. A reservation keeps to the window in which it was made.
-- `soft` and `shadow` policies admit. For a rate or a concurrency they count only what they would have admitted, so that
-  `exceeded` is what a hard policy would refuse; for a budget they count all that was used. Callers learn of soft limits
-  by the header `x-loramux-quota-exceeded`, and nothing of shadow ones. A refusal names its policy in
-  `x-loramux-quota-policy`.
-- Contradictions are refused: a day above its month where both are hard, a burst of anything but a rate, a burst above a
-  limit of 0. A key above its tenant is no contradiction: the tighter limit binds.
+- A budget counts reservations made after it is set, in windows of the timezone of its subject's tenant. A changed
+  timezone starts new windows immediately. A reservation stays in the window in which it was made.
+- `soft` and `shadow` policies never refuse. For a rate or a concurrency limit, they count only the requests that they
+  would have admitted, so that `exceeded` is the number that a hard policy would refuse; for a budget, they count all
+  usage. Callers are told of exceeded soft limits by the header `x-loramux-quota-exceeded`, but never of shadow ones. A
+  refusal names its policy in `x-loramux-quota-policy`.
+- Contradictions are refused: a daily budget above the monthly one if both are hard, a burst for any metric but a rate,
+  and a burst with a limit of 0. A key's limit can exceed its tenant's: the tighter one applies.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from loramux.platform.quotas.counters import Counter
 from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind
 
 PLATFORM = "platform"
-"""The subject of the policies that every tenant without one of its own inherits."""
+"""The subject of the policies that tenants without their own inherit."""
 
 ADAPTER = "adapter"
-"""The scope of the policies that limit each tenant's calls of an adapter, its owner's and every grantee's."""
+"""The scope of policies that limit each tenant's calls to an adapter, both the owner's and every grantee's."""
 
 HARD, SOFT, SHADOW = MODES = ("hard", "soft", "shadow")
 
@@ -49,16 +49,16 @@ _SUBJECTS: Mapping[str, tuple[str, Table]] = {
 
 @dataclass(frozen=True, slots=True)
 class QuotaPolicy:
-    """One limit of one subject. `burst` is the size of a rate's bucket; what is no rate has none and repeats its limit.
+    """One limit of one subject. `burst` is the size of a rate's bucket; for other kinds, it repeats the limit.
 
-    `hard` refuses what lies beyond the limit, `soft` admits and reports it, `shadow` only counts it.
+    `hard` refuses requests beyond the limit, `soft` admits and reports them, `shadow` only counts them.
     """
 
     id: str
     scope: str
     subject_id: str
     tenant_id: str | None
-    """The subject's tenant; None for the platform's."""
+    """The subject's tenant; None for the platform."""
     metric: str
     mode: str
     limit: int
@@ -76,7 +76,7 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A subject and its policies by metric, which nobody else changes before the transaction ends."""
+    """A subject and its policies by metric, locked until the transaction ends."""
 
     subject: _Subject
     policies: Mapping[str, QuotaPolicy]
@@ -85,8 +85,8 @@ class _Held:
 class QuotaPolicies:
     """The policies in the database. A metric without a policy is unlimited.
 
-    A tenant's own policy takes the place of the platform's for that metric, except that one in shadow mode only
-    watches beside it. Policies of keys and adapters hold besides those of the tenant.
+    A tenant's own policy replaces the platform's for that metric; in shadow mode, it only counts alongside it. Policies
+    of keys and adapters apply in addition to the tenant's.
     """
 
     def __init__(self, database: Database) -> None:
@@ -95,10 +95,10 @@ class QuotaPolicies:
     def set(
         self, subject_id: str, metric: str, limit: int, burst: int | None = None, mode: str | None = None
     ) -> QuotaPolicy:
-        """Make or change the policy of a tenant, key or adapter, or of PLATFORM, for `metric`.
+        """Create or change the policy of a tenant, key or adapter, or of PLATFORM, for `metric`.
 
-        `burst` defaults to the limit, `mode` to what it was, and to `hard` for a new policy. Raises InvalidRequest that
-        names the field, NotFound for an unknown subject.
+        `burst` defaults to the limit, and `mode` to the current mode, or `hard` for a new policy. Raises InvalidRequest
+        with the field, and NotFound for an unknown subject.
         """
         check_policy(metric, limit, burst, mode)
         try:
@@ -107,13 +107,13 @@ class QuotaPolicies:
                 wanted = self._wanted(connection, held, metric, limit, burst, mode)
                 _write(connection, held.policies.get(metric), wanted)
         except IntegrityError:
-            raise Conflict(f"another call sets {metric} at this moment; try again") from None
+            raise Conflict(f"another call is setting {metric} at the same time; try again") from None
         return wanted
 
     def propose(
         self, subject_id: str, metric: str, limit: int, burst: int | None = None, mode: str | None = None
     ) -> QuotaPolicy:
-        """What `set` would make of the same, and the same errors; nothing is changed."""
+        """The policy that `set` would write, raising the same errors, without changing anything."""
         check_policy(metric, limit, burst, mode)
         with self._database.read() as connection:
             held = self._hold(connection, subject_id, is_locking=False)
@@ -127,13 +127,13 @@ class QuotaPolicies:
         mode: str | None = None,
         check: Callable[[QuotaPolicy], None] = lambda policy: None,
     ) -> QuotaPolicy:
-        """Change some of a policy once `check`, which may raise, has seen it as it is.
+        """Change fields of a policy after `check`, which may raise, has seen its current state.
 
-        A burst that was the limit follows it. Raises InvalidRequest and NotFound.
+        A burst that equals the limit follows it. Raises InvalidRequest and NotFound.
         """
         unknown = NotFound("there is no such quota", code="quota_not_found")
         with self._database.write() as connection:
-            # Whom it limits, and in what, never changes: that says what to hold before the rest is read.
+            # Subject and metric never change, so they can be read before the locks are taken.
             row = connection.execute(select(_policies).where(_policies.c.id == policy_id)).one_or_none()
             if row is None:
                 raise unknown
@@ -158,9 +158,9 @@ class QuotaPolicies:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[QuotaPolicy]:
-        """Policies of one tenant, its keys and its adapters; of all and of the platform when `tenant_id` is None.
+        """Policies of one tenant, its keys and its adapters; every policy if `tenant_id` is None.
 
-        With `only`, of these subjects.
+        With `only`, just the policies of these subjects.
         """
         query = select(_policies)
         if tenant_id is not None:
@@ -177,7 +177,7 @@ class QuotaPolicies:
         return policy_of(row) if row is not None else None
 
     def delete(self, policy_id: str) -> bool:
-        """Lift a limit; requests that run keep their reservations, which no longer bind. False: no such policy."""
+        """Delete a policy; reservations of running requests lose their effect. False if there is no such policy."""
         with self._database.write() as connection:
             locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
             row = connection.execute(locked).one_or_none()
@@ -190,7 +190,7 @@ class QuotaPolicies:
         return True
 
     def _hold(self, connection: Connection, subject_id: str, is_locking: bool = True) -> _Held:
-        """A subject and its policies, locked in the order of their identifiers as reservations do. Raises NotFound."""
+        """A subject and its policies, locked in the order of their ids, as reservations lock them. Raises NotFound."""
         subject = _find_subject(connection, subject_id, is_locking)
         query = select(_policies).where(_policies.c.subject_id == subject.id).order_by(_policies.c.id)
         rows = connection.execute(query.with_for_update() if is_locking else query)
@@ -199,10 +199,10 @@ class QuotaPolicies:
     def _wanted(
         self, connection: Connection, held: _Held, metric: str, limit: int, burst: int | None, mode: str | None
     ) -> QuotaPolicy:
-        """The policy as it is to be; raises InvalidRequest."""
+        """The policy to write; raises InvalidRequest."""
         subject = held.subject
         if subject.scope not in METRICS[metric].scopes:
-            raise InvalidRequest(f"{metric} is limited for a tenant or the platform only", param="metric")
+            raise InvalidRequest(f"{metric} can be limited only for a tenant or the platform", param="metric")
         now_us = self._database.now_us(connection)
         old = held.policies.get(metric)
         wanted = QuotaPolicy(
@@ -222,7 +222,7 @@ class QuotaPolicies:
 
 
 def _shown(policy: QuotaPolicy) -> dict[str, object]:
-    """For the audit log."""
+    """The fields recorded in the audit log."""
     return {
         "scope": policy.scope,
         "subject_id": policy.subject_id,
@@ -249,32 +249,32 @@ def policy_of(row: Row[Any]) -> QuotaPolicy:
 
 
 def check_policy(metric: str, limit: int, burst: int | None, mode: str | None) -> None:
-    """Raise InvalidRequest, with the field's name, for what no policy can be."""
+    """Raise InvalidRequest, with the field's name, for an invalid policy."""
     known = METRICS.get(metric)
     if known is None:
-        raise InvalidRequest(f"metrics are {', '.join(METRICS)}", param="metric")
+        raise InvalidRequest(f"metric must be one of {', '.join(METRICS)}", param="metric")
     if mode is not None and mode not in MODES:
-        raise InvalidRequest(f"modes are {', '.join(MODES)}", param="mode")
+        raise InvalidRequest(f"mode must be one of {', '.join(MODES)}", param="mode")
     if not 0 <= limit <= known.max_limit:
-        raise InvalidRequest(f"a limit of {metric} lies in 0 to {known.max_limit}", param="limit")
+        raise InvalidRequest(f"a limit of {metric} must be from 0 to {known.max_limit}", param="limit")
     if burst is None:
         return
     if known.kind is not Kind.RATE:
-        raise InvalidRequest(f"{metric} has no burst: only rates have", param="burst")
+        raise InvalidRequest(f"{metric} has no burst: only rates have one", param="burst")
     if not 0 <= burst <= known.max_limit:
-        raise InvalidRequest(f"a burst lies in 0 to {known.max_limit}", param="burst")
+        raise InvalidRequest(f"a burst must be from 0 to {known.max_limit}", param="burst")
     if burst < 1 <= limit:
         raise InvalidRequest("a burst of 0 would admit nothing: use a limit of 0", param="burst")
     if limit < 1 <= burst:
-        raise InvalidRequest("a burst above a limit of 0 would be admitted once and never come back", param="burst")
+        raise InvalidRequest("with a limit of 0, a burst would be admitted once and never refill", param="burst")
 
 
 def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
-    """Raise InvalidRequest where a subject's policies, by metric, contradict each other."""
+    """Raise InvalidRequest if a subject's policies, by metric, contradict each other."""
     for day, month in BUDGET_PAIRS:
         if day not in policies or month not in policies:
             continue
-        # One that does not refuse may be a trial of what is to come.
+        # A policy that does not refuse may be a trial for a later limit.
         if policies[day].mode == policies[month].mode == HARD and policies[day].limit > policies[month].limit:
             raise InvalidRequest(
                 f"{day} would be {policies[day].limit} and could never be reached below {month}, "
@@ -285,25 +285,25 @@ def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
 
 
 def _find_subject(connection: Connection, subject_id: str, is_locking: bool) -> _Subject:
-    """Whom an identifier means, held so that two calls take turns. Raises NotFound."""
+    """The subject with this id, locked so that concurrent calls take turns. Raises NotFound."""
     if subject_id == PLATFORM:
         return _Subject(PLATFORM, PLATFORM, None)
     scope, table = _SUBJECTS.get(subject_id[:3], (None, None))
     row = None
     if table is not None:
-        # Not the stronger FOR UPDATE: a reservation's foreign key locks the tenant while it holds the policies.
+        # FOR UPDATE would be too strong: a reservation's foreign key locks the tenant while it holds the policies.
         query = select(table).where(table.c.id == subject_id)
         row = connection.execute(query.with_for_update(key_share=True) if is_locking else query).one_or_none()
     if scope is None or row is None:
         raise NotFound("there is no such tenant, key or adapter", param="subject")
     tenant_id = row.id if scope == "tenant" else row.tenant_id
     if tenant_id is None:
-        raise InvalidRequest("a key of the platform makes no requests that a quota could limit", param="key")
+        raise InvalidRequest("a platform key cannot run inference, so quotas do not apply to it", param="key")
     return _Subject(scope, row.id, tenant_id)
 
 
 def _write(connection: Connection, old: QuotaPolicy | None, new: QuotaPolicy) -> None:
-    """Put a policy, whose former state is `old`, into the database and the audit log."""
+    """Write a policy, whose previous state is `old`, to the database and the audit log."""
     if old is None:
         _insert(connection, new)
     else:
@@ -315,7 +315,7 @@ def _write(connection: Connection, old: QuotaPolicy | None, new: QuotaPolicy) ->
 def _insert(connection: Connection, policy: QuotaPolicy) -> None:
     connection.execute(insert(_policies).values(**_columns(policy), id=policy.id, created_us=policy.created_us))
     if policy.scope == PLATFORM or METRICS[policy.metric].kind not in (Kind.RATE, Kind.CONCURRENCY):
-        # Counters of each tenant, or of each window, come into being with the first request; so do a grantee's.
+        # Counters per tenant, per window or per grantee are created by the first request.
         return
     connection.execute(
         insert(_counters).values(
@@ -329,12 +329,12 @@ def _insert(connection: Connection, policy: QuotaPolicy) -> None:
 
 def _change(connection: Connection, old: QuotaPolicy, new: QuotaPolicy) -> None:
     if METRICS[new.metric].kind is Kind.RATE and new.scope != PLATFORM:
-        # What was earned until now was earned at the old rate.
+        # Until now, the bucket refilled at the old rate.
         mine = (_counters.c.policy_id == old.id) & (_counters.c.window_start_us == 0)
         query = select(_counters).where(mine).order_by(_counters.c.subject_id).with_for_update()
         for row in connection.execute(query).all():
             counter = Counter(row.level, row.reserved, row.used, row.exceeded, row.refilled_us)
-            # No limit for the moment, so that only the level is cut to the new size.
+            # A limit of 0 here only cuts the level to the new burst.
             earned = counter.refilled(old.limit, old.burst, new.updated_us).refilled(0, new.burst, new.updated_us)
             changed = update(_counters).where(mine, _counters.c.subject_id == row.subject_id)
             connection.execute(changed.values(level=earned.level, refilled_us=earned.refilled_us))

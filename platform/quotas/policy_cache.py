@@ -1,4 +1,4 @@
-"""The policies of some subjects, kept between transactions for as long as nobody changes any."""
+"""Caches policies between transactions until any policy changes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from loramux.platform.quotas.policies import PLATFORM, SHADOW, QuotaPolicy, poli
 from loramux.platform.quotas.rules import Binding
 
 MAX_ENTRIES = 200_000
-"""So many tenants, keys, adapters and combinations of them are kept in one cache; the next begins anew."""
+"""Maximum number of subjects and combinations of them in a cache; when it is full, an empty cache replaces it."""
 
 _policies, _tenants = schema.quota_policies, schema.tenants
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What binds a caller in `[start_us, end_us)`, within which no day or month of its ends."""
+    """A caller's bindings in `[start_us, end_us)`, a range in which none of its days and months ends."""
 
     bindings: Sequence[Binding]
     start_us: int
@@ -33,15 +33,15 @@ class _Rules:
 
 
 class PolicyCache:
-    """Policies and timezones as they are while the database's epoch is `epoch`.
+    """Policies and timezones, valid while the database's epoch is `epoch`.
 
-    Whatever was looked up is kept, also that there is nothing. A policy or a timezone that changes is another epoch.
+    Every lookup is cached, including one that finds nothing. Any change of a policy or a timezone starts a new epoch.
     """
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.has_costs = False
-        """Whether any of the policies is a budget in money."""
+        """Whether any of the cached policies is a budget in money."""
         self._has_windows = False
         self._reading = threading.Lock()
         self._policies: dict[str, QuotaPolicy | None] = {}
@@ -61,11 +61,11 @@ class PolicyCache:
         tenant_ids: Collection[str],
         policy_ids: Collection[str] = (),
     ) -> None:
-        """Look up what is not known yet: the platform's policies, those of subjects, and those named.
+        """Load missing policies: those of the platform and of `subject_ids`, and those with ids in `policy_ids`.
 
-        `tenant_ids` are those whose days and months may matter.
+        `tenant_ids` are the tenants whose timezones may be needed.
         """
-        # One thread at a time: another that asks meanwhile must find all of what this one is reading, or nothing.
+        # One thread at a time: a concurrent one must find either everything that this one is reading, or nothing.
         with self._reading:
             subjects = [one for one in (PLATFORM, *subject_ids) if one not in self._by_subject]
             named = [one for one in policy_ids if one not in self._policies]
@@ -75,7 +75,7 @@ class PolicyCache:
                 found = [policy_of(row) for row in connection.execute(select(_policies).where(wanted))]
                 self._has_windows |= any(METRICS[policy.metric].period is not None for policy in found)
                 self.has_costs |= any(METRICS[policy.metric].unit is Unit.NANOS for policy in found)
-                # Before the policies are known, so that none is where this reading failed.
+                # Timezones come first, so that no policy is cached if reading them fails.
                 owners = {policy.tenant_id for policy in found if policy.tenant_id is not None}
                 self._read_timezones(connection, owners)
                 for subject in subjects:
@@ -85,7 +85,7 @@ class PolicyCache:
             self._read_timezones(connection, tenant_ids)
 
     def put(self, policy: QuotaPolicy) -> None:
-        """Have a policy count, in place of the one that its subject has for its metric."""
+        """Add a policy in place of its subject's policy for the same metric."""
         others = [other for other in self._by_subject.get(policy.subject_id, ()) if other.metric != policy.metric]
         self._by_subject[policy.subject_id] = [*others, policy]
         self._policies[policy.id] = policy
@@ -93,7 +93,7 @@ class PolicyCache:
         self.has_costs |= METRICS[policy.metric].unit is Unit.NANOS
 
     def bindings(self, tenant_id: str, key_id: str | None, adapter_id: str | None, now_us: int) -> Sequence[Binding]:
-        """The policies that hold for a request of a tenant's key to an adapter."""
+        """The policies that apply to a request with a tenant's key for an adapter."""
         caller = (tenant_id, key_id, adapter_id)
         rules = self._rules.get(caller)
         if rules is None or not rules.start_us <= now_us < rules.end_us:
@@ -110,7 +110,7 @@ class PolicyCache:
         return rules.bindings
 
     def stock_bindings(self, tenant_id: str) -> list[Binding]:
-        """The policies that hold for what a tenant keeps."""
+        """The policies that limit a tenant's stock."""
         return [
             Binding.of(policy, tenant_id)
             for policy in self._of_tenant(tenant_id)
@@ -118,7 +118,7 @@ class PolicyCache:
         ]
 
     def held(self, charges: Iterable[Charge], tenant_id: str) -> list[Binding | None]:
-        """What each of a reservation's charges is of; None where the limit was lifted meanwhile."""
+        """The binding of each charge of a reservation; None if the limit has since been removed."""
         return [self._holding(charge, tenant_id) for charge in charges]
 
     def _holding(self, charge: Charge, tenant_id: str) -> Binding | None:
@@ -131,7 +131,7 @@ class PolicyCache:
 
     def _of_tenant(self, tenant_id: str) -> list[QuotaPolicy]:
         own = self._by_subject.get(tenant_id, [])
-        # One that only watches leaves the platform's in force.
+        # A shadow policy leaves the platform's in force.
         replaced = {policy.metric for policy in own if policy.mode != SHADOW}
         inherited = [policy for policy in self._by_subject.get(PLATFORM, ()) if policy.metric not in replaced]
         return [*own, *inherited]
@@ -151,28 +151,27 @@ class PolicyCache:
 
 
 class PolicyReader:
-    """The cache of one process. Safe from several threads, since a cache that is no longer true is replaced as a whole.
+    """The cache of one process. Thread-safe, since an outdated cache is replaced as a whole.
 
-    Whoever judges by a cache locks the counters first and then reads the moment, by which `cache_at` tells whether the
-    cache still holds: a change that comes after that waits for the counters, or is of something that the transaction
-    does not count.
+    A transaction first locks the counters and then reads the moment, from which `cache_at` tells whether the cache is
+    still valid. A later change either waits for the locked counters or does not concern this transaction.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._cache: PolicyCache | None = None
         self.latest_us = 0
-        """The time, as it was read last."""
+        """The most recently read time."""
 
     def cache(self, connection: Connection) -> PolicyCache:
-        """The cache as it was known last."""
+        """The most recent cache, which may be outdated."""
         if self._cache is None or self._cache.num_entries > MAX_ENTRIES:
             moment = self._database.moment(connection)
             self._cache, self.latest_us = PolicyCache(moment.epoch), moment.now_us
         return self._cache
 
     def cache_at(self, moment: Moment, known: PolicyCache) -> PolicyCache:
-        """The `known` cache, or an empty one in its place where its epoch has passed."""
+        """The `known` cache, or an empty one in its place if its epoch has passed."""
         self.latest_us = moment.now_us
         if known.epoch != moment.epoch:
             known = self._cache = PolicyCache(moment.epoch)
@@ -180,8 +179,8 @@ class PolicyReader:
 
 
 def among(dialect: str, wanted: Column[Any], values: Sequence[str]) -> ColumnElement[bool]:
-    """Whether a column is one of some values."""
+    """The condition that a column has one of the values."""
     if dialect == "postgresql":
-        # An array is one parameter however long it is, so that the server plans the statement once.
+        # An array is a single parameter whatever its length, so the server plans the statement only once.
         return wanted == any_(bindparam(None, list(values), type_=ARRAY(String)))
     return wanted.in_(values)

@@ -1,4 +1,4 @@
-"""How each kind of metric is judged, held and charged: arithmetic on counters, without a database."""
+"""How each kind of metric is checked, reserved and charged: arithmetic on counters, without a database."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from loramux.platform.quotas.metrics import METRICS, Kind, Metric, Unit
 from loramux.platform.quotas.policies import ADAPTER, HARD, QuotaPolicy
 
 RETRY_US = 1_000_000
-"""How soon what is held now may have been given back."""
+"""Wait suggested when running requests may soon release the missing amount, in microseconds."""
 
 NEVER_US = 3_600_000_000
-"""What a caller is told to wait where only the operator can change anything."""
+"""Wait suggested when only an operator's change can help, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request may use at most."""
+    """The most that a request can use."""
 
     tokens: int
     cost_nanos: int = 0
     loads: int = 0
 
     def of(self, metric: Metric) -> int:
-        """What it would hold of a counter."""
+        """The amount that the request would hold of a counter."""
         if metric.unit is Unit.LOADS:
             return self.loads
         if metric.unit is Unit.TOKENS:
@@ -37,7 +37,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What a request has used."""
+    """The amount that a request has used."""
 
     tokens: int
     cost_nanos: int = 0
@@ -45,17 +45,17 @@ class Spent:
     has_begun: bool = True
 
     def keeps(self, metric: Metric) -> bool:
-        """Whether what was taken of a rate at admission is gone: a load is, once the engine was asked for it."""
+        """Whether the amount taken from a rate at admission stays used; a load does once the engine got the request."""
         return self.has_begun if metric.unit is Unit.LOADS else self.has_run
 
     def of(self, metric: Metric) -> int:
-        """What a bucket of tokens or a budget is charged."""
+        """The amount to charge to a token bucket or a budget."""
         return self.cost_nanos if metric.unit is Unit.NANOS else self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A policy as it holds for one request: whose count, in which window."""
+    """A policy applied to one request, with the counter and the window to use."""
 
     policy: QuotaPolicy
     metric: Metric
@@ -64,13 +64,13 @@ class Binding:
 
     @classmethod
     def of(cls, policy: QuotaPolicy, tenant_id: str, window: Window = NO_WINDOW) -> Binding:
-        """`tenant_id` is the caller, which has a count of its own where the policy is the platform's or another's."""
+        """Bind a policy to a caller's tenant, which has its own counter if the policy is not the tenant's own."""
         subject_id = policy.subject_id if tenant_id == policy.tenant_id else tenant_id
         return cls(policy, METRICS[policy.metric], CounterKey(policy.id, subject_id, window.start_us), window)
 
     @property
     def is_anothers(self) -> bool:
-        """Whether it limits the calls of an adapter that another tenant has granted to the caller."""
+        """Whether the policy limits calls to an adapter that another tenant has granted to the caller."""
         return self.policy.scope == ADAPTER and self.key.subject_id != self.policy.subject_id
 
     @property
@@ -78,7 +78,7 @@ class Binding:
         return self.policy.mode == HARD
 
     def current(self, counter: Counter | None, now_us: int) -> Counter:
-        """The counter as it stands at `now_us`; a full one where nothing was counted yet."""
+        """The counter at `now_us`; a fresh one if nothing has been counted yet."""
         if counter is None:
             return Counter.fresh(self.policy.burst, now_us)
         if self.metric.kind is Kind.RATE:
@@ -86,13 +86,13 @@ class Binding:
         return counter
 
     def never_admits(self, cost: int) -> bool:
-        """Whether waiting cannot help, since even an untouched counter is too small; a limit of 0 is no size."""
+        """Whether waiting cannot help because even an unused counter is too small. False for a limit of 0."""
         if self.policy.limit == 0 or self.metric.kind is Kind.CONCURRENCY:
             return False
         return cost > (self.policy.burst if self.metric.kind is Kind.RATE else self.policy.limit)
 
     def wait_us(self, counter: Counter, cost: int, now_us: int) -> int:
-        """How long until the policy may admit `cost`: 0 when it does now."""
+        """How long until the policy may admit `cost`; 0 if it does now."""
         limit = self.policy.limit
         if self.metric.kind is Kind.RATE:
             if counter.free_units >= cost * UNITS:
@@ -101,49 +101,50 @@ class Binding:
         if counter.used + counter.reserved + cost <= limit:
             return 0
         if counter.used + cost <= limit:
-            # Running requests hold the rest, and may give some of it back.
+            # Running requests hold the rest and may release some of it.
             return RETRY_US
         if self.metric.kind is Kind.BUDGET and limit:
             return max(RETRY_US, self.window.end_us - now_us)
         return NEVER_US
 
     def remaining(self, counter: Counter) -> int:
-        """What is free now, in whole requests, tokens or nanos."""
+        """The amount free now, in whole requests, tokens or nanos."""
         if self.metric.kind is Kind.RATE:
             return max(0, counter.free_units // UNITS)
         return max(0, self.policy.limit - counter.used - counter.reserved)
 
     def reset_us(self, counter: Counter, now_us: int) -> int:
-        """Time until all of it is free again if nothing more is used."""
+        """Time until the whole limit is free again if nothing more is used."""
         if self.metric.kind is Kind.RATE:
             return counter.wait_us(self.policy.burst, self.policy.limit, now_us) if self.policy.limit else 0
         return max(0, self.window.end_us - now_us) if self.metric.kind is Kind.BUDGET else 0
 
     def is_charged(self, cost: int, is_exceeded: bool) -> bool:
-        """Whether an admitted request holds something of the counter.
+        """Whether an admitted request is charged to the counter.
 
-        A budget tells what was used, whatever its mode. Of rates and concurrency a request beyond a limit that only
-        reports takes nothing, as if it had been refused, so that exactly those are reported that a hard limit refuses.
+        A budget counts all usage, in any mode. For a rate or concurrency limit that only reports, a request beyond the
+        limit is not charged, as if it had been refused, so that exactly the requests that a hard limit would refuse are
+        reported.
         """
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 
     def take(self, counter: Counter, cost: int) -> Counter:
-        """Hold `cost`. Requests and loads are used at once, what tokens and money will be is known at the end."""
+        """Charge `cost`. Requests and loads are used immediately; tokens and money are reserved until settlement."""
         if self.metric.kind is Kind.RATE and self.metric.unit is not Unit.TOKENS:
             return counter.changed(level=-cost * UNITS)
         return counter.changed(reserved=cost)
 
     @property
     def is_extended(self) -> bool:
-        """Whether a request that wants more tokens wants more of this."""
+        """Whether an extension by more tokens takes more of this metric."""
         return self.metric.unit in (Unit.TOKENS, Unit.NANOS)
 
     def is_settled_by(self, spent: Spent) -> bool:
-        """Whether the end of a request changes the count: what was used up at admission stays so."""
+        """Whether a settlement changes the counter. Requests and loads taken at admission stay used if they ran."""
         return self.metric.kind is not Kind.RATE or self.metric.unit is Unit.TOKENS or not spent.keeps(self.metric)
 
     def give_back(self, counter: Counter, held: int, spent: Spent) -> Counter:
-        """What a request held is released, and what it used is gone."""
+        """Release the amount that a request held, and charge the amount that it used."""
         if self.metric.kind is Kind.CONCURRENCY:
             return counter.changed(reserved=-held)
         if self.metric.kind is Kind.BUDGET:
@@ -153,13 +154,13 @@ class Binding:
         return counter if spent.keeps(self.metric) else self._filled(counter, held)
 
     def is_overdrawn(self, counter: Counter) -> bool:
-        """Whether more is used and held than the policy ever admits."""
+        """Whether more is used and reserved than the policy ever admits."""
         if self.metric.kind is Kind.RATE:
             return counter.free_units < 0
         return self.metric.kind is Kind.BUDGET and counter.used + counter.reserved > self.policy.limit
 
     def correct(self, counter: Counter, held: int, charged: Spent, truth: Spent) -> Counter:
-        """A request that was charged by a guess turned out to have cost something else."""
+        """Correct the charge of a recovered request to its actual usage."""
         more = truth.of(self.metric) - charged.of(self.metric)
         if self.metric.kind is Kind.CONCURRENCY:
             return counter
@@ -170,5 +171,5 @@ class Binding:
         return counter if truth.keeps(self.metric) else self._filled(counter, held)
 
     def _filled(self, counter: Counter, amount: int) -> Counter:
-        """A bucket with so much more in it, up to its size."""
+        """The bucket with `amount` added, up to its size."""
         return counter.changed(level=min(amount * UNITS, self.policy.burst * UNITS - counter.level))

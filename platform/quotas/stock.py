@@ -1,4 +1,4 @@
-"""What a tenant keeps: how many adapters, and how many bytes of them; and the limits on both."""
+"""A tenant's stock, its number of adapters and their bytes, and the limits on both."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _adapters, _versions, _uploads = schema.adapters, schema.adapter_versions, schem
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """How much a tenant has of `adapters` or `adapter_bytes`."""
+    """A tenant's amount of `adapters` or `adapter_bytes`."""
 
     used: int
     reserved: int = 0
-    """What its open uploads declare: given back when one is cancelled or expires, used when one becomes a version."""
+    """Bytes declared by open uploads: released when one is cancelled or expires, used when one becomes a version."""
 
 
 def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -> Stock:
-    """What a tenant has at `now_us`.
+    """A tenant's stock at `now_us`.
 
-    A version counts with its canonical bytes, and while it is being validated with what its upload announced.
+    A version counts with its canonical bytes; while it is being validated, with the bytes that its upload declared.
     """
     if metric == ADAPTERS:
         query = select(func.count()).select_from(_adapters).where(_adapters.c.tenant_id == tenant_id)
@@ -48,14 +48,14 @@ def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -
 
 
 class AdapterLimits:
-    """Refuses adapters, and bytes of them, beyond a tenant's hard limits; what goes beyond others is counted."""
+    """Enforces a tenant's hard limits on adapters and their bytes, and counts excesses of other limits."""
 
     refusal = QuotaExceeded
 
     def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int, now_us: int) -> None:
         """Let a tenant add `amount` adapters or bytes, or raise QuotaExceeded.
 
-        The counters stay locked until the transaction ends, so that two that add at once take turns.
+        The counters stay locked until the transaction ends, so that concurrent additions take turns.
         """
         cache = PolicyCache(0)
         cache.read(connection, (tenant_id,), ())
